@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from device_runner.engines.packed_files import bytes_in, files_in, remove_files
 from prge.cli.settings import parse_settings
 from prge.system.user_cache import PACKED, PROGRAMS, cache_path
-from prge.training.costs import bytes_text
+from prge.training.costs import format_bytes
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _text(count: int) -> str:
-    return f"{bytes_text(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"
+    return f"{format_bytes(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"

@@ -24,22 +24,22 @@ from prge.cli.settings import parse_settings
 from prge.data.feedback_examples import FeedbackExamples
 from prge.data.forms.form import CONTROL_TOKENS
 from prge.data.readers.feedback import (
-    Answered,
+    AnswerRecord,
     Fields,
     adapter_digest,
     append_feedback,
-    asked_messages,
     check_feedback,
-    spaced,
+    conversation_fields,
+    with_leading_space,
 )
-from prge.data.tokenization.inputs import decoded_text
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.inputs import decode_utf8
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import DataError, PrgeError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
 from prge.generation.loop import Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
-from prge.system.interrupts import handled_by
+from prge.system.interrupts import handle_signals
 from prge.system.terminal import write_text
 
 HELP = """\
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.feedback is not None:
         check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks its child before the engine is there
     examples = None
@@ -97,7 +97,7 @@ class Interrupts:
 @contextmanager
 def _interruptible() -> Iterator[Interrupts]:
     interrupts = Interrupts()
-    with handled_by(interrupts.handle, [signal.SIGINT]):
+    with handle_signals(interrupts.handle, [signal.SIGINT]):
         yield interrupts
 
 
@@ -127,7 +127,7 @@ class Chat:
         self._feedback = feedback
         self._examples = examples
         # The last answer, until something is said of it.
-        self._answered: Answered | None = None
+        self._answered: AnswerRecord | None = None
 
     def run(self) -> None:
         """Read lines from standard input until it ends or one says /quit."""
@@ -144,7 +144,7 @@ class Chat:
         if not sys.stdin.isatty():
             for line in getattr(sys.stdin, "buffer", sys.stdin):
                 try:
-                    text = decoded_text(line, "the line") if isinstance(line, bytes) else line
+                    text = decode_utf8(line, "the line") if isinstance(line, bytes) else line
                 except DataError as error:
                     note(f"error: {error}")
                 else:
@@ -191,14 +191,16 @@ class Chat:
             note("there is no answer that you haven't judged yet")
             return
         try:
-            row = self._answered.judged(rating, correction)
-            self._examples.of(row)
+            row = self._answered.to_feedback(rating, correction)
+            self._examples.build(row)
             append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
             note(f"not kept: {error}")
             return
         if correction is not None and self._prompts.chat is None:
-            self._text = self._answered.asked["prompt"] + spaced(correction, self._answered.answer)
+            self._text = self._answered.prompt_fields["prompt"] + with_leading_space(
+                correction, self._answered.answer
+            )
         elif correction is not None:
             self._turns[-1:] = [(self._turns[-1][0], correction)] if self._turns else []
         self._answered = None
@@ -236,7 +238,7 @@ class Chat:
             return
         write_text(sys.stdout, "\n")
         if answer.reason == "context":
-            note(f"the answer filled the context of {self._generator.speaker.context} tokens")
+            note(f"the answer filled the context of {self._generator.engine.context} tokens")
         elif answer.reason == "length":
             note(f"--max-tokens {self._settings.max_tokens} ended the answer")
         self._keep_in_mind(line, answer.text)
@@ -249,22 +251,22 @@ class Chat:
         """Remember an answer, so that something may be said of it."""
         if self._feedback is None or not text.strip():
             return
-        asked: Fields = asked_messages(self._messages(line), self._settings.variables)
+        asked: Fields = conversation_fields(self._messages(line), self._settings.variables)
         if self._prompts.chat is None:
             asked = {"prompt": self._joined(line), CONTROL_TOKENS: "text"}
         name, settings = self._name, self._settings.generation()
         digest = adapter_digest(self._adapters[name])
-        self._answered = Answered(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())
+        self._answered = AnswerRecord(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())
 
     def _prompt(self, line: str) -> Prompt:
         """What the model goes on from after a line; turns that don't fit are forgotten if that was asked."""
         if self._prompts.chat is None:
-            return self._prompts.of_text(self._joined(line))
-        context = self._generator.speaker.context
+            return self._prompts.encode_text(self._joined(line))
+        context = self._generator.engine.context
         room = context - min(self._settings.max_tokens, context // 2)
         forgotten = 0
         while True:
-            prompt = self._prompts.of_messages(self._messages(line), self._settings.variables)
+            prompt = self._prompts.encode_messages(self._messages(line), self._settings.variables)
             if len(prompt.tokens) <= room or self._settings.overflow == "error" or not self._turns:
                 break
             self._turns.pop(0)

@@ -16,25 +16,25 @@ from prge.cli.settings import parse_settings
 from prge.data.example_building import load_examples
 from prge.data.forms.task import Generate, Task, load_task
 from prge.data.options import BuildOptions
-from prge.data.readers.files import place_of_row
+from prge.data.readers.files import row_location
 from prge.data.sources import read_source
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import ConfigError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
 from prge.formats.run_folder import write_json
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.loop import Overflow as PromptOverflow
 from prge.generation.prompts import Prompt
 from prge.objectives.classification_head import Head
 from prge.objectives.examples import Example, sequences_of
 from prge.objectives.preferences import Preference, make_objective
-from prge.objectives.scoring import Scores, referred
+from prge.objectives.scoring import Scores, with_reference_scores
 from prge.system.atomic import write_output
 from prge.system.progress import Progress
-from prge.training.checkpoint_heads import head_of, ordered, refused_labels
+from prge.training.checkpoint_heads import describe_unused_head, load_head, with_bundle_label_order
 from prge.training.evaluation import evaluate, text_metrics
 
 # Answers that are written at once.
@@ -71,23 +71,23 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             code="settings-unusable",
         )
     bundle = open_bundle(settings.bundle)
-    task = ordered(bundle, task)
+    task = with_bundle_label_order(bundle, task)
     model = bundle.chain.model
-    tokenizer = bundle_tokenizer(bundle)
-    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
+    tokenizer = load_bundle_tokenizer(bundle)
+    named = settings.adapter or (settings.bundle if find_tuning(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
     options = BuildOptions(
         overflow=settings.overflow,
         append_eos=settings.append_eos,
         control_tokens=settings.control_tokens,
         objective=settings.objective,
-        date=settings.dated().date,
+        date=settings.with_date().date,
     )
     source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(
         source, tokenizer, model, task, settings.selection, options, training=False
     )
-    print("\n".join(filter(None, [source.told, report.text()])))
+    print("\n".join(filter(None, [source.feedback_summary, report.summary()])))
     objective = make_objective(report.objective, settings)
     adapter = read_compatible_adapter(trained, model.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if model.is_encoder else None
@@ -105,7 +105,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     progress = _ProgressOfScores(examples, 2 if is_compared else 1)
     if is_compared:
         start = read_peft(bundle.adapter, model.modules)
-        examples = referred(engine, start, examples, progress)
+        examples = with_reference_scores(engine, start, examples, progress)
     record, scored = evaluate(
         engine,
         adapter,
@@ -159,11 +159,11 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
     Raises:
         ConfigError: there is none.
     """
-    head = head_of(bundle, trained, task, classes)
+    head = load_head(bundle, trained, task, classes)
     if head is None:
         raise ConfigError(
             "an encoder needs a classification head",
-            [refused_labels(bundle) or f"{trained} has no {HEAD}"],
+            [describe_unused_head(bundle) or f"{trained} has no {HEAD}"],
             remedy="give the folder of a run with --adapter",
             code="head-missing",
         )
@@ -192,7 +192,7 @@ def _write_predictions(
 ) -> None:
     lines = []
     for index, example in enumerate(examples):
-        line: dict[str, Any] = {**place_of_row(example.row), "loss": float(scored.losses[index])}
+        line: dict[str, Any] = {**row_location(example.row), "loss": float(scored.losses[index])}
         if example.label is not None:
             choice = int(scored.predictions[index])
             line["label"], line["prediction"] = example.label, choice

@@ -21,15 +21,15 @@ from device_runner.session.generation import (
 )
 from device_runner.session.memory import watched_memory
 from prge.cli.settings import parse_settings
-from prge.data.columns import RowError, columns_text
+from prge.data.columns import RowError, format_columns
 from prge.data.forms.form import find_form
 from prge.data.forms.messages import template_variables
 from prge.data.forms.task import load_task
 from prge.data.readers.feedback import TEMPLATE_KWARGS
-from prge.data.readers.files import Row, place_of_row, select_rows
+from prge.data.readers.files import Row, row_location, select_rows
 from prge.data.sources import describe_paths, read_source
-from prge.data.tokenization.inputs import read_text_of
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.inputs import read_input_text
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import DataError, shown
 from prge.formats.documents import DocumentError, read_json
 from prge.generation.loop import Completion, Generator, Request, Ticket
@@ -62,7 +62,7 @@ def generate(settings: GenerateSettings) -> None:
         PrgeError: bad input, or the engine failed.
     """
     bundle = open_speaking(settings.bundle)
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
@@ -94,15 +94,15 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
     if settings.messages is not None:
         messages, variables = _read_messages(settings.messages)
         messages = [*_unless_there(system, messages), *messages]
-        return [_Asked(1, prompts.of_messages(messages, {**settings.variables, **variables}))]
+        return [_Asked(1, prompts.encode_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
         return _rows_asked(settings, prompts, system)
-    texts = [read_text_of(sys.stdin) if text == STDIN else text for text in settings.prompt]
+    texts = [read_input_text(sys.stdin) if text == STDIN else text for text in settings.prompt]
     if settings.chat:
         turns = [[*system, {"role": "user", "content": text}] for text in texts]
-        made = [prompts.of_messages(messages, settings.variables) for messages in turns]
+        made = [prompts.encode_messages(messages, settings.variables) for messages in turns]
     else:
-        made = [prompts.of_text(text) for text in texts]
+        made = [prompts.encode_text(text) for text in texts]
     return [_Asked(number, prompt) for number, prompt in enumerate(made, 1)]
 
 
@@ -146,23 +146,25 @@ def _rows_asked(
     for row in chosen:
         try:
             if task is not None:
-                columns = columns_text(task.needed_columns(), [*row.fields], source.renamed)
+                columns = format_columns(task.needed_columns(), [*row.fields], source.renamed)
                 read[f"(task {task.name}), columns: {columns}"] += 1
-                prompt = prompts.of_text(task.prompt(row.fields))
+                prompt = prompts.encode_text(task.prompt(row.fields))
             else:
-                form = find_form([row], source.name, source.renamed, asked=True)
+                form = find_form([row], source.name, source.renamed, prompts_only=True)
                 if form.chat and prompts.chat is not None:
                     form = form.rendered_by(prompts.chat.variables, [*row.fields])
-                columns = columns_text((*form.asked, *form.optional), [*row.fields], source.renamed)
+                columns = format_columns(
+                    (*form.prompt_columns, *form.optional), [*row.fields], source.renamed
+                )
                 read[f"({form.name}), columns: {columns}"] += 1
-                plain = form.row(row, chat=form.chat != "" and prompts.chat is not None, asked=True)
+                plain = form.row(row, chat=form.chat != "" and prompts.chat is not None, prompts_only=True)
                 if "messages" in plain.fields:
                     messages = _asked_of(plain)
                     messages = [*_unless_there(system, messages), *messages]
                     variables = {**settings.variables, **plain.fields.get(TEMPLATE_KWARGS, {})}
-                    prompt = prompts.of_messages(messages, variables)
+                    prompt = prompts.encode_messages(messages, variables)
                 else:
-                    prompt = prompts.of_text(_text_of(plain))
+                    prompt = prompts.encode_text(_text_of(plain))
             asked.append(_Asked(row.number, prompt))
         except RowError as problem:
             problems.append(f"row {row.number}: {problem}")
@@ -252,7 +254,7 @@ class _Writer:
     def write(self, number: int, answer: Completion) -> None:
         row, adapter = self.names[number]
         if self.json:
-            print(json.dumps({**place_of_row(row), "adapter": adapter, **_record(answer)}), flush=True)
+            print(json.dumps({**row_location(row), "adapter": adapter, **_record(answer)}), flush=True)
             return
         heading = f"{row}, {adapter}" if self.several else str(row)
         write_text(sys.stdout, f"--- {heading}\n{answer.text}\n")

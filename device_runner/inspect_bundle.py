@@ -19,17 +19,17 @@ from prge.formats.chain import Chain
 from prge.formats.documents import mapping
 from prge.formats.layers import read_layers
 from prge.formats.signatures import DECODE
-from prge.formats.tune_folder import bundle_at
+from prge.formats.tune_folder import resolve_bundle
 from prge.model_spec import AdaptedModule
 from prge.training.costs import (
     ModelSizes,
     StepShape,
-    bytes_text,
+    bundle_weight_bytes,
+    format_bytes,
+    format_memory_table,
     memory_table,
-    memory_text,
-    weights_of_bundle,
 )
-from prge.training.estimators.table import ESTIMATORS, fitting
+from prge.training.estimators.table import ESTIMATORS, available_estimators
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
@@ -53,7 +53,7 @@ class InspectSettings:
 def main(argv: list[str]) -> int:
     """Entry of `prge inspect`; raises BundleError, after printing all else, if a file is damaged."""
     settings = parse_settings(InspectSettings, argv, "prge inspect", ["bundle"])
-    report = inspect(bundle_at(settings.bundle))
+    report = inspect(resolve_bundle(settings.bundle))
     print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_text(report))))
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
     if damaged:
@@ -140,12 +140,12 @@ def _memory(
     if "outline" not in manifest:
         return None
     outline = ModelSizes.from_json(manifest["outline"], chain)
-    weights = weights_of_bundle(outline, chain, size, mapping(manifest.get("quantization")).get("scheme"))
+    weights = bundle_weight_bytes(outline, chain, size, mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
     sizes = (DEFAULT_BATCH, length, length - 1, chain.vocabulary_size)
     shapes = {
         name: StepShape(entry.role, *sizes, copies=entry.copies(), queries=entry.directions())
-        for name, entry in ((name, ESTIMATORS[name]) for name in fitting(chain.roles))
+        for name, entry in ((name, ESTIMATORS[name]) for name in available_estimators(chain.roles))
     }
     return memory_table(outline, shapes, weights, chain.roles)
 
@@ -182,7 +182,7 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield "\nfiles"
     for name, entry in report["files"].items():
         state = entry["problem"] or "ok"
-        yield f"  {bytes_text(entry.get('bytes')):>10}  {str(entry.get('sha256'))[:12]}  {name}  {state}"
+        yield f"  {format_bytes(entry.get('bytes')):>10}  {str(entry.get('sha256'))[:12]}  {name}  {state}"
     for name in report["unlisted_files"]:
         yield f"  {'':>10}  {'':12}  {name}  not in the manifest, never loaded"
 
@@ -203,12 +203,12 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     yield "\nprograms, without weights"
     for program in report["programs"]:
         used = f"{_blocks(len(program['blocks']))}: {', '.join(program['roles'])}"
-        yield f"  {bytes_text(program['bytes']):>10}  {program['file']}  {used}"
+        yield f"  {format_bytes(program['bytes']):>10}  {program['file']}  {used}"
     weights = report["weights"]
     yield "\nweights"
-    yield f"  {bytes_text(weights['bytes']):>10}  in all"
+    yield f"  {format_bytes(weights['bytes']):>10}  in all"
     yield (
-        f"  {bytes_text(weights['largest_bytes']):>10}  {weights['largest']}, the largest block, the least "
+        f"  {format_bytes(weights['largest_bytes']):>10}  {weights['largest']}, the largest block, the least "
         "that is loaded at once"
     )
     if report["memory"] is None:
@@ -219,9 +219,9 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
             f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated; "
             "--memory is the most that the process takes"
         )
-        yield from memory_text(report["memory"])
+        yield from format_memory_table(report["memory"])
     if text := report["text"]:
-        size = bytes_text(text["token_bytes"])
+        size = format_bytes(text["token_bytes"])
         yield f"\ntexts of up to {text['context']} tokens, of which each takes {size}"
     yield from _section(
         "most of each size in one call of a program; a row goes in pieces", asdict(chain.bounds)
@@ -279,7 +279,7 @@ def _section(title: str, block: Any) -> Iterator[str]:
         elif isinstance(value, list):
             value = ", ".join(map(str, value)) or "none"
         elif str(name).endswith("bytes"):
-            value = f"{bytes_text(value)} ({value})"
+            value = f"{format_bytes(value)} ({value})"
         elif value is None:
             value = "none"
         yield f"  {name:<{width}}  {value}"

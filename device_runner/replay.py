@@ -16,7 +16,7 @@ from prge.errors import RunError
 from prge.formats.journal import Journal
 from prge.formats.peft import HEAD, read_peft
 from prge.formats.run_folder import FINAL, JOURNAL
-from prge.formats.tune_folder import bundle_at
+from prge.formats.tune_folder import resolve_bundle
 from prge.system.regular_files import read_regular
 from prge.training.checkpoint import write_result
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     with Journal(path, writable=False) as journal:
         state = replay(journal, settings.step)
     final = settings.run / FINAL
-    template = bundle_at(settings.bundle) / "adapter" if settings.bundle else final
+    template = resolve_bundle(settings.bundle) / "adapter" if settings.bundle else final
     write_result(settings.out, state, template)
     print(f"{settings.out}: step {state.step} of {journal.steps}")
     if settings.step is None and final.is_dir():

@@ -10,7 +10,7 @@ from prge.cli.inputs import InputFolder
 from prge.cli.outputs import OutputFile, OutputFolder
 from prge.cli.settings import parse_settings
 from prge.errors import ConfigError, RunError
-from prge.formats.tune_folder import run_at
+from prge.formats.tune_folder import resolve_run
 from prge.system.atomic import write_output
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.sends:
         from device_runner.reporting.trackers import send
 
-        runs = [run_at(run) for run in settings.runs]
+        runs = [resolve_run(run) for run in settings.runs]
         send(runs, settings.tensorboard, settings.wandb, settings.follow)
         print(settings.tensorboard or settings.wandb)
     else:
@@ -71,15 +71,15 @@ def report(settings: ReportSettings) -> None:
     """
     from device_runner.reporting.content import compose
     from device_runner.reporting.run_reader import read_run
-    from prge.report.charts import as_file, beside
+    from prge.report.charts import arrange_charts, standalone_svg
     from prge.report.document import Picture
     from prge.report.rendering import to_html
 
-    blocks = compose([read_run(run_at(run)) for run in settings.runs])
+    blocks = compose([read_run(resolve_run(run)) for run in settings.runs])
     if settings.out.suffix != ".svg":
         text = to_html(blocks)
-    elif drawn := beside([block.drawing for block in blocks if isinstance(block, Picture)], 2):
-        text = as_file(drawn)
+    elif drawn := arrange_charts([block.drawing for block in blocks if isinstance(block, Picture)], 2):
+        text = standalone_svg(drawn)
     else:
         raise RunError(
             f"{', '.join(map(str, settings.runs))}: nothing measured yet",

@@ -12,7 +12,7 @@ from prge.cli.inputs import InputFile
 from prge.cli.outputs import OutputFile
 from prge.cli.settings import parse_settings
 from prge.cli.subcommands import Action, run_action
-from prge.data.readers.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
+from prge.data.readers.feedback import Fields, is_feedback, iter_texts, read_lines, remove_rows
 from prge.errors import DataError, printable, shortened
 from prge.system.terminal import best_effort
 
@@ -75,7 +75,7 @@ def forget(argv: Sequence[str]) -> int:
             "no row is forgotten", ["--match is empty: it would be every row"], code="settings-unusable"
         )
     meant = _matching(settings.match) if settings.match else lambda number, *_: number in settings.row
-    removed = forget_rows(path, meant)
+    removed = remove_rows(path, meant)
     with best_effort(sys.stdout):
         print(f"{path}: {removed} {'row' if removed == 1 else 'rows'} removed")
         if removed:
@@ -99,7 +99,7 @@ def _matching(text: str | None) -> Callable[[int, Fields | None, str], bool]:
     wanted = (text or "").casefold()
 
     def matches(number: int, fields: Fields | None, line: str) -> bool:
-        texts = [line] if fields is None else texts_of(fields)
+        texts = [line] if fields is None else iter_texts(fields)
         return not wanted or any(wanted in each.casefold() for each in texts)
 
     return matches

@@ -55,7 +55,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.costs import Budget
 from prge.training.estimators.table import ESTIMATORS
 from prge.training.evaluation import displacement
-from prge.training.monitor import Watcher, describe_changes, graceful_stop
+from prge.training.monitor import RunMonitor, describe_changes, graceful_stop
 from prge.training.sampler import Sampler
 from prge.training.session import Session, SessionData, open_session
 from prge.training.store import RunStore, settings_records
@@ -81,7 +81,7 @@ def run(settings: RunSettings) -> Path:
     settings = settled(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
-        settings = replace(settings, date=settings.date or date_of_run(settings.resume)).dated()
+        settings = replace(settings, date=settings.date or date_of_run(settings.resume)).with_date()
         inputs = read_inputs(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
         shapes = [plan.shape, shape_of_scores(bundle, [*inputs.train, *inputs.dev])]
@@ -89,19 +89,19 @@ def run(settings: RunSettings) -> Path:
         before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
-            watcher = Watcher(run.settings, journal.steps, run.forward_passes, run.describe)
+            watcher = RunMonitor(run.settings, journal.steps, run.forward_passes, run.describe)
             watcher.catch_up(journal)
             with watcher, graceful_stop(watcher):
-                watcher.say(inputs.report)
+                watcher.note(inputs.report)
                 if settings.epochs is not None:
-                    watcher.say(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
+                    watcher.note(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
                 if run.opened.notes:
-                    watcher.say(run.opened.notes)
+                    watcher.note(run.opened.notes)
                 session = open_session(plan.recipe, run.opened.engine, _data(run, watcher), run.store)
                 samples = _train(run, session, watcher)
                 final = _finish(run, session.state, samples, watcher)
                 if budget is not None and (told := outcome(budget.limit, before)):
-                    watcher.say(told)
+                    watcher.note(told)
                 return final
 
 
@@ -188,23 +188,23 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
     return _OpenRun(plan, inputs, opened, store, Sensors().record(), budget)
 
 
-def _data(run: _OpenRun, watcher: Watcher) -> SessionData:
+def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
     """What the run trains, with what the engine makes of it: references of preferences, encoders' heads."""
     inputs, engine = run.inputs, run.opened.engine
     train, dev = inputs.train, inputs.dev
-    if isinstance(inputs.objective, Preference) and (inputs.objective.compares or dev):
-        count = len(train) if inputs.objective.compares else 0
+    if isinstance(inputs.objective, Preference) and (inputs.objective.needs_reference or dev):
+        count = len(train) if inputs.objective.needs_reference else 0
         examples, told = with_references(
             run.settings.out, inputs.bundle.sha256, engine, inputs.adapter, [*train[:count], *dev]
         )
         if told:
-            watcher.say(told)
+            watcher.note(told)
         train, dev = examples[:count] or train, examples[count:]
     begin = time.perf_counter()
     heads, told = prepare_heads(run.settings, inputs, engine, run.store.journal)
     if told:
-        seconds = watcher.told["head_seconds"] = time.perf_counter() - begin
-        watcher.say(f"heads: {told}, {seconds:.1f} s")
+        seconds = watcher.summary_facts["head_seconds"] = time.perf_counter() - begin
+        watcher.note(f"heads: {told}, {seconds:.1f} s")
     return SessionData(
         train=train,
         dev=dev,
@@ -215,7 +215,7 @@ def _data(run: _OpenRun, watcher: Watcher) -> SessionData:
     )
 
 
-def _train(run: _OpenRun, session: Session, watcher: Watcher) -> Samples | None:
+def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | None:
     """Train, and answer sample prompts on the way.
 
     Raises:
@@ -224,24 +224,24 @@ def _train(run: _OpenRun, session: Session, watcher: Watcher) -> Samples | None:
     """
     settings, state, shape = run.settings, session.state, run.plan.shape
     if steps := run.store.journal.steps:
-        watcher.say(f"going on after step {steps} of {settings.steps}")
+        watcher.note(f"going on after step {steps} of {settings.steps}")
     gates = Gates(settings.conditions())
     _check_batch(run)
     if settings.resume is None:
         _tell_noise(run, session, watcher)
     answerer = _answerer(run.inputs, run.opened)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
-    watcher.say(_plan(run))
+    watcher.note(_plan(run))
     if run.opened.store.residual_bytes is not None:
-        watcher.say(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
+        watcher.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
     session.train(samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
-        watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
+        watcher.note(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return samples
 
 
-def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watcher: Watcher) -> Path:
+def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watcher: RunMonitor) -> Path:
     """Write the result, and tell what came out and what to do next; returns the `final/` folder."""
     final, journal, trunk = run.store.write_result(state), run.store.journal, run.opened.store.trunk
     if samples is not None:
@@ -251,11 +251,11 @@ def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watche
         watcher.say_final(state.step, best)
     for record in (best, watcher.newest):
         if fallen := displacement(record):
-            watcher.say(f"note: at step {record['step']} {fallen}")
+            watcher.note(f"note: at step {record['step']} {fallen}")
             break
-    watcher.say(_closing(run.settings, run.inputs, samples))
+    watcher.note(_closing(run.settings, run.inputs, samples))
     if trunk is not None:
-        watcher.say(f"trunk: {trunk.computed} rows computed, {trunk.reused} from the cache")
+        watcher.note(f"trunk: {trunk.computed} rows computed, {trunk.reused} from the cache")
     return final
 
 
@@ -318,7 +318,7 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
     return "\n".join([*lines, "next:", *(f"  {step.command}" for step in steps)])
 
 
-def _tell_noise(run: _OpenRun, session: Session, watcher: Watcher) -> None:
+def _tell_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
     if run.plan.role != FORWARD or run.inputs.bundle.quantization is None:
         return
@@ -326,9 +326,9 @@ def _tell_noise(run: _OpenRun, session: Session, watcher: Watcher) -> None:
         state, sampler = session.state, session.sampler
         classifier, objective = state.training_classifier, run.inputs.objective
         engine = run.opened.engine
-        watcher.say(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
+        watcher.note(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
     except Exception as error:
-        watcher.say(f"the noise of differences was not measured: {error}")
+        watcher.note(f"the noise of differences was not measured: {error}")
 
 
 def _check_folder(settings: RunSettings) -> None:

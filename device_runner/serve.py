@@ -12,10 +12,10 @@ from typing import Any
 
 from device_runner.engines.generator import open_speaker
 from device_runner.serving.history import FEEDBACK
-from device_runner.serving.learning import Learning, plan_rounds
-from device_runner.serving.listen_settings import read_keys, refuse_key
+from device_runner.serving.learning import OnlineLearner, plan_rounds
+from device_runner.serving.listen_settings import read_api_keys, refuse_api_key_flag
 from device_runner.serving.models import Models
-from device_runner.serving.page.about import about_adapter, about_bundle
+from device_runner.serving.page.about import describe_adapter, describe_bundle
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.settings import ServeSettings
 from device_runner.session.generation import (
@@ -34,18 +34,18 @@ from device_runner.session.pauses import Gates
 from prge.cli.settings import parse_settings
 from prge.data.feedback_examples import FeedbackExamples
 from prge.data.readers.feedback import check_feedback
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer, read_chat_template
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
 from prge.formats.run_folder import run_lock
-from prge.formats.tune_folder import tuning_at
-from prge.generation.generator import Speaker
+from prge.formats.tune_folder import find_tuning
+from prge.generation.generator import GenerationEngine
 from prge.system.terminal import best_effort
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
-    refuse_key(argv)
+    refuse_api_key_flag(argv)
     settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"])
     serve(settings)
     return 0
@@ -61,12 +61,12 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.app import make_app
     from device_runner.serving.feedback import Feedback, FeedbackFile
     from device_runner.serving.page.runs import Runs
-    from device_runner.serving.uvicorn_server import Server, address_of, listening
+    from device_runner.serving.uvicorn_server import Server, format_address, listening
     from device_runner.serving.worker import Worker
     from prge.generation.loop import Generator
 
-    keys, gates = read_keys(settings.api_key_file), Gates(settings.conditions())
-    learning: Learning | None = None
+    keys, gates = read_api_keys(settings.api_key_file), Gates(settings.conditions())
+    learning: OnlineLearner | None = None
     with ExitStack() as held:
         held.enter_context(
             watched_memory(settings.memory, note, lambda: 0 if learning is None else learning.peak_bytes)
@@ -100,7 +100,7 @@ def serve(settings: ServeSettings) -> None:
                 precision=settings.cache_dtype,
                 tell=note,
             )
-        generator = Generator(speaker, bundle_tokenizer(bundle))
+        generator = Generator(speaker, load_bundle_tokenizer(bundle))
         held.callback(storage.shutdown, cancel_futures=True)
         worker = held.enter_context(
             Worker(generator, settings.queue, learning.pause if learning else _ignore)
@@ -111,7 +111,7 @@ def serve(settings: ServeSettings) -> None:
         feedback = Feedback(taken, note, learning.wake if learning else _ignore)
         about = _about(settings, bundle, models.names)
         app = make_app(models, worker, access, feedback, learning, runs, about, gates)
-        address = f"http://{address_of(listener)}"
+        address = f"http://{format_address(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
         lines.append(f"listening at {address}/v1; Ctrl-C ends it")
         lines.append(f"talk to them at {address}/")
@@ -135,11 +135,11 @@ def _open_learning(
     models: Models,
     storage: Executor,
     lock: int,
-) -> tuple[Learning, Speaker]:
+) -> tuple[OnlineLearner, GenerationEngine]:
     """What learns, and serves what it has learnt before, and what writes within the memory that leaves."""
     # After the folder's own and `base` come those that were given.
     name = list(adapters)[2 if settings.adapter else 0]
-    source = settings.bundle if tuning_at(settings.bundle) else None
+    source = settings.bundle if find_tuning(settings.bundle) else None
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
     tokenizer = _tokenizer(settings, bundle)
@@ -154,7 +154,7 @@ def _open_learning(
         steps=plan.shape,
     )
     loaded = None if budget is None else budget.loaded
-    learning = Learning(
+    learning = OnlineLearner(
         settings,
         plan,
         has_kept,
@@ -183,15 +183,15 @@ def _open_learning(
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:
     """What the page tells of the models: the folder's own, `base`, and those that were given."""
-    own = settings.bundle if tuning_at(settings.bundle) else bundle.adapter
+    own = settings.bundle if find_tuning(settings.bundle) else bundle.adapter
     sources = [own, None, *map(adapter_source, settings.adapter)]
-    told = [{} if source is None else about_adapter(source) for source in sources]
-    return {"bundle": about_bundle(bundle), "models": dict(zip(names, told, strict=True))}
+    told = [{} if source is None else describe_adapter(source) for source in sources]
+    return {"bundle": describe_bundle(bundle), "models": dict(zip(names, told, strict=True))}
 
 
 def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
     """The bundle's, with the chat template that was asked for."""
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
     return tokenizer
@@ -208,7 +208,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
-    of_folder = str(settings.bundle) if tuning_at(settings.bundle) else BUNDLE
+    of_folder = str(settings.bundle) if find_tuning(settings.bundle) else BUNDLE
     own, base = (read_adapter(bundle, name)[1] for name in (of_folder, BASE))
     found = [(settings.model_name or settings.bundle.resolve().name, own), (BASE, base)]
     for word in settings.adapter:

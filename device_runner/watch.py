@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from device_runner.serving.listen_settings import ListenFlags, read_keys, refuse_key
+from device_runner.serving.listen_settings import ListenFlags, read_api_keys, refuse_api_key_flag
 from prge.cli.bounds import bound_problems
 from prge.cli.inputs import InputFolder
 from prge.cli.settings import parse_settings
@@ -37,7 +37,7 @@ class WatchSettings(ListenFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge watch --help`."""
-    refuse_key(argv)
+    refuse_api_key_flag(argv)
     watch(parse_settings(WatchSettings, argv, "prge watch", ["runs"]))
     return 0
 
@@ -49,15 +49,15 @@ def watch(settings: WatchSettings) -> None:
         PrgeError: there is no such folder, no key, or the address can't be listened at.
     """
     from device_runner.serving.access import is_local
-    from device_runner.serving.app import make_watching_app
+    from device_runner.serving.app import make_watch_app
     from device_runner.serving.page.runs import Runs
-    from device_runner.serving.uvicorn_server import Server, address_of, listening
+    from device_runner.serving.uvicorn_server import Server, format_address, listening
 
-    keys, runs = read_keys(settings.api_key_file), Runs(settings.runs)
+    keys, runs = read_api_keys(settings.api_key_file), Runs(settings.runs)
     with listening(settings.host, settings.port) as listener:
         is_reached_by_others = not is_local(listener.getsockname()[0])
         access = settings.access(keys, is_reached_by_others)
-        url = f"http://{address_of(listener)}/training"
+        url = f"http://{format_address(listener)}/training"
 
         def begun() -> None:
             with best_effort(sys.stdout):
@@ -65,7 +65,7 @@ def watch(settings: WatchSettings) -> None:
             if settings.open and _has_screen():
                 webbrowser.open(url)
 
-        Server(make_watching_app(runs, access), None, begun, runs.close).run([listener])
+        Server(make_watch_app(runs, access), None, begun, runs.close).run([listener])
 
 
 def _has_screen() -> bool:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.cli.field_types import plain_value
-from prge.cli.settings import path_of, settings_of
+from prge.cli.field_types import to_python_value
+from prge.cli.settings import parse_path, settings_from_mapping
 from prge.errors import DataError, shown
 from prge.formats.bundle import Bundle
 from prge.formats.bundle import open_bundle as _open_bundle
 from prge.formats.run_folder import FINAL, SUMMARY
-from prge.system.packages import needing
+from prge.system.packages import require_extra
 
 if TYPE_CHECKING:
     from prge.generation.loop import Completion, Generator
@@ -66,7 +66,7 @@ class Model:
 
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
         self._speaking = importlib.import_module("device_runner.session.generation")
-        flags = settings_of(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
+        flags = settings_from_mapping(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
         tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").bundle_tokenizer(bundle)
         self._prompts: Prompts = importlib.import_module("prge.generation.prompts").Prompts(tokenizer)
         _ = self._prompts.chat  # its template is read in a child that is forked before there is an engine
@@ -87,47 +87,47 @@ class Model:
         """
         from prge.generation.loop import Request
 
-        flags = settings_of(self._speaking.SpeakingFlags, settings, "generate()", "prge generate")
-        request = Request(self._asked(plain_value(prompt)), self._adapter, flags.generation())
+        flags = settings_from_mapping(self._speaking.SpeakingFlags, settings, "generate()", "prge generate")
+        request = Request(self._asked(to_python_value(prompt)), self._adapter, flags.generation())
         return self._generator.generate([request])[0]
 
     def _asked(self, prompt: Any) -> Prompt:
         from prge.data.tokenization.chat import check_messages
-        from prge.data.tokenization.inputs import checked_json
+        from prge.data.tokenization.inputs import to_json_value
         from prge.generation.prompts import Prompt
 
         if isinstance(prompt, str):
-            return self._prompts.of_text(prompt)
+            return self._prompts.encode_text(prompt)
         if not isinstance(prompt, list | tuple):
             problem = f"it is {shown(prompt)}, must be a text, messages or token ids"
             raise DataError("the prompt can't be used", [problem], code="prompt-unusable")
         if not prompt or not isinstance(prompt[0], dict):
             return Prompt(tuple(prompt))
         try:
-            messages = check_messages(checked_json(prompt, "the prompt"), answered=False)
+            messages = check_messages(to_json_value(prompt, "the prompt"), answered=False)
         except ValueError as error:
             raise DataError("the prompt can't be used", [str(error)], code="messages-malformed") from None
-        return self._prompts.of_messages(messages)
+        return self._prompts.encode_messages(messages)
 
 
 def export(**settings: Any) -> Bundle:
     """Turn a model into a bundle, as `prge export` does; returns it, opened."""
-    with needing("export"):
+    with require_extra("export"):
         config = importlib.import_module("server_export.settings").ExportConfig
         verb = importlib.import_module("server_export.export")
-        return _open_bundle(verb.export(settings_of(config, settings, "export()", "prge export")))
+        return _open_bundle(verb.export(settings_from_mapping(config, settings, "export()", "prge export")))
 
 
 def open_bundle(folder: Path | str) -> Bundle:
     """Open a bundle that `prge export` or `prge tune` wrote; raises BundleError."""
-    return _open_bundle(path_of(folder, "open_bundle(): folder"))
+    return _open_bundle(parse_path(folder, "open_bundle(): folder"))
 
 
 def tune(**settings: Any) -> Tuned:
     """Tune a model on rows, as `prge tune` does: export, choose, train, score, publish."""
-    with needing("export"):
+    with require_extra("export"):
         kind = importlib.import_module("server_export.tune.settings").TuneSettings
-        given = settings_of(kind, settings, "tune()", "prge tune")
+        given = settings_from_mapping(kind, settings, "tune()", "prge tune")
         result = importlib.import_module("server_export.tune.stages").tune(given)
     return Tuned(
         given.out,
@@ -142,9 +142,9 @@ def tune(**settings: Any) -> Tuned:
 
 def run(**settings: Any) -> Run:
     """Fine-tune the adapter of a bundle, as `prge run` does; `resume` goes on with a run."""
-    with needing("device"):
+    with require_extra("device"):
         kind = importlib.import_module("device_runner.session.settings").RunSettings
-        given = settings_of(kind, settings, "run()", "prge run")
+        given = settings_from_mapping(kind, settings, "run()", "prge run")
         importlib.import_module("device_runner.run").run(given)
     summary = json.loads((given.out / SUMMARY).read_text(encoding="utf-8"))
     train = summary["train"]
@@ -162,10 +162,10 @@ def run(**settings: Any) -> Run:
 
 def evaluate(**settings: Any) -> dict[str, Any]:
     """Score an adapter on rows, as `prge eval` does; returns the figures by name."""
-    with needing("device"):
+    with require_extra("device"):
         verb = importlib.import_module("device_runner.evaluate")
         found: dict[str, Any] = verb.run(
-            settings_of(verb.EvaluateSettings, settings, "evaluate()", "prge eval")
+            settings_from_mapping(verb.EvaluateSettings, settings, "evaluate()", "prge eval")
         )
     return found
 
@@ -181,8 +181,8 @@ def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -
     Raises:
         PrgeError: the bundle or the adapter can't be used.
     """
-    with needing("device"):
+    with require_extra("device"):
         speaking = importlib.import_module("device_runner.session.generation")
-        folder = path_of(bundle, "load(): bundle")
-        name = None if adapter is None else str(path_of(adapter, "load(): adapter"))
+        folder = parse_path(bundle, "load(): bundle")
+        name = None if adapter is None else str(parse_path(adapter, "load(): adapter"))
         return Model(speaking.open_speaking(folder), name, engine)

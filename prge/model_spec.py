@@ -23,7 +23,7 @@ class Matrix:
     """
 
     letter: Literal["a", "b"]
-    of: str
+    module: str
     rank: int
     width: int
 
@@ -35,7 +35,7 @@ class Matrix:
     @property
     def name(self) -> str:
         """Name of the input that carries it."""
-        return f"lora_{self.letter}.{self.of}"
+        return f"lora_{self.letter}.{self.module}"
 
     @property
     def u(self) -> str:
@@ -50,10 +50,10 @@ class Matrix:
     @property
     def gradient(self) -> str:
         """Name of a program's output of the gradient by it."""
-        return f"grad_lora_{self.letter}.{self.of}"
+        return f"grad_lora_{self.letter}.{self.module}"
 
     def _named(self, word: str) -> str:
-        return f"{word}{'_a' if self.letter == 'a' else ''}.{self.of}"
+        return f"{word}{'_a' if self.letter == 'a' else ''}.{self.module}"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 from notes_demo import notes_demo, notes_table
 
-from prge.cli.subprocesses import answer_of, json_of, run_verb, started
+from prge.cli.subprocesses import output_of, read_json, run_verb, started
 from prge.data.forms.task import load_task
-from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback
 from prge.data.readers.files import Row, read_rows
 from prge.errors import PrgeError
 
@@ -85,7 +85,7 @@ def demo(out: Path) -> dict[str, Any]:
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
     killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
-    found = json_of(out / "tuned.json")
+    found = read_json(out / "tuned.json")
     print("\n2/5  train it twice more on its bundle, with forward passes alone", flush=True)
     methods = {}
     for name, estimator in METHODS.items():
@@ -93,7 +93,7 @@ def demo(out: Path) -> dict[str, Any]:
         run_verb("run", *data, "--estimator", estimator, *FORWARD)
         score = out / f"{name}.json"
         run_verb("eval", tuned / "bundle", "--data", TEST, *task, "--adapter", out / name, "--json", score)
-        methods[name] = _figures(out / name, json_of(score))
+        methods[name] = _figures(out / name, read_json(score))
     methods["exact"] = _figures(tuned / "run", found["score_after"])
     print("\n3/5  teach it to write its answer, and ask it before and after", flush=True)
     samples = _written(out, tuned / "bundle")
@@ -112,7 +112,7 @@ def demo(out: Path) -> dict[str, Any]:
 
 def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
     """What a finished run cost, and what its adapter scores."""
-    train = json_of(run / "run.json")["train"]
+    train = read_json(run / "run.json")["train"]
     return {
         "accuracy": score["accuracy"],
         "peak_mb": (train["memory"]["peak_bytes"] or 0) / 1e6,
@@ -133,7 +133,7 @@ def _written(out: Path, bundle: Path) -> dict[str, Any]:
         (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["--train", out / "answers.jsonl", "--sample-prompts", out / "prompts.jsonl"]
     run_verb("run", "--bundle", bundle, *data, *WRITING, "--out", out / "writing")
-    samples: dict[str, Any] = json_of(out / "writing" / "run.json")["train"]["samples"]
+    samples: dict[str, Any] = read_json(out / "writing" / "run.json")["train"]["samples"]
     return samples
 
 
@@ -143,8 +143,8 @@ def _corrected(out: Path, bundle: Path) -> dict[str, float]:
     wrong = read_rows(TRAIN)[:CORRECTED]
     for row, answer in zip(wrong, _answers(out, bundle, "writing", wrong), strict=True):
         asked = {"prompt": task.prompt(row.fields)}
-        said = Answered(f"answer-{row.number}", "writing", "", asked, answer, {"temperature": 0})
-        append_feedback(feedback, [said.judged(correction=_better(row))])
+        said = AnswerRecord(f"answer-{row.number}", "writing", "", asked, answer, {"temperature": 0})
+        append_feedback(feedback, [said.to_feedback(correction=_better(row))])
     data = ["--bundle", bundle, "--adapter", out / "writing", "--train", feedback]
     run_verb("run", *data, *CORRECTING, "--out", out / "corrected")
     others = read_rows(TEST)[:ASKED]
@@ -167,7 +167,7 @@ def _answers(out: Path, bundle: Path, adapter: str, rows: Sequence[Row]) -> list
     task, prompts = load_task(str(TASK)), out / "asked.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": task.prompt(row.fields)}) + "\n" for row in rows))
     words = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
-    said = answer_of(*words, "--json", "--max-tokens", 6)
+    said = output_of(*words, "--json", "--max-tokens", 6)
     return [str(json.loads(line)["text"]) for line in said.splitlines()]
 
 

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from fleet_liars import KINDS, LIES, study
 
-from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.coordinator import read_agreement
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
-from device_runner.fleet.messages import RoundResult, RoundTask, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, parse_reply
 from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
 from device_runner.fleet.state import unpack_state
 from device_runner.session.replay import replay
-from prge.cli.subprocesses import answer_of, command_of, json_of
+from prge.cli.subprocesses import output_of, read_json, verb_command
 from prge.formats.bundle import open_bundle
 from prge.formats.journal import Journal
 from prge.formats.run_folder import FINAL, JOURNAL
@@ -120,7 +120,9 @@ class FleetDemo:
         plan = flags({**self.same, **PLAN, "out": self.fleet, "port": address.rpartition(":")[2]})
         beside = ["--keys", self.folder / "keys" / "server", "--wait-for", 3, "--seconds", 20]
         with ExitStack() as stack:
-            server = stack.enter_context(started(self.console, *command_of("fleet", "serve", *plan, *beside)))
+            server = stack.enter_context(
+                started(self.console, *verb_command("fleet", "serve", *plan, *beside))
+            )
             self._until("listening at", 1)
             stack.enter_context(started(self._log(HONEST), *self._join(address, HONEST)))
             stack.enter_context(
@@ -137,7 +139,7 @@ class FleetDemo:
     def _join(self, address: str, name: str) -> list[str]:
         rows, keys = self.folder / f"{name}.jsonl", self.folder / "keys" / "devices" / name
         own = {**self.same, "train": rows, "folder": self.folder / name, "threads": 1}
-        return command_of("fleet", "join", *flags({**own, "server": address, "keys": keys}))
+        return verb_command("fleet", "join", *flags({**own, "server": address, "keys": keys}))
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
@@ -152,11 +154,11 @@ class FleetDemo:
     def _score(self, name: str, **adapter: Path) -> float:
         path = self.folder / f"{name}.json"
         prge("eval", **self.same, data=DATA / "test.jsonl", json=path, **adapter)
-        return float(json_of(path)["accuracy"])
+        return float(read_json(path)["accuracy"])
 
     def _has_the_same_bits(self) -> bool:
         """The devices' states, the server's adapter, and what one process makes of the journal."""
-        agreement, bundle = agreement_of(self.fleet), open_bundle(self.bundle)
+        agreement, bundle = read_agreement(self.fleet), open_bundle(self.bundle)
         with Journal(self.fleet / JOURNAL, writable=False) as journal:
             for name in (HONEST, KILLED, LIAR):
                 content = (self.folder / name / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
@@ -177,7 +179,7 @@ def lie(folder: Path, address: str) -> None:
     make_device(own, settings)
 
     def said(content: bytes) -> bytes:
-        told = parse_answer(honest := answer(own, content))
+        told = parse_reply(honest := answer(own, content))
         if not isinstance(told, RoundResult) or RoundTask.parse(content).number not in LYING_ROUNDS:
             return honest
         return replace(told, values=np.full_like(told.values, 1e30)).to_bytes()
@@ -188,7 +190,7 @@ def lie(folder: Path, address: str) -> None:
 
 def prge(*words: object, **settings: Any) -> str:
     """Call a verb; what it prints."""
-    return answer_of(*words, *flags(settings))
+    return output_of(*words, *flags(settings))
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

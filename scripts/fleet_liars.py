@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.messages import RoundResult, TaskRefusal, parse_answer
+from device_runner.fleet.messages import RoundResult, TaskRefusal, parse_reply
 from device_runner.fleet.server import open_fleet
 from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.engine import FloatArray
@@ -79,11 +79,11 @@ class Fleet(Simulation):
         super().__init__(settings)
         self.liars, self.lie = range(settings.devices - liars, settings.devices), lie
 
-    def take_round(self, fleet: Coordinator) -> RoundReport:
+    def run_round(self, fleet: Coordinator) -> RoundReport:
         """Let honest devices answer, then liars, who know what all others say."""
         tasks = fleet.tasks(range(len(self.seeds)))
         said = {device: self._answer(fleet, device) for device in tasks}
-        parsed = {device: parse_answer(content) for device, content in said.items() if content}
+        parsed = {device: parse_reply(content) for device, content in said.items() if content}
         told = {device: each for device, each in parsed.items() if isinstance(each, RoundResult)}
         others = [each for device, each in told.items() if device not in self.liars]
         answers = {
@@ -97,9 +97,9 @@ def trained(settings: SimulateSettings, liars: int, lie: Lie) -> dict[str, Any]:
     """Train a fleet; its figures and what its last lines say of problems."""
     simulation = Fleet(settings, liars, lie)
     with open_fleet(settings, simulation.opened) as fleet:
-        simulation.go_on(fleet)
+        simulation.resume(fleet)
         while not fleet.finished:
-            report = simulation.take_round(fleet)
+            report = simulation.run_round(fleet)
         after = simulation.test(fleet.best_state())
     return {
         "accuracy": after["accuracy"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import smollm2
 
-from prge.cli.subprocesses import answer_of, json_of, run_verb
+from prge.cli.subprocesses import output_of, read_json, run_verb
 from prge.data.readers.files import read_rows
 
 NOTES = Path(__file__).with_name("notes_data")
@@ -40,7 +40,7 @@ def notes_demo(out: Path) -> dict[str, Any]:
         "notes": [chat[0]["content"] for chat in chats],
         "wanted": [chat[1]["content"] for chat in chats],
         "answers": _answers(tuned),
-        "train": json_of(tuned / "run" / "run.json")["train"],
+        "train": read_json(tuned / "run" / "run.json")["train"],
         "seconds": time.perf_counter() - begin,
     }
 
@@ -48,7 +48,7 @@ def notes_demo(out: Path) -> dict[str, Any]:
 def _answers(tuned: Path) -> dict[str, list[str]]:
     """The answers to the test notes by the model as it was, and by the tuned one."""
     words = ["generate", tuned, "--adapter", "base", f"tuned={tuned}", "--data", TEST]
-    output = answer_of(*words, "--json", "--max-tokens", MOST_TOKENS)
+    output = output_of(*words, "--json", "--max-tokens", MOST_TOKENS)
     records = [json.loads(line) for line in output.splitlines()]
     return {
         name: [str(each["text"]).strip() for each in records if each["adapter"] == adapter]

@@ -48,10 +48,10 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
-        **({"use_rslora": True} if start.by_root else {}),
+        **({"use_rslora": True} if start.use_rslora else {}),
         "fan_in_fan_out": start.had_conv1d,
         "task_type": _task_type(start.loaded),
-        **base_of(start.loaded).in_peft(),
+        **base_of(start.loaded).to_peft(),
         "inference_mode": True,
     }
     lora_a, lora_b = (

@@ -9,19 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from prge.formats.adapter import adapter_size
-from prge.system.progress import duration
+from prge.system.progress import format_duration
 from prge.training.costs import (
     RUNTIME_BYTES,
     RunMemory,
     StepShape,
-    budget_within,
-    bytes_text,
+    estimate_run_memory,
+    fit_budget,
+    format_bytes,
+    format_memory_table,
     memory_table,
-    memory_text,
-    run_memory,
 )
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
-from server_export.check.estimation import Estimate, estimate_of
+from server_export.check.estimation import Estimate, estimate_source
 from server_export.settings import EstimateConfig
 
 
@@ -34,25 +34,25 @@ def main(argv: Sequence[str]) -> int:
         argv,
         "prge estimate",
     )
-    from server_export.check.own_forward import blame_own_forward
-    from server_export.checkpoint.files import ConfigurationAlone
+    from server_export.check.own_forward import refuse_if_transformers_fails
+    from server_export.checkpoint.files import ConfigOnlyFiles
     from server_export.checkpoint.random_models import with_random_model
     from server_export.lower.chain import check_operators
     from server_export.source import open_source
 
     with with_random_model(config, weights=False) as settled:
         source = open_source(settled)
-        report = report_of(config, estimate_of(settled, source))
+        report = estimate_report(config, estimate_source(settled, source))
         # In seconds, and not after minutes of an export.
-        graphs = replace(source, files=ConfigurationAlone(**vars(source.files)))
-        with blame_own_forward(source.loaded):
+        graphs = replace(source, files=ConfigOnlyFiles(**vars(source.files)))
+        with refuse_if_transformers_fails(source.loaded):
             chain = graphs.chain("fp32", source.longest)
         check_operators(chain, config.roles)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 
 
-def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
+def estimate_report(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """All that `prge estimate` tells, under names.
 
     Raises:
@@ -68,7 +68,7 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
             "adapted_layers": len(outline.modules),
             "adapter_parameters": adapter_size(outline.modules),
         },
-        "programs_bytes": estimated.programs_bytes,
+        "programs_bytes": estimated.program_bytes,
         "weights_bytes": weights.stored,
         "packed_bytes": weights.packed + weights.packed_transposed,
         "export": {"peak_bytes": estimated.export_bytes, "seconds": estimated.export_seconds},
@@ -105,7 +105,9 @@ def _memory(config: EstimateConfig, estimated: Estimate, step: StepShape, engine
     """Memory of a run of such steps, within `--memory` if it is given; raises ConfigError if it can't be."""
 
     def taken(loaded: int | None) -> RunMemory:
-        return run_memory(estimated.outline, step, estimated.weights, estimated.roles, engine, loaded)
+        return estimate_run_memory(
+            estimated.outline, step, estimated.weights, estimated.roles, engine, loaded
+        )
 
     if config.memory is None:
         return taken(None)
@@ -113,7 +115,7 @@ def _memory(config: EstimateConfig, estimated: Estimate, step: StepShape, engine
         # It takes more by its nature; the native one decides whether the bound can be kept.
         return taken(estimated.weights.largest)
     remedy = "give more, or take a smaller --batch-size, --tokens, --rank or --quantize"
-    budget = budget_within(
+    budget = fit_budget(
         config.memory, lambda loaded: taken(loaded).total, estimated.weights, "this run", remedy
     )
     return taken(budget.loaded)
@@ -130,14 +132,14 @@ def _steps(
     from prge.data.sources import read_source
     from prge.objectives.examples import sequences_of
     from prge.training.sampler import Sampler
-    from server_export.checkpoint.chat_templates import give_template
-    from server_export.checkpoint.tokenization import load_tokenizer, on_device
+    from server_export.checkpoint.chat_templates import set_chat_template
+    from server_export.checkpoint.tokenization import device_tokenizer, load_tokenizer
 
     assert config.train is not None
     longest = estimated.outline.longest
     original = load_tokenizer(config.model, config.revision)
-    give_template(original, config.chat_template, config.prepend_bos)
-    tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
+    set_chat_template(original, config.chat_template, config.prepend_bos)
+    tokenizer = device_tokenizer(original, config.prepend_bos, estimated.vocabulary_size)
     estimated.shape(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(
@@ -153,7 +155,7 @@ def _steps(
     sampler = Sampler(examples, config.batch_size, seed=0)
 
     def shape(step: int) -> StepShape:
-        sequences = sequences_of(sampler.chosen(step))
+        sequences = sequences_of(sampler.examples_at(step))
         targets = math.ceil(sum(len(sequence.targets) for sequence in sequences) / len(sequences))
         tokens = max(len(sequence.tokens) for sequence in sequences)
         return estimated.shape(replace(config, batch_size=len(sequences)), estimator, tokens, targets)
@@ -167,17 +169,17 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
         f"{config.model}: {model['parameters']:,} parameters in {model['blocks']} blocks, "
         f"{model['adapted_layers']} layers adapted, {config.quantize}"
     )
-    yield f"\nbundle   programs {bytes_text(report['programs_bytes'])}, weights " + bytes_text(
+    yield f"\nbundle   programs {format_bytes(report['programs_bytes'])}, weights " + format_bytes(
         report["weights_bytes"]
     )
-    yield f"device   {bytes_text(report['packed_bytes'])} of packed weights beside the bundle"
+    yield f"device   {format_bytes(report['packed_bytes'])} of packed weights beside the bundle"
     yield (
-        f"export   {bytes_text(export['peak_bytes'])} of memory at its peak, "
-        f"about {duration(export['seconds'])} on two cores"
+        f"export   {format_bytes(export['peak_bytes'])} of memory at its peak, "
+        f"about {format_duration(export['seconds'])} on two cores"
     )
     if "runs" in report:
         yield f"\nmemory of a run, {config.batch_size} rows of {config.tokens} tokens, native engine"
-        yield from memory_text(report["runs"])
+        yield from format_memory_table(report["runs"])
     else:
         yield from _run_text(report)
 
@@ -190,5 +192,5 @@ def _run_text(report: dict[str, Any]) -> Iterator[str]:
     memories = report["run_memory"]
     yield "".join([f"\n{'memory of a run':<26}", *(f"{engine:>12}" for engine in memories)])
     for name in next(iter(memories.values())):
-        counts = "".join(f"{bytes_text(memory[name]):>12}" for memory in memories.values())
+        counts = "".join(f"{format_bytes(memory[name]):>12}" for memory in memories.values())
         yield f"  {name.removesuffix('_bytes'):<24}{counts}"

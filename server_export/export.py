@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prge.errors import RunError
 from prge.formats.adapter import adapter_size
 from prge.model_spec import AdaptedModule, ModelSpec
-from prge.system.atomic import check_place, new_folder
-from prge.system.threads import let_threads_sleep
-from server_export.check.estimation import announce, check_room, estimate_of
-from server_export.memory import give_back_freed
+from prge.system.atomic import check_writable_folder, new_folder
+from prge.system.threads import set_passive_wait_policy
+from server_export.check.estimation import check_resources, estimate_source, print_estimate
+from server_export.memory import release_freed_memory
 from server_export.progress import stage
 from server_export.settings import ExportConfig
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `prge export`; returns the exit code."""
     from prge.cli.settings import parse_settings
 
-    let_threads_sleep()
+    set_passive_wait_policy()
     config = parse_settings(
         ExportConfig,
         argv,
@@ -66,29 +66,29 @@ def export(config: ExportConfig) -> Path:
         raise RunError(
             f"{out} exists already", remedy="give another folder, or --overwrite", code="folder-exists"
         )
-    check_place(out.parent)
+    check_writable_folder(out.parent)
     with with_random_model(config) as settled:
         return _export(settled, out)
 
 
 def _export(config: ExportConfig, out: Path) -> Path:
     from server_export.lower.chain import check_operators
-    from server_export.pipeline import explain
+    from server_export.pipeline import describe_changes
     from server_export.source import open_source
     from server_export.trace.passes import Changes
-    from server_export.trace.positions import longest_context
+    from server_export.trace.positions import resolve_context_length
 
     source = open_source(config)
     _tell_part(source)
     _describe_gguf(source)
-    estimated = estimate_of(config, source)
-    announce(estimated)
-    check_room(estimated, out.parent, config.memory)
+    estimated = estimate_source(config, source)
+    print_estimate(estimated)
+    check_resources(estimated, out.parent, config.memory)
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
         _tell_head(source)
         tokenizer, block = _tokenizer(config, source)
-        context = longest_context(source.loaded, config.context, source.longest)
+        context = resolve_context_length(source.loaded, config.context, source.longest)
         if config.init == "eva":
             with stage("directions") as note:
                 source = _from_rows(config, source, tokenizer, context, note)
@@ -103,7 +103,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
                 f"{len(chain.blocks)} blocks of {len(chain.block_types)} types; {chain.quantization.describe()}"
             )
         if changes is not None:
-            print(explain(changes))
+            print(describe_changes(changes))
         _hint_about_bos(config, source, tokenizer)
         _tell_no_end(source, block)
         comparison = _compare(config, chain)
@@ -116,9 +116,9 @@ def _export(config: ExportConfig, out: Path) -> Path:
 def _traced(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
     """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
     from server_export.check.model import check_causal
-    from server_export.check.own_forward import blame_own_forward
+    from server_export.check.own_forward import refuse_if_transformers_fails
 
-    with blame_own_forward(source.loaded):
+    with refuse_if_transformers_fails(source.loaded):
         try:
             return source.chain(config.quantize, context, changes)
         except Exception:
@@ -129,17 +129,17 @@ def _traced(config: ExportConfig, source: ExportSource, context: int, changes: C
 
 def _tokenizer(config: ExportConfig, source: ExportSource) -> tuple[Any, dict[str, Any]]:
     """The model's tokenizer, with the template that the settings ask for, and the manifest's block of it."""
-    from server_export.checkpoint.chat_templates import give_template
-    from server_export.checkpoint.files import end_tokens
+    from server_export.checkpoint.chat_templates import set_chat_template
+    from server_export.checkpoint.files import eos_token_ids
     from server_export.checkpoint.loading import vocabulary_size
-    from server_export.checkpoint.tokenization import load_tokenizer, tokenizer_block
+    from server_export.checkpoint.tokenization import load_tokenizer, tokenizer_manifest
 
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
-    give_template(tokenizer, config.chat_template, config.prepend_bos)
+    set_chat_template(tokenizer, config.chat_template, config.prepend_bos)
     # A template is read in a forked child: before torch has computed.
-    block = tokenizer_block(
-        tokenizer, config.prepend_bos, vocabulary_size(loaded.model), end_tokens(source.files)
+    block = tokenizer_manifest(
+        tokenizer, config.prepend_bos, vocabulary_size(loaded.model), eos_token_ids(source.files)
     )
     return tokenizer, block
 
@@ -148,8 +148,8 @@ def _from_rows(
     config: ExportConfig, source: ExportSource, tokenizer: Any, context: int, note: Callable[[str], None]
 ) -> ExportSource:
     """The same model with an adapter from rows."""
-    from server_export.check.own_forward import blame_own_forward
-    from server_export.model.eva import principal_start
+    from server_export.check.own_forward import refuse_if_transformers_fails
+    from server_export.model.eva import eva_adapter
     from server_export.model.row_tokens import row_tokens
 
     assert config.init_rows is not None
@@ -162,13 +162,13 @@ def _from_rows(
         tokenizer=reader,
         model=model,
     )
-    with blame_own_forward(source.loaded):
-        thin = source.thin_chain("fp32", context)
-    start, explained = principal_start(source.start, thin, rows, config.spread_ranks)
+    with refuse_if_transformers_fails(source.loaded):
+        thin = source.rank1_chain("fp32", context)
+    start, explained = eva_adapter(source.start, thin, rows, config.spread_ranks)
     shares = sorted(explained.values())
     ranks = sorted(map(len, start.lora_a.values()))
     note(
-        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
+        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} describe_changes "
         f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
     )
     return source.starting_from(start)
@@ -177,16 +177,16 @@ def _from_rows(
 def _reader(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
     """What rows are read with: the device's tokenizer, and a model with room for any row."""
     from server_export.checkpoint.loading import vocabulary_size
-    from server_export.checkpoint.tokenization import on_device
+    from server_export.checkpoint.tokenization import device_tokenizer
 
     costs, vocabulary = source.costs, vocabulary_size(source.loaded.model)
     model = ModelSpec(source.readout, costs.width, vocabulary, source.longest, costs.modules)
-    return on_device(tokenizer, config.prepend_bos, vocabulary), model
+    return device_tokenizer(tokenizer, config.prepend_bos, vocabulary), model
 
 
 def _calibration_rows(config: ExportConfig, source: ExportSource, tokenizer: Any) -> list[Sequence[int]]:
     """Tokens of the rows that int4 layers are calibrated on; none where they aren't."""
-    from server_export.calibrate.rows import filled_up
+    from server_export.calibrate.rows import fill_up_rows
     from server_export.model.row_tokens import row_tokens
 
     if config.quantize != "8da4w" or config.rounding == "nearest":
@@ -204,7 +204,7 @@ def _calibration_rows(config: ExportConfig, source: ExportSource, tokenizer: Any
         )
     else:
         print("hint: int4 is calibrated on a neutral text; better on rows like yours: --calibration-rows")
-    rows = filled_up(rows, reader, config.calibration_tokens, source.longest)
+    rows = fill_up_rows(rows, reader, config.calibration_tokens, source.longest)
     if not rows:
         print("note: the tokenizer makes no tokens of a text: int4 weights are rounded to the nearest")
     return rows
@@ -216,7 +216,7 @@ def _calibrated(
     from server_export.calibrate.calibration import calibrate
 
     found = calibrate(chain, rows, config.weight_bits, folder / _CODES)
-    give_back_freed()
+    release_freed_memory()
     return found
 
 
@@ -226,7 +226,7 @@ def _compare(config: ExportConfig, chain: ModelChain) -> ModelComparison:
     with stage("comparing") as note:
         comparison = compare_with_model(chain, config.model, config.revision)
         note(comparison.describe())
-    give_back_freed()
+    release_freed_memory()
     return comparison
 
 
@@ -251,11 +251,11 @@ def _write(
     if calibration is not None:
         chain = calibration.chain
     is_encoder = source.readout == "pooled"
-    bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder, chain.tables.recurs)
+    bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder, chain.tables.has_recurrence)
     with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
-    give_back_freed()
+    release_freed_memory()
     with stage("verifying") as note:
         verification = replace(verify_chain(chain, lowered, folder, config.quantize), model=comparison)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())

@@ -7,7 +7,7 @@ import ctypes
 import gc
 
 
-def give_back_freed() -> None:
+def release_freed_memory() -> None:
     """Collect what refers to itself, as graphs do, and have glibc give back the pages that it keeps."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):

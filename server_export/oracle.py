@@ -28,9 +28,9 @@ from prge.formats.peft import PeftAdapter, read_lora
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from server_export.adapter.layers import convert_conv1d
 from server_export.checkpoint.base_model import content_problems, model_problems
-from server_export.checkpoint.classifier import states_of
+from server_export.checkpoint.classifier import hidden_states_of
 from server_export.checkpoint.loading import LoadedModel, load_model
-from server_export.quantize.bundle_layers import layers_of
+from server_export.quantize.bundle_layers import rounded_layers_of
 from server_export.quantize.quantization import quantize_layers, round_base
 from server_export.trace.positions import position_numbers
 
@@ -48,7 +48,7 @@ class TorchEngine:
         scales: of the other layers, alpha / rank by name; default: 1.
         pooling: of an encoder: `first`, or the mean of all tokens.
         padding: token that fills sequences up.
-        positions: numbers of positions i64 [1, length] that padded sequences have; None: the network's own.
+        positions: numbers of positions i64 [1, length] that pad_sequences sequences have; None: the network's own.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TorchEngine:
         adapter: PeftAdapter | None = None,
         padding: int | None = None,
     ) -> TorchEngine:
-        """The engine of a bundle's model, as `open_base` loads it.
+        """The engine of a bundle's model, as `load_base_model` loads it.
 
         Args:
             bundle: gives the adapted layers, and what is read of a sequence.
@@ -202,7 +202,7 @@ class TorchEngine:
         """Give the network an adapter meanwhile; see `call`."""
         with ExitStack() as hooks:
             if values is not None:
-                trained = split_values(self.model.modules, values)
+                trained = split_adapter_values(self.model.modules, values)
                 for module in self.model.modules:
                     layer = self.network.get_submodule(module.name)
                     hook = partial(_add, *self._matrices(module, trained))
@@ -221,7 +221,7 @@ class TorchEngine:
     def _single_output(self, sequence: TokenSequence, values: torch.Tensor | None) -> torch.Tensor:
         tokens = torch.tensor([sequence.tokens])
         if self.model.is_encoder:
-            states = states_of(self.call(values, input_ids=tokens), len(sequence.tokens))
+            states = hidden_states_of(self.call(values, input_ids=tokens), len(sequence.tokens))
             return states[:, 0] if self.pooling == "first" else states.mean(1)
         _, positions, targets = _targets([sequence])
         return torch.log_softmax(self.logits(tokens, values)[0], -1)[positions, targets]
@@ -229,11 +229,11 @@ class TorchEngine:
     def _padded_outputs(
         self, sequences: Sequence[TokenSequence], values: torch.Tensor | None, padding: int
     ) -> torch.Tensor:
-        tokens, mask = padded(sequences, padding)
+        tokens, mask = pad_sequences(sequences, padding)
         if self.model.is_encoder:
             seen = torch.from_numpy(mask)
             output = self._call_padded(values, tokens, attention_mask=seen)
-            states = states_of(output, tokens.shape[1])
+            states = hidden_states_of(output, tokens.shape[1])
             if self.pooling == "first":
                 return states[:, 0]
             weights = seen.to(states.dtype).unsqueeze(1)
@@ -274,7 +274,7 @@ class TorchEngine:
         self._seconds += time.perf_counter() - begin
 
 
-def open_base(bundle: Bundle, model: str, *, rounds_activations: bool = False) -> LoadedModel:
+def load_base_model(bundle: Bundle, model: str, *, rounds_activations: bool = False) -> LoadedModel:
     """Load the model that a bundle was exported from, with the frozen values that the bundle has.
 
     Args:
@@ -289,11 +289,11 @@ def open_base(bundle: Bundle, model: str, *, rounds_activations: bool = False) -
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
     own_head = bundle.pooling == OWN_HEAD
     loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision, own_head=own_head)
-    as_exported(bundle, loaded, rounds_activations=rounds_activations)
+    apply_bundle_weights(bundle, loaded, rounds_activations=rounds_activations)
     return loaded
 
 
-def as_exported(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool = False) -> None:
+def apply_bundle_weights(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool = False) -> None:
     """Give a model the frozen values of a bundle in place; its Conv1D layers become linear ones.
 
     Raises:
@@ -309,15 +309,15 @@ def as_exported(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool
     convert_conv1d(loaded.model)
     scheme = bundle.quantization or "fp32"
     if not rounds_activations or scheme == "fp32":
-        round_base(loaded.model, scheme, layers_of(bundle))
+        round_base(loaded.model, scheme, rounded_layers_of(bundle))
         return
-    quantize_layers(loaded.model, scheme, layers_of(bundle))
+    quantize_layers(loaded.model, scheme, rounded_layers_of(bundle))
     for layer in loaded.model.modules():
         if isinstance(layer, nn.Linear):
             layer.forward = _straight_through(layer)
 
 
-def split_values(modules: Sequence[AdaptedModule], values: torch.Tensor) -> dict[str, torch.Tensor]:
+def split_adapter_values(modules: Sequence[AdaptedModule], values: torch.Tensor) -> dict[str, torch.Tensor]:
     """Split values [..., adapter size] into the trained matrices, views [..., rank, width] by name."""
     trained = matrices(modules)
     parts = values.split([matrix.size for matrix in trained], -1)
@@ -338,7 +338,7 @@ def direction_values(
     return np.concatenate(products)
 
 
-def padded(sequences: Sequence[TokenSequence], padding: int) -> tuple[IntArray, IntArray]:
+def pad_sequences(sequences: Sequence[TokenSequence], padding: int) -> tuple[IntArray, IntArray]:
     """Tokens of sequences filled up on the right, and a mask of them, i64 [sequences, longest]."""
     longest = max(len(sequence.tokens) for sequence in sequences)
     tokens = np.full((len(sequences), longest), padding, np.int64)

@@ -8,7 +8,7 @@
     BLOCK        freeze, then passes over the graph of each type
 
 What only some architectures need is a pattern, a file of `server_export/trace/patterns/`, whose passes run at
-a stage of its own. `prge export --explain` prints what changed something in a model.
+a stage of its own. `prge export --describe_changes` prints what changed something in a model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.fx import GraphModule
 
 from prge.errors import Refusal
 from prge.model_spec import AdaptedModule, matrices
-from prge.numerics.vocabulary_shards import shards_of
+from prge.numerics.vocabulary_shards import count_shards
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
 from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES
-from server_export.ir.modules import give_memory, remove_unused_attributes
-from server_export.ir.plain import take_apart
+from server_export.ir.modules import allocate_meta_tensors, remove_unused_attributes
+from server_export.ir.plain import decompose
 from server_export.ir.rewriting import rewrite
 from server_export.model.chain import BlockType, ModelChain, no_codes
 from server_export.quantize.frozen import freeze
@@ -40,20 +40,20 @@ from server_export.trace.cutting import ModelBlock, block_types, cut
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
 from server_export.trace.passes import ALL, Changes, Pass, run_passes
 from server_export.trace.patterns import Stage
-from server_export.trace.positional import drop_casts, fold_positions
+from server_export.trace.positional import fold_positions, remove_redundant_casts
 from server_export.trace.positions import first_position
-from server_export.trace.readout import cut_head
-from server_export.trace.rotation import turn_by_layers
+from server_export.trace.readout import shorten_head
+from server_export.trace.rotation import write_rotations_as_linear
 from server_export.trace.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.trace.tracing import check_numbers, trace
+from server_export.trace.tracing import refuse_complex_values, trace
 
 # Passes over the graph of the whole model, in order; a stage's name stands for the passes of patterns there.
 WHOLE: tuple[Pass[ModelGraph] | Stage, ...] = (
     "traced",
-    Pass("plain operators", ALL, lambda graph: take_apart(graph.graph_module)),
+    Pass("plain operators", ALL, lambda graph: decompose(graph.graph_module)),
     Pass("unused weights", ALL, lambda graph: remove_unused_attributes(graph.graph_module)),
-    Pass("no complex numbers", ALL, check_numbers),
-    Pass("casts", ALL, lambda graph: drop_casts(graph.graph_module)),
+    Pass("no complex numbers", ALL, refuse_complex_values),
+    Pass("casts", ALL, lambda graph: remove_redundant_casts(graph.graph_module)),
     "positions",
     "tables",
     Pass("tables of positions", "models that compute with positions themselves", fold_positions),
@@ -61,10 +61,10 @@ WHOLE: tuple[Pass[ModelGraph] | Stage, ...] = (
 # Passes over the graph of a block type, in order.
 BLOCK: tuple[Pass[GraphModule] | Stage, ...] = (
     Pass("operators of XNNPACK", ALL, rewrite),
-    Pass("declined operators", ALL, lambda graph_module: take_apart(graph_module, declined=True)),
-    Pass("rotations by layers", "models with rotary embeddings of halves", turn_by_layers),
+    Pass("declined operators", ALL, lambda graph_module: decompose(graph_module, declined=True)),
+    Pass("rotations by layers", "models with rotary embeddings of halves", write_rotations_as_linear),
     "block",
-    Pass("memory of weights", ALL, give_memory),
+    Pass("memory of weights", ALL, allocate_meta_tensors),
 )
 
 # What torch.export calls tensors that are made of numbers.
@@ -91,7 +91,7 @@ def build_chain(
         lora_a: f32 [rank, in] by adapted layer, scaled if it is frozen, in module order.
         scales: of LoRA by layer, as `insert_lora` takes them; None: LoRA-FA.
         longest: tokens of the longest sequence.
-        transposed: what `plain_layers` answered of it.
+        transposed: what `linearize_conv1d` answered of it.
         scheme: of the frozen weights.
         copies: 1, or COPIES for a graph of any number of them.
         changes: gets what each pass and each pattern changed.
@@ -103,7 +103,7 @@ def build_chain(
     """
     model = outline.model
     patterns.check_model(model, longest)
-    transposed = {*transposed, *plain_layers(model)}
+    transposed = {*transposed, *linearize_conv1d(model)}
     weights = CheckpointWeights(files, model, transposed)
     vocabulary = vocabulary_size(model)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
@@ -152,7 +152,7 @@ def with_patterns(passes: Sequence[Pass[Any] | Stage]) -> Iterator[Pass[Any]]:
             yield from patterns.passes_at(each)
 
 
-def explain(changes: Changes) -> str:
+def describe_changes(changes: Changes) -> str:
     """The passes and patterns that changed something in a model, in order, one line each."""
     return "\n".join(change.describe() for change in changes)
 
@@ -189,9 +189,9 @@ def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule
 def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
     """Rows of each piece of a model's head, which is left as many as one has, and its name."""
     words, width = map(int, model.get_output_embeddings().weight.shape)
-    size = words // shards_of(words, width)
+    size = words // count_shards(words, width)
     rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
-    return rows, cut_head(model, len(rows[0]))
+    return rows, shorten_head(model, len(rows[0]))
 
 
 def _block_types(
@@ -211,9 +211,9 @@ def _block_types(
     return made
 
 
-def in_scheme(chain: ModelChain, scheme: str) -> ModelChain:
+def with_scheme(chain: ModelChain, scheme: str) -> ModelChain:
     """The same blocks, whose frozen weights are of another scheme."""
-    types = _block_types(chain.blocks, chain.type_of, scheme, chain.end)
+    types = _block_types(chain.blocks, chain.type_of, scheme, chain.head_start)
     return replace(chain, block_types=types, scheme=scheme, rounded=no_codes)
 
 
@@ -230,11 +230,11 @@ def with_int8(chain: ModelChain, layers: Mapping[int, frozenset[str]]) -> ModelC
         own = dict(zip(chain.blocks[number].weights, chain.blocks[first_of_type].weights, strict=True))
         alike = frozenset(own[name] for name in layers.get(number, ()))
         type_of.append(first.setdefault((first_of_type, alike), number))
-    types = _block_types(chain.blocks, type_of, chain.scheme, chain.end, layers)
+    types = _block_types(chain.blocks, type_of, chain.scheme, chain.head_start, layers)
     return replace(chain, type_of=type_of, block_types=types)
 
 
-def plain_layers(model: torch.nn.Module) -> set[str]:
+def linearize_conv1d(model: torch.nn.Module) -> set[str]:
     """Turn GPT-2's layers of a model without weights into linear ones; names of weights to transpose."""
     transposed = {f"{name}.weight" for name in conv1d_names(model)}
     with torch.device("meta"):

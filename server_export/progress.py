@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
-from prge.system.progress import duration
+from prge.system.progress import format_duration
 
 _BAR = 24
 # From one picture of a bar to the next, and from dot to dot where there is no terminal.
@@ -46,7 +46,7 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
         while not ended.wait(TERMINAL_SECONDS if is_terminal else DOT_SECONDS):
             seconds = time.monotonic() - begin
             share = parts.done / max(parts.count, 1)
-            left = f"about {duration(seconds / share - seconds)} left" if share else ""
+            left = f"about {format_duration(seconds / share - seconds)} left" if share else ""
             if is_terminal:
                 bar = f"|{'#' * round(_BAR * share):<{_BAR}}|  {left}" if parts.count else ""
                 show(f"{seconds:6.1f} s  {bar}")

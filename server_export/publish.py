@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 from safetensors.numpy import save_file
 
-from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
+from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE, load_bundle_tokenizer, read_chat_template
 from prge.errors import BundleError, ConfigError, RunError
 from prge.formats.bundle import MANIFEST, TOKENIZER
 from prge.formats.documents import mapping
@@ -34,9 +34,9 @@ from prge.formats.peft import (
 from prge.system.atomic import new_folder
 from server_export.checkpoint.base_model import base_of
 from server_export.publishing.hub import find_repository, push
-from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
+from server_export.publishing.model_card import CardFacts, model_card, read_adapter_step, read_run_summary
 from server_export.publishing.settings import PublishConfig
-from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
+from server_export.publishing.trained import TrainedAdapter, load_base, load_peft, read_trained
 
 if TYPE_CHECKING:
     from server_export.checkpoint.loading import LoadedModel
@@ -92,10 +92,12 @@ def publish(config: PublishConfig) -> Path:
     return out
 
 
-def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel | None) -> Facts:
+def _write_peft(
+    folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel | None
+) -> Facts:
     plain = {name: value for name, value in trained.config.items() if name != "revision"}
     # Who reads the hub has no use for a place on this machine.
-    plain |= {**trained.base.in_peft(tells_place=config.push is None), "inference_mode": True}
+    plain |= {**trained.base.to_peft(with_path=config.push is None), "inference_mode": True}
     head = trained.own_head
     if head is None:
         shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
@@ -108,7 +110,7 @@ def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: L
     return {}
 
 
-def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+def _write_merged(folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel) -> Facts:
     if config.weights != "original":
         _give_trained_weights(loaded, trained)
     _with_head(_merge(loaded, trained), loaded, trained).save_pretrained(folder)
@@ -117,7 +119,9 @@ def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded:
     return {}
 
 
-def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+def _write_encoder(
+    folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel
+) -> Facts:
     from server_export.checkpoint.tokenization import write_tokenizer
     from server_export.publishing.encoder import EncoderSpec, build_encoder
 
@@ -155,14 +159,14 @@ def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded
     }
 
 
-def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
-    from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of
+def _write_llm(folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel) -> Facts:
+    from server_export.publishing.llm import LlmSpec, bos_and_eos_ids, build_llm, check_can_generate
     from server_export.publishing.runner_tokenizer import write_runner_tokenizer
-    from server_export.trace.positions import longest_row
+    from server_export.trace.positions import resolve_sequence_length
 
     scheme = _scheme(config, trained)
-    check_generates(loaded)
-    length = longest_row(loaded, config.sequence_length)
+    check_can_generate(loaded)
+    length = resolve_sequence_length(loaded, config.sequence_length)
     if config.sequence_length is None and trained.bundle is not None:
         length = max(length, trained.bundle.chain.bounds.tokens)
     tokenizer = _tokenizer(trained)
@@ -170,12 +174,12 @@ def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: Lo
     begins, stops = bool(block.get("prepend_bos")), block.get("stop_token_ids", [])
     loaded = _tuned(loaded, trained, scheme)
     written = write_runner_tokenizer(tokenizer, folder, begins)
-    spec = LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer, stops))
+    spec = LlmSpec(length, scheme, *bos_and_eos_ids(loaded.model, tokenizer, stops))
     built = build_llm(folder, loaded, spec, _layers(trained, scheme))
     return {**built.to_json(), **_origin(trained, scheme), "tokenizer": written}
 
 
-def _write_gguf(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+def _write_gguf(folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel) -> Facts:
     from server_export.publishing.gguf_adapter import write_gguf
 
     write_gguf(folder / GGUF, read_lora(trained.folder), loaded.config)
@@ -183,7 +187,7 @@ def _write_gguf(folder: Path, config: PublishConfig, trained: Trained, loaded: L
 
 
 # What writes a format's files; it returns what its manifest says, nothing where it has none.
-_FORMATS: dict[str, Callable[[Path, PublishConfig, Trained, Any], Facts]] = {
+_FORMATS: dict[str, Callable[[Path, PublishConfig, TrainedAdapter, Any], Facts]] = {
     "peft": _write_peft,
     "merged": _write_merged,
     "program": _write_encoder,
@@ -192,42 +196,42 @@ _FORMATS: dict[str, Callable[[Path, PublishConfig, Trained, Any], Facts]] = {
 }
 
 
-def _scheme(config: PublishConfig, trained: Trained) -> str:
+def _scheme(config: PublishConfig, trained: TrainedAdapter) -> str:
     """Quantization of the frozen weights: what was asked for, else the bundle's."""
     return config.quantize or (trained.bundle.quantization if trained.bundle is not None else None) or "fp32"
 
 
-def _layers(trained: Trained, scheme: str) -> BundleLayers:
+def _layers(trained: TrainedAdapter, scheme: str) -> BundleLayers:
     """How the bundle rounded its layers, where they are to have the same scheme."""
-    from server_export.quantize.bundle_layers import layers_of
+    from server_export.quantize.bundle_layers import rounded_layers_of
 
     bundle = trained.bundle
-    return layers_of(bundle if bundle is not None and bundle.quantization == scheme else None)
+    return rounded_layers_of(bundle if bundle is not None and bundle.quantization == scheme else None)
 
 
-def _tuned(loaded: LoadedModel, trained: Trained, scheme: str) -> LoadedModel:
+def _tuned(loaded: LoadedModel, trained: TrainedAdapter, scheme: str) -> LoadedModel:
     """The model with the adapter, in its float weights or beside those that are to be quantized."""
-    from server_export.publishing.module_quantization import attach_fixed
+    from server_export.publishing.module_quantization import attach_adapter
 
     if scheme == "fp32":
         return replace(loaded, model=_merge(loaded, trained))
-    attach_fixed(loaded.model, read_lora(trained.folder))
+    attach_adapter(loaded.model, read_lora(trained.folder))
     return loaded
 
 
-def _origin(trained: Trained, scheme: str) -> dict[str, Any]:
+def _origin(trained: TrainedAdapter, scheme: str) -> dict[str, Any]:
     """What a manifest says of the model and adapter that a program is made of."""
     return {
-        "model": {**(_in_manifest(trained, "model") or {}), **trained.base.in_manifest()},
+        "model": {**(_in_manifest(trained, "model") or {}), **trained.base.to_manifest()},
         "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
     }
 
 
-def _in_manifest(trained: Trained, block: str) -> Any:
+def _in_manifest(trained: TrainedAdapter, block: str) -> Any:
     return trained.bundle.manifest.get(block) if trained.bundle is not None else None
 
 
-def _merge(loaded: LoadedModel, trained: Trained) -> Any:
+def _merge(loaded: LoadedModel, trained: TrainedAdapter) -> Any:
     """The base model with the adapter in its weights, as transformers made it."""
     from server_export.checkpoint.loading import read_use_cache
 
@@ -237,13 +241,13 @@ def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     return merged
 
 
-def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
+def _give_trained_weights(loaded: LoadedModel, trained: TrainedAdapter) -> None:
     """Give a model the frozen weights that the adapter was trained against, as floats, in place.
 
     Raises:
         BundleError: experts, whose weights are no layers', are quantized.
     """
-    from server_export.quantize.bundle_layers import layers_of
+    from server_export.quantize.bundle_layers import rounded_layers_of
     from server_export.quantize.quantization import round_base
 
     bundle = trained.bundle
@@ -258,28 +262,28 @@ def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
     model: Any = loaded.model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     was_tied = head is not None and head.weight is table.weight
-    round_base(model, bundle.quantization, layers_of(bundle))
+    round_base(model, bundle.quantization, rounded_layers_of(bundle))
     if was_tied and head.weight is not table.weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
 
 
-def _with_head(merged: Any, loaded: LoadedModel, trained: Trained) -> Any:
+def _with_head(merged: Any, loaded: LoadedModel, trained: TrainedAdapter) -> Any:
     """A model whose own classification head lacks its last layer, with that, or with a trained one."""
-    from server_export.publishing.encoder import linear_of
+    from server_export.publishing.encoder import make_head
 
     if loaded.classifier is None:
         return merged
     head = read_arrays(trained.head) if trained.head is not None else None
-    linear = loaded.classifier.linear if head is None else linear_of(head)
+    linear = loaded.classifier.linear if head is None else make_head(head)
     if linear.out_features != merged.config.num_labels:
         merged.config.num_labels = linear.out_features
     merged.set_submodule(loaded.classifier.layer, linear)
     return merged
 
 
-def _tokenizer(trained: Trained) -> Any:
+def _tokenizer(trained: TrainedAdapter) -> Any:
     """The base model's tokenizer, with the chat template that the adapter was trained with."""
     from server_export.checkpoint.tokenization import load_tokenizer
 
@@ -289,7 +293,7 @@ def _tokenizer(trained: Trained) -> Any:
     return tokenizer
 
 
-def _copy_beside(folder: Path, trained: Trained) -> None:
+def _copy_beside(folder: Path, trained: TrainedAdapter) -> None:
     """What belongs to the adapter and is no part of PEFT's: an encoder's head, the chat template."""
     if trained.head is not None:
         shutil.copyfile(trained.head, folder / HEAD)
@@ -301,11 +305,11 @@ def _write_card(
     folder: Path,
     out: Path,
     config: PublishConfig,
-    trained: Trained,
+    trained: TrainedAdapter,
     loaded: LoadedModel | None,
     tokenizer: Mapping[str, Any] | None,
 ) -> None:
-    run = read_run(trained.run)
+    run = read_run_summary(trained.run)
     model = mapping(_in_manifest(trained, "model"))
     facts = CardFacts(
         name=out.resolve().name,
@@ -318,12 +322,12 @@ def _write_card(
         has_own_classes=trained.own_head is not None,
         adapter=trained.config,
         run=run,
-        step=read_step(trained.folder, run),
+        step=read_adapter_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=(tokenizer or {}).get("num_bos", 0),
-        begin=_begin(trained),
+        bos_token=_begin(trained),
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
-        is_part="text_part_of" in model,
+        is_text_part="text_part_of" in model,
         key_mapping=dict(mapping(model.get("key_mapping"))),
         source=mapping(model.get("source")) or (loaded.source if loaded else trained.base.source),
         weights=config.weights or "trained",
@@ -333,15 +337,15 @@ def _write_card(
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 
 
-def _begin(trained: Trained) -> str:
+def _begin(trained: TrainedAdapter) -> str:
     """The token that texts began with in training, where the tokenizer doesn't put it there itself."""
     block = mapping(_in_manifest(trained, "tokenizer"))
     if trained.bundle is None or not block.get("prepend_bos"):
         return ""
-    return bundle_tokenizer(trained.bundle).special_tokens.get("bos_token", "")
+    return load_bundle_tokenizer(trained.bundle).special_tokens.get("bos_token", "")
 
 
-def _check_out(out: Path, config: PublishConfig, trained: Trained) -> None:
+def _check_out(out: Path, config: PublishConfig, trained: TrainedAdapter) -> None:
     """Refuse a folder that must not be written or replaced, before anything takes time."""
     target = out.resolve()
     run = trained.run.resolve() if trained.run is not None else None

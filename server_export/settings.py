@@ -20,7 +20,7 @@ Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
-AdapterKind = Literal["lora-fa", "lora"]
+AdapterType = Literal["lora-fa", "lora"]
 Rounding = Literal["gptq", "nearest"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
@@ -52,7 +52,7 @@ class ExportConfig:
     out: OutputFolder
     """Folder to write the bundle to."""
 
-    adapter: AdapterKind = "lora-fa"
+    adapter: AdapterType = "lora-fa"
     """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices. A PEFT folder to begin with is
     `--start-adapter`."""
 

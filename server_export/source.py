@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from prge.training.costs import ModelSizes
 from server_export.adapter.initial_adapter import StartAdapter, start_adapter
-from server_export.adapter.outline import outline_of
+from server_export.adapter.outline import model_sizes_of
 from server_export.checkpoint.files import ModelFiles, fetch_weights, find_files
-from server_export.checkpoint.loading import LoadedModel, check_size, outline_model
-from server_export.checkpoint.weights import mapping_of, with_numbers
+from server_export.checkpoint.loading import LoadedModel, check_size, load_meta_model
+from server_export.checkpoint.weights import checkpoint_key_mapping, load_classifier_weights
 from server_export.model.chain import ModelChain
-from server_export.pipeline import build_chain, plain_layers
+from server_export.pipeline import build_chain, linearize_conv1d
 from server_export.quiet_libraries import quiet_libraries
 from server_export.settings import ExportConfig
 from server_export.trace.passes import Changes
 from server_export.trace.patterns import unread_modules
-from server_export.trace.positions import longest_row
+from server_export.trace.positions import resolve_sequence_length
 from server_export.trace.readout import readout_of
 
 
@@ -50,16 +50,18 @@ class ExportSource:
         loaded = self.loaded
         check_size(self.files, loaded.model, loaded.part_of)
         if loaded.part_of is not None:
-            loaded = replace(loaded, key_mapping=mapping_of(self.files, loaded.model))
+            loaded = replace(loaded, key_mapping=checkpoint_key_mapping(self.files, loaded.model))
         if loaded.classifier is not None:
-            loaded = replace(loaded, classifier=with_numbers(loaded.classifier, loaded.model, self.files))
+            loaded = replace(
+                loaded, classifier=load_classifier_weights(loaded.classifier, loaded.model, self.files)
+            )
         if not self.files.revision:
             loaded = replace(loaded, sha256=self.files.sha256())
         return replace(self, start=replace(self.start, loaded=loaded))
 
     def starting_from(self, start: StartAdapter) -> ExportSource:
         """The same model with another adapter."""
-        return replace(self, start=start, costs=outline_of(start, self.longest))
+        return replace(self, start=start, costs=model_sizes_of(start, self.longest))
 
     def chain(self, scheme: str, context: int, changes: Changes | None = None) -> ModelChain:
         """The model's blocks, for texts of up to `context` tokens; they can be made once.
@@ -84,7 +86,7 @@ class ExportSource:
             changes=changes,
         )
 
-    def thin_chain(self, scheme: str, context: int) -> ModelChain:
+    def rank1_chain(self, scheme: str, context: int) -> ModelChain:
         """The same of a copy with LoRA-FA of rank 1, which leaves this one to be traced."""
         start = self.start.starting_from({name: a[:1] for name, a in self.start.lora_a.items()})
         copied = replace(
@@ -104,9 +106,9 @@ def open_source(config: ExportConfig) -> ExportSource:
     files = find_files(config.model, config.revision)
     # Who chooses a pooling wants states, and none of a head.
     own_head = config.pooling is None
-    loaded = outline_model(config.model, pooled=pooled, revision=config.revision, own_head=own_head)
+    loaded = load_meta_model(config.model, pooled=pooled, revision=config.revision, own_head=own_head)
     readout = readout_of(config, loaded)
-    longest = longest_row(loaded, config.sequence_length)
-    transposed = plain_layers(loaded.model)
+    longest = resolve_sequence_length(loaded, config.sequence_length)
+    transposed = linearize_conv1d(loaded.model)
     start = start_adapter(config, loaded, bool(transposed), unread_modules(loaded.model))
-    return ExportSource(files, readout, longest, transposed, start, outline_of(start, longest))
+    return ExportSource(files, readout, longest, transposed, start, model_sizes_of(start, longest))

@@ -9,7 +9,7 @@ import pytest
 from prge.training.costs import Budget
 
 
-def allow_loaded(monkeypatch: pytest.MonkeyPatch, module: ModuleType, loaded: int) -> None:
+def fix_memory_budget(monkeypatch: pytest.MonkeyPatch, module: ModuleType, loaded: int) -> None:
     """Let so many bytes of weights and activations stay loaded where a module plans its steps."""
     budget = Budget(limit=1 << 40, loaded=loaded, predicted=1 << 40)
     monkeypatch.setattr(module, "budget_of_steps", lambda *_, **__: budget)

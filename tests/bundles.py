@@ -118,7 +118,7 @@ def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Pat
     return _write_bundle(folder, {**FILES, **files, TABLES: b"tables"}, block)
 
 
-def opened_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
+def in_memory_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
     """A bundle that is in no folder."""
     chain = chain or make_small_chain()
     return Bundle(Path(), manifest, chain)
@@ -180,7 +180,7 @@ def _write_bundle(folder: Path, files: Mapping[str, bytes], changes: Mapping[str
     return folder
 
 
-def read_json(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """A bundle's manifest, unchecked."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return manifest
@@ -188,7 +188,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 def rehash(folder: Path) -> None:
     """Make a manifest agree with its files, as somebody who means harm would."""
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         entry["sha256"], entry["bytes"] = file_sha256(folder / name), (folder / name).stat().st_size
     write_manifest(folder, manifest)

@@ -19,7 +19,7 @@ from smollm2 import model_file
 from prge.formats import chain
 from tests.store import Store
 from tests.tiny_models import SHALLOW, save_model
-from tests.workshop import Made, export, fill_workshop
+from tests.workshop import FolderBuilder, export, fill_workshop
 
 # A process whose threads have computed can't be forked, and engines are tried in forked ones.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,7 +83,7 @@ def _halves(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
 
 
 @pytest.fixture(scope="session")
-def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FolderBuilder:
     """See tests/store.py."""
     cache = getattr(request.config, "cache", None)
     store = Store(cache.mkdir("made") if cache else tmp_path_factory.getbasetemp().parent / "made")
@@ -91,20 +91,20 @@ def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def workshop(made_once: Made) -> Path:
+def workshop(made_once: FolderBuilder) -> Path:
     """A folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
     return made_once("workshop", fill_workshop)
 
 
 @pytest.fixture(scope="session")
-def upper_bundle(workshop: Path, made_once: Made) -> Path:
+def upper_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
     upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "backward"]
     return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
 
 
 @pytest.fixture(scope="session")
-def pieces_bundle(workshop: Path, made_once: Made) -> Path:
+def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model for rows that go in pieces of 5 tokens."""
 
     def make(folder: Path) -> object:
@@ -117,14 +117,14 @@ def pieces_bundle(workshop: Path, made_once: Made) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lora_bundle(workshop: Path, made_once: Made) -> Path:
+def lora_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model with LoRA, both matrices of which are trained."""
     words = ["--adapter", "lora", "--rs-lora"]
     return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *words)) / "lora"
 
 
 @pytest.fixture(scope="session")
-def encoder(made_once: Made) -> Path:
+def encoder(made_once: FolderBuilder) -> Path:
     """The bundle of a tiny BERT."""
 
     def fill(folder: Path) -> None:

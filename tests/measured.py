@@ -16,7 +16,7 @@ _PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') i
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProgramCost:
     """What `program` took, and what its preparation had taken at most before it."""
 
     seconds: float
@@ -29,8 +29,8 @@ class Measured:
         return self.peak_bytes - self.before_bytes
 
 
-def measured(preparation: str, program: str) -> Measured:
-    """Run Python statements after others that are not measured."""
+def measure_program(preparation: str, program: str) -> ProgramCost:
+    """Run Python statements after others that are not measure_program."""
     if not Path("/proc/self/status").exists():
         pytest.skip("peak memory is read from /proc")
     source = "\n".join(
@@ -51,4 +51,4 @@ def measured(preparation: str, program: str) -> Measured:
     )
     assert done.returncode == 0, done.stderr
     seconds, peak, before = done.stdout.split()[-3:]
-    return Measured(float(seconds), int(peak), int(before))
+    return ProgramCost(float(seconds), int(peak), int(before))

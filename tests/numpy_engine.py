@@ -148,24 +148,24 @@ def _read(sequence: TokenSequence) -> tuple[Array, Array]:
     return positions, tokens
 
 
-def adapter_of(engine: NumpyEngine) -> Adapter:
+def make_nonzero_adapter(engine: NumpyEngine) -> Adapter:
     """One that changes the outputs of a model."""
     return random_adapter(engine.model.modules, seed=2, size=0.3)
 
 
-def head_with(values: Array) -> Head:
+def head_from_values(values: Array) -> Head:
     """A head of three classes for an encoder's states."""
     head = Head(3, 6)
     head.values[:] = values
     return head
 
 
-def head_of(seed: int = 0) -> Head:
+def random_head(seed: int = 0) -> Head:
     """A head of random numbers."""
-    return head_with(np.random.default_rng(seed).normal(size=Head(3, 6).size))
+    return head_from_values(np.random.default_rng(seed).normal(size=Head(3, 6).size))
 
 
-def losses_of(
+def compute_losses(
     engine: NumpyEngine, values: Array, examples: Sequence[Example], head: Classifier | None = None
 ) -> Float64Array:
     """Loss of every example with an adapter of these values, from outputs alone."""
@@ -173,7 +173,7 @@ def losses_of(
     return Loss(examples, outputs, head=head).losses[0]
 
 
-def slopes_of(function: Callable[[Array], Any], values: Array) -> Array:
+def gradients_of(function: Callable[[Array], Any], values: Array) -> Array:
     """Derivatives of a function by each of its float32 values, by central differences; they come last."""
     steps = np.eye(len(values), dtype=np.float32) * np.float32(2**-12)
     return np.stack([(function(values + step) - function(values - step)) * 2**11 for step in steps], -1)

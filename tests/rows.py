@@ -33,7 +33,7 @@ def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label:
     return Example(row, tuple(sequences), len(candidates), label)
 
 
-def classified(row: int, tokens: list[int], classes: int, label: int) -> Example:
+def classification(row: int, tokens: list[int], classes: int, label: int) -> Example:
     """A row for an encoder with a classification head."""
     return Example(row, (TokenSequence(tuple(tokens)),), classes, label)
 
@@ -55,7 +55,7 @@ def bigram_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[
 
 
 # What estimators must agree on.
-KINDS_OF_ROWS: dict[str, list[Example]] = {
+EXAMPLES_BY_FORM: dict[str, list[Example]] = {
     "completions": random_completions(12),
     "completions of different lengths": [
         completion(row, [row, row + 1, 2, 3, 4][: 3 + row % 3], 1) for row in range(1, 7)

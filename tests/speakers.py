@@ -22,8 +22,8 @@ def make_adapter(seed: int = 0) -> Adapter:
     return random_adapter(MODULES, seed) if seed else Adapter.zeros(MODULES)
 
 
-class NumpySpeaker:
-    """Implements prge.generation.generator.Speaker: a recurrent network, whose states it keeps.
+class NumpyGenerationEngine:
+    """Implements prge.generation.generator.GenerationEngine: a recurrent network, whose states it keeps.
 
     `calls` are the tokens of every feed, and the sequences of every step. A misuse is an AssertionError;
     `failing` tokens are an EngineError of the code `token-refused`. `embedding` [vocabulary_size, width] and
@@ -51,7 +51,7 @@ class NumpySpeaker:
         return len(self._states)
 
     def open(self, adapter: Adapter) -> int:
-        """See prge.generation.generator.Speaker.open."""
+        """See prge.generation.generator.GenerationEngine.open."""
         assert len(self._states) < self.slots, "no free slot"
         self._opened += 1
         self._states[self._opened] = [np.zeros(WIDTH)]
@@ -60,32 +60,32 @@ class NumpySpeaker:
         return self._opened
 
     def length(self, sequence: int) -> int:
-        """See prge.generation.generator.Speaker.length."""
+        """See prge.generation.generator.GenerationEngine.length."""
         return len(self._states[sequence]) - 1
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See prge.generation.generator.Speaker.feed."""
+        """See prge.generation.generator.GenerationEngine.feed."""
         self.calls.append(list(tokens))
         return self._fed(sequence, tokens)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See prge.generation.generator.Speaker.check."""
+        """See prge.generation.generator.GenerationEngine.check."""
         assert 2 <= len(tokens) <= self.most_checked
         self.calls.append(list(tokens))
         return np.stack([self._fed(sequence, [token]) for token in tokens])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """See prge.generation.generator.Speaker.step."""
+        """See prge.generation.generator.GenerationEngine.step."""
         self.calls.append(list(tokens))
         return {sequence: self._fed(sequence, [token]) for sequence, token in tokens.items()}
 
     def rewind(self, sequence: int, length: int) -> None:
-        """See prge.generation.generator.Speaker.rewind."""
+        """See prge.generation.generator.GenerationEngine.rewind."""
         assert 0 <= length <= self.length(sequence)
         del self._states[sequence][length + 1 :]
 
     def close(self, sequence: int) -> None:
-        """See prge.generation.generator.Speaker.close."""
+        """See prge.generation.generator.GenerationEngine.close."""
         del self._states[sequence], self._adapters[sequence]
 
     def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

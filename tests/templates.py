@@ -20,7 +20,7 @@ def random_adapter(modules: Sequence[AdaptedModule], seed: int = 0, size: float 
     return adapter
 
 
-def write_template(folder: Path, modules: Sequence[AdaptedModule], alpha: float = 16) -> Path:
+def write_peft_folder(folder: Path, modules: Sequence[AdaptedModule], alpha: float = 16) -> Path:
     """A PEFT folder as a bundle's `adapter/`: random lora_A, lora_B zero."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)

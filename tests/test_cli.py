@@ -18,7 +18,7 @@ import pytest
 from prge import __version__
 from prge.cli.main import VERBS, Verb, main
 from prge.errors import RunError
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
@@ -172,7 +172,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
             "prge inspect: error: the package torch is not installed\n"
-            f"  {install_extra('')}\n  `prge doctor` shows what is missing\n",
+            f"  {install_extra_command('')}\n  `prge doctor` shows what is missing\n",
         ),
     ],
     ids=lambda value: type(value).__name__,

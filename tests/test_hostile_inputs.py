@@ -200,8 +200,8 @@ def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
         {"messages": [{**messages[0], "content": "a"}], "answer": text, "rating": "good"},
     ):
         with raises(UnlearnableError, "half-character", "feedback-unsound"):
-            examples.of(row)
-    examples.of({"prompt": "a", "answer": "b", "correction": " c"})
+            examples.build(row)
+    examples.build({"prompt": "a", "answer": "b", "correction": " c"})
 
 
 def test_python(speaking: Speaking) -> None:

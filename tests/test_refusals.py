@@ -17,12 +17,12 @@ from unittest import mock
 import pytest
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import choices, is_list, takes_paths
+from prge.cli.field_types import choices, contains_path_type, is_list_type
 from prge.cli.help import is_required
-from prge.cli.inputs import inputs_of
+from prge.cli.inputs import input_settings
 from prge.cli.main import VERBS, main
-from prge.cli.outputs import Output, outputs_of
-from prge.cli.settings import PLACES
+from prge.cli.outputs import Output, output_settings
+from prge.cli.settings import PATH_LIKE_SETTINGS
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
@@ -72,7 +72,7 @@ def verbs() -> tuple[Taken, ...]:
 def written() -> Iterator[tuple[Taken, str, Output]]:
     """All settings, of all verbs, that name an output file or folder."""
     for taken in verbs():
-        for name, output in outputs_of(taken.settings).items():
+        for name, output in output_settings(taken.settings).items():
             yield taken, name, output
 
 
@@ -84,7 +84,8 @@ def test_the_type_of_every_path_that_a_verb_takes_says_whether_it_is_read_or_wri
         (taken.prog, name)
         for taken in verbs()
         for name, kind in taken.kinds.items()
-        if takes_paths(kind) and not {name} & {*inputs_of(taken.settings), *outputs_of(taken.settings)}
+        if contains_path_type(kind)
+        and not {name} & {*input_settings(taken.settings), *output_settings(taken.settings)}
     }
     assert unknown == ELSEWHERE
 
@@ -103,9 +104,9 @@ def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> No
         name
         for taken in kept
         for name, kind in taken.kinds.items()
-        if not takes_paths(kind) and not choices(kind) and "str" in str(kind)
+        if not contains_path_type(kind) and not choices(kind) and "str" in str(kind)
     }
-    assert texts - {*PLACES} == texts & WORDS
+    assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
 
 
 CONTENT = {
@@ -199,11 +200,11 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
             value = choices(kind)[0]
         elif name == "bundle":
             value = given / "bundle"
-        elif name in outputs_of(taken.settings):
+        elif name in output_settings(taken.settings):
             value = given / "other"
-        elif takes_paths(kind) and name in ("run", "runs", "source", "folder"):
+        elif contains_path_type(kind) and name in ("run", "runs", "source", "folder"):
             value = given / "run"
-        elif takes_paths(kind) or is_list(kind):
+        elif contains_path_type(kind) or is_list_type(kind):
             value = given / "rows.jsonl"
         else:
             value = given / "model"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def rest(*cases: Any) -> list[Any]:
+def second_tier(*cases: Any) -> list[Any]:
     """Cases of a parametrized test that only run with everything."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole)

@@ -30,7 +30,7 @@ def bits(run: Path) -> list[bytes]:
     return [(run / name).read_bytes() for name in ("journal.jsonl", "final/adapter_model.safetensors")]
 
 
-Made = Callable[[str, Callable[[Path], object]], Path]
+FolderBuilder = Callable[[str, Callable[[Path], object]], Path]
 
 
 def fill_workshop(folder: Path) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from device_runner.android.packages import digest
 from prge import __version__
-from prge.cli.subprocesses import answer_of, configured, run_verb
+from prge.cli.subprocesses import output_of, run_verb, write_verb_config
 from prge.errors import PrgeError, RunError
 from prge.formats.bundle import MANIFEST
-from prge.formats.run_folder import reported
-from prge.system.progress import duration
+from prge.formats.run_folder import as_run_error
+from prge.system.progress import format_duration
 from prge.system.user_cache import user_cache
-from prge.training.costs import bytes_text
+from prge.training.costs import format_bytes
 from prge.training.trials import Trial
 
 _SCHEME = "8da4w"
@@ -77,7 +77,7 @@ def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[Bench
         RunError: there is no room for those that are lacking.
     """
     place = user_cache("bench") if cache is None else cache.absolute()
-    with reported(place):
+    with as_run_error(place):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     made: dict[BenchModel, Path | PrgeError] = {model: place / model.folder for model in models}
     lacking = [model for model in made if not (place / model.folder / MANIFEST).is_file()]
@@ -93,7 +93,7 @@ def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[Bench
                 print(f"bundle of {model.name}", flush=True)
             try:
                 settings = {**model.settings, "out": place / model.folder, "overwrite": True}
-                run_verb(*configured("export", settings, place / f"{model.folder}.yaml"), quiet=True)
+                run_verb(*write_verb_config("export", settings, place / f"{model.folder}.yaml"), quiet=True)
             except PrgeError as error:
                 made[model] = error
     return made
@@ -106,21 +106,23 @@ def _need_room(place: Path, models: Sequence[BenchModel]) -> None:
     sizes, seconds, beside = [], 0.0, 0
     for model in models:
         print(f"estimating {model.name}", file=sys.stderr, flush=True)
-        words = configured("estimate", {**model.settings, "json": True}, place / f"{model.folder}.yaml")
-        told = json.loads(answer_of(*words))
+        words = write_verb_config(
+            "estimate", {**model.settings, "json": True}, place / f"{model.folder}.yaml"
+        )
+        told = json.loads(output_of(*words))
         sizes.append(told["weights_bytes"] + told["programs_bytes"])
         seconds += told["export"]["seconds"]
         if model.real is None:  # its weights are there while it is exported
             beside = max(beside, _PARAMETER_BYTES * told["model"]["parameters"])
     wanted, free = sum(sizes) + beside, shutil.disk_usage(place).free
     print(
-        f"{len(models)} bundles in {place}: {bytes_text(sum(sizes))}, and {bytes_text(beside)} for a while; "
-        f"about {duration(seconds)}",
+        f"{len(models)} bundles in {place}: {format_bytes(sum(sizes))}, and {format_bytes(beside)} for a while; "
+        f"about {format_duration(seconds)}",
         flush=True,
     )
     if wanted > free:
         raise RunError(
-            f"{place} has {bytes_text(free)} free, {bytes_text(wanted)} are needed",
+            f"{place} has {format_bytes(free)} free, {format_bytes(wanted)} are needed",
             remedy="free some storage, give another folder with --cache, or fewer trials with --only",
             code="storage-full",
         )

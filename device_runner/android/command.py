@@ -30,7 +30,7 @@ from prge.cli.settings import parse_settings
 from prge.cli.subcommands import Action, run_action
 from prge.errors import ConfigError, DeviceError
 from prge.formats.run_folder import LOG
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 
 Settings = TypeVar("Settings", bound=PhoneFlags)
 
@@ -160,7 +160,7 @@ def _push(phone: Phone, settings: PushSettings) -> int:
         elif item.is_dir():
             remote = send_bundle(phone, item, settings.check)
             print(f"{item} -> {remote}")
-            if tuning := tuning_at(item):
+            if tuning := find_tuning(item):
                 print(f"{tuning.adapter} -> {send_run(phone, tuning, remote)}")
         else:
             print(f"{item} -> {phone.send_file(item)}")

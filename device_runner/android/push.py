@@ -13,9 +13,9 @@ from device_runner.android.adb import quote
 from device_runner.android.device import Phone, check_name
 from device_runner.android.packages import digest
 from prge.cli.field_types import Paths
-from prge.cli.settings import yaml_of
+from prge.cli.settings import format_yaml
 from prge.data.readers.files import PARQUET, json_fields
-from prge.data.sources import Part, paths_of, read_source, rows_files
+from prge.data.sources import Part, find_row_files, list_paths, read_source
 from prge.errors import DeviceError
 from prge.formats.bundle import MANIFEST, check_content, open_bundle
 from prge.formats.peft import find_adapter
@@ -107,7 +107,7 @@ def rows_there(phone: Phone, where: Paths, flag: str, part: Part, on_device: boo
     """
     if not on_device:
         return send_rows(phone, where, part)
-    for path in paths_of(where):
+    for path in list_paths(where):
         if not path.is_absolute() or not phone.exists(str(path), "r"):
             raise DeviceError(
                 f"{flag}: {phone.adb.serial} has no readable {path}",
@@ -119,7 +119,7 @@ def rows_there(phone: Phone, where: Paths, flag: str, part: Part, on_device: boo
 
 def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
     """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
-    files = rows_files(where, part)
+    files = find_row_files(where, part)
     if missing := [path for path in files if not path.exists()]:
         raise DeviceError(
             f"there is no file {missing[0]}",
@@ -128,7 +128,7 @@ def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
         )
     sent = tuple(
         Path(phone.send_file(path) if path in files and not _is_table(path) else _as_jsonl(phone, path, part))
-        for path in files or paths_of(where)
+        for path in files or list_paths(where)
     )
     return sent if len(sent) > 1 else sent[0]
 
@@ -150,5 +150,5 @@ def _as_jsonl(phone: Phone, path: Path, part: Part) -> str:
 def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
     """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
     phone.make(folder)
-    phone.write(yaml_of(settings), f"{folder}/settings.yaml")
+    phone.write(format_yaml(settings), f"{folder}/settings.yaml")
     return ["--config", f"{folder}/settings.yaml"]

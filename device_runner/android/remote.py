@@ -21,15 +21,15 @@ from device_runner.android.device import Phone, PhoneFlags, is_name
 from device_runner.android.push import rows_there, send_adapter, send_bundle, send_settings, send_tuning
 from device_runner.session.generation import BASE, STDIN, adapter_source
 from prge.cli.bounds import flag
-from prge.cli.combined_settings import combined, values_of
-from prge.cli.inputs import PART_OF_ROWS, Input, inputs_of
-from prge.cli.outputs import Output, outputs_of
+from prge.cli.combined_settings import combine_settings, shared_values
+from prge.cli.inputs import PART_OF_ROWS, Input, input_settings
+from prge.cli.outputs import Output, output_settings
 from prge.cli.settings import parse_settings
-from prge.data.tokenization.inputs import read_text_of
+from prge.data.tokenization.inputs import read_input_text
 from prge.errors import ConfigError, DeviceError
 from prge.formats.documents import DocumentError, mapping, parse_yaml
-from prge.formats.run_folder import CONFIG, reported
-from prge.formats.tune_folder import tuning_at
+from prge.formats.run_folder import CONFIG, as_run_error
+from prge.formats.tune_folder import find_tuning
 from prge.system.atomic import write_output
 from prge.training.settings import RowsFlags
 
@@ -88,27 +88,27 @@ class RemoteVerb:
     @cached_property
     def all_settings(self) -> type[Any]:
         """The verb's settings and the flags, as a command line or a YAML file gives them."""
-        inputs = {*inputs_of(self.settings).values()}
+        inputs = {*input_settings(self.settings).values()}
         without = [*self.flags.NOT_GIVEN, *([] if inputs & PART_OF_ROWS.keys() else ["data_on_device"])]
         about = f"{self.help[0].upper()}{self.help[1:]}."
         if Input.ADAPTER in inputs:
             stands_for = "an adapter, or for a bundle with it" if self.takes_runs else "an adapter"
             about += f" The name of a run there stands for {stands_for}."
-        return combined(about, self.flags, self.settings, without=without)
+        return combine_settings(about, self.flags, self.settings, without=without)
 
     @property
     def takes_runs(self) -> bool:
         """Whether a run on the phone can stand in the place of a bundle, and of a list of adapters."""
-        return self.flags is RemoteFlags and inputs_of(self.settings).get("bundle") is Input.MODEL
+        return self.flags is RemoteFlags and input_settings(self.settings).get("bundle") is Input.MODEL
 
     def main(self, argv: list[str]) -> int:
         """Run it; returns the exit code, raises PrgeError."""
         if self.resume is not None and any(word.partition("=")[0] == "--resume" for word in argv):
             return self.resume(argv)
-        positional = [name for name in self.flags.POSITIONAL if name in inputs_of(self.settings)]
+        positional = [name for name in self.flags.POSITIONAL if name in input_settings(self.settings)]
         given = parse_settings(self.all_settings, argv, f"prge android {self.words}", positional)
-        flags = self.flags(**values_of(self.flags, given))
-        there, own = flags.settings_there(given), values_of(self.settings, given)
+        flags = self.flags(**shared_values(self.flags, given))
+        there, own = flags.settings_there(given), shared_values(self.settings, given)
         for item in fields(flags):  # which mean something else where the verb has them, too
             own.pop(item.name, None)
         return flags.execute(RemoteCall(self, flags, self.settings(**{**own, **there}), there))
@@ -142,9 +142,9 @@ class RemoteCall:
         adapter = getattr(settings, "adapter", None)
         is_run_there = isinstance(adapter, Path) and self._run_there(str(adapter))
         if isinstance(settings, RowsFlags) and not is_run_there:
-            settings = settings.dated()
+            settings = settings.with_date()
         values = {item.name: getattr(settings, item.name) for item in fields(settings)} | there
-        for name, source in inputs_of(type(settings)).items():
+        for name, source in input_settings(type(settings)).items():
             if name not in there and values[name] is not None:
                 values[name] = self._send_input(name, source, values[name])
         return values
@@ -162,7 +162,7 @@ class RemoteCall:
         Raises:
             PrgeError: an input can't be brought, a file can't be written here, or the phone was lost.
         """
-        phone, settings, outputs = self.phone, self.bring(), outputs_of(type(self.settings))
+        phone, settings, outputs = self.phone, self.bring(), output_settings(type(self.settings))
         folder = phone.path("tmp", f"{self.verb.words}-{secrets.token_hex(4)}")
         files: dict[str, Path] = {name: settings[name] for name in outputs if settings[name] is not None}
         settings |= {name: f"{folder}/{name}{path.suffix}" for name, path in files.items()}
@@ -189,14 +189,14 @@ class RemoteCall:
             case Input.BUNDLE:
                 return send_bundle(self.phone, value)
             case Input.MODEL:
-                tuning = tuning_at(value)
+                tuning = find_tuning(value)
                 return send_tuning(self.phone, tuning) if tuning else send_bundle(self.phone, value)
             case Input.ADAPTER if isinstance(value, Path):
                 return self._adapter(name, value)
             case Input.ADAPTER:
                 return [self._named_adapter(name, word) for word in value]
             case Input.TEXT:
-                return [read_text_of(sys.stdin) if text == STDIN else text for text in value]
+                return [read_input_text(sys.stdin) if text == STDIN else text for text in value]
             case _ if source in PART_OF_ROWS:
                 return rows_there(
                     self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device
@@ -265,7 +265,7 @@ def _write_here(path: Path, before: bytes | None, content: bytes | None) -> None
     if content is None or content == before:
         return
     if before is not None and path.read_bytes() != before:
-        with reported(path), path.open("ab") as stream:
+        with as_run_error(path), path.open("ab") as stream:
             stream.write(content.removeprefix(before))
     else:
         write_output(path, content)

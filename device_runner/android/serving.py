@@ -22,10 +22,10 @@ from device_runner.android.device import Job, Phone, PhoneFlags, check_name
 from device_runner.android.push import send_bundle, send_tuning
 from device_runner.android.remote import RemoteCall, RemoteFlags
 from device_runner.serving.history import FEEDBACK
-from prge.cli.settings import parse_settings, yaml_of
+from prge.cli.settings import format_yaml, parse_settings
 from prge.errors import INTERRUPTED, ConfigError, DeviceError, PrgeError
 from prge.formats.run_folder import JOURNAL
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 
 KEY = "key"
 READY = "listening at"
@@ -113,7 +113,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
                 remedy="give another --name",
                 code="run-exists-on-device",
             )
-        bundle, tuning = call.settings.bundle, tuning_at(call.settings.bundle)
+        bundle, tuning = call.settings.bundle, find_tuning(call.settings.bundle)
         # What learns must not forget rows of a tuning.
         bundle = send_tuning(phone, tuning, rows=self.learn) if tuning else send_bundle(phone, bundle)
         settings, job, key = call.bring(bundle=bundle), phone.job(name), ""
@@ -121,7 +121,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
             phone.make(phone.path("runs", name))
         folder = phone.path("jobs", name)
         begun = phone.adb.shell(f"cat {quote([f'{folder}/settings.yaml'])}").output
-        if job.state == "running" and begun != yaml_of(settings):
+        if job.state == "running" and begun != format_yaml(settings):
             raise DeviceError(
                 f"{name} is running on {phone.adb.serial} with other settings",
                 remedy=f"end it with `prge android stop {name}`, or give another --name and --port",

@@ -26,7 +26,7 @@ from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.documents import parse_json
 from prge.formats.run_folder import METRICS
 from prge.formats.signatures import BACKWARD
-from prge.training.costs import bytes_text, least_memory
+from prge.training.costs import format_bytes, minimum_memory
 from prge.training.trials import Trial
 
 _ROUNDS = 3
@@ -38,8 +38,8 @@ from pathlib import Path
 import device_runner.run
 from prge.formats.bundle import open_bundle
 from prge.system.memory import resident_bytes
-from prge.data.tokenization.tokenizer import bundle_tokenizer
-tokenizer = bundle_tokenizer(open_bundle(Path({bundle!r})))
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
+tokenizer = load_bundle_tokenizer(open_bundle(Path({bundle!r})))
 print(resident_bytes() or "")
 """
 _GROWTH = 8 << 20
@@ -122,7 +122,7 @@ class Taking:
         """The least bound that a run on the phone keeps."""
         held = self.phone.python(_HELD.format(bundle=self.remote)).split()
         known = int(held[-1]) + _GROWTH if held else None
-        return least_memory(self.bundle, BACKWARD, self.trial.batch, self.trial.tokens, held=known)
+        return minimum_memory(self.bundle, BACKWARD, self.trial.batch, self.trial.tokens, held=known)
 
     def _text(self) -> dict[str, Any]:
         """What `prge generate` is asked."""
@@ -191,7 +191,7 @@ class Taking:
         free = self.phone.free_bytes()
         if free is not None and free < wanted:
             raise DeviceError(
-                f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free",
+                f"no room: it takes {format_bytes(wanted)}, the phone has {format_bytes(free)} free",
                 code="storage-full",
             )
 

@@ -83,10 +83,10 @@ class ActivationStore:
         # Of each part of the call, what it keeps of the blocks so far.
         self._kept: dict[int, list[dict[str, Array]]] = {}
         chain = blocks.chain
-        self._head = chain.end
+        self._head = chain.head_start
         self._adapted = range(chain.lowest_adapted, len(chain.blocks))
         self._widths = {number: blocks.residual_widths(number) for number in self._adapted}
-        bounds = chain.bounds.of_call
+        bounds = chain.bounds.per_call
         widest = max((width for widths in self._widths.values() for width in widths.values()), default=0)
         self._largest_output = widest * max(bounds.batch * bounds.tokens, bounds.states)
         self._residual_memory: FloatArray = np.empty(0, np.float32)

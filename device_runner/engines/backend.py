@@ -11,7 +11,7 @@ from typing import Any
 
 from prge.engine import EngineName
 from prge.errors import EngineError
-from prge.system.memory import tells_no_memory
+from prge.system.memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def choose(engine: EngineName = "auto") -> Backend:
         runtime.prepare()
     except EngineError as error:
         # torch would take more memory still.
-        if engine == "native" or tells_no_memory(error) or importlib.util.find_spec("torch") is None:
+        if engine == "native" or is_out_of_memory(error) or importlib.util.find_spec("torch") is None:
             raise
         return Backend("torch", error.what)
     return Backend("native")

@@ -45,7 +45,7 @@ class Backward:
             part.of_one_copy({"grad_hidden_states": slope}) for part, slope in zip(parts, slopes, strict=True)
         ]
         is_finite = all(bool(np.isfinite(slope).all()) for slope in slopes)
-        for experts in reversed(self._chain.turns(numbers)):
+        for experts in reversed(self._chain.block_groups(numbers)):
             number = experts.start
             if self._chain.is_expert(number):
                 is_finite &= self._through_experts(number, parts)

@@ -18,7 +18,7 @@ from prge.errors import EngineError
 from prge.formats.adapter import adapter_size
 from prge.formats.chain import TensorSpec
 from prge.model_spec import ModelSpec, matrices
-from prge.system.memory import GET_MEMORY
+from prge.system.memory import OUT_OF_MEMORY_REMEDY
 
 Tensors = Sequence[TensorSpec | None]
 
@@ -109,7 +109,7 @@ class CheckedEngine(ABC):
             remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
                 f"the engine failed in a forward: {explain(error)}",
-                remedy=GET_MEMORY if lacked_memory(error) else remedy,
+                remedy=OUT_OF_MEMORY_REMEDY if lacked_memory(error) else remedy,
                 code="engine-failed",
             ) from None
         self.seconds += time.perf_counter() - start

@@ -77,7 +77,7 @@ class Blocks:
         if BACKWARD in self._roles and backend.name == "native":
             self._roles |= {*RESIDUAL_ROLES}
         # A layer that is used again is loaded once, as the first block with its weights.
-        self._first = self.chain.first_of_weights
+        self._first = self.chain.first_with_weights
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
         # Of blocks whose weights aren't in memory: to load a method takes longer than to read its weights.
@@ -374,7 +374,7 @@ class Blocks:
     def _tried(self, number: int, role: str) -> list[Array]:
         """Inputs of a method that reach every weight and the last rows of tables: the same at every call."""
         chain, block, random = self.chain, self.chain.blocks[number], np.random.default_rng(0)
-        bounds = chain.bounds.of_call
+        bounds = chain.bounds.per_call
         # Positions are indices: the program of the first block may have fewer than the manifest says.
         tokens = bounds.tokens if number == 0 else min(TRIED.tokens, bounds.tokens)
         sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))

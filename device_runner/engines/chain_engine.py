@@ -39,7 +39,7 @@ class ChainEngine(CheckedEngine):
         self._blocks = blocks
         self._chain = blocks.chain
         self._store = store or ActivationStore(blocks)
-        self._above = range(self._chain.lowest_adapted, self._chain.end)
+        self._above = range(self._chain.lowest_adapted, self._chain.head_start)
 
     def _forward(self, call: Call) -> FloatArray:
         forward, readout = self._passes(call)
@@ -93,7 +93,7 @@ class ChainEngine(CheckedEngine):
 
     def _begin(self, forward: Forward, parts: list[Batch], targets: int) -> None:
         """Make room for the activations of a call."""
-        blocks = [turn.start for turn in self._chain.turns(self._above)]
+        blocks = [turn.start for turn in self._chain.block_groups(self._above)]
         checkpoints = [n for part in parts for block in blocks for n in forward.kept_numbers(part, block)]
         # A row in chunks saves no residuals.
         whole = [(part.rows.size, 0 if forward.in_chunks(part) else part.length) for part in parts]

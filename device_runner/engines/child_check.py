@@ -15,7 +15,7 @@ from pathlib import Path
 
 from device_runner.engines.errors import EngineRefusalError, content, load_error, quoted
 from prge.errors import BundleError, EngineError
-from prge.system.memory import GET_MEMORY, tells_no_memory
+from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 from prge.system.parents import end_with_parent
 from prge.system.sandbox import close_all_but
 
@@ -62,10 +62,10 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
                 remedy="start again",
                 code="program-check-killed",
             )
-        if tells_no_memory(noise):
+        if is_out_of_memory(noise):
             raise EngineError(
                 f"there is not enough memory to load {path}{quoted(noise)}",
-                remedy=GET_MEMORY,
+                remedy=OUT_OF_MEMORY_REMEDY,
                 code="out-of-memory",
             )
         raise BundleError(
@@ -102,7 +102,7 @@ def _child(attempt: Callable[[], object], answer: int, log: int, parent: int) ->
         code = 0
     except BaseException as error:
         os.write(log, getattr(error, "log", "").encode(errors="replace"))
-        said = "there is not enough memory" if tells_no_memory(error) else str(error)
+        said = "there is not enough memory" if is_out_of_memory(error) else str(error)
         os.write(answer, said.encode(errors="replace"))
     finally:
         os._exit(code)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, EngineError, PrgeError
-from prge.system.memory import tells_no_memory
+from prge.system.memory import is_out_of_memory
 
 # executorch/runtime/core/error.h
 _CODES = {
@@ -74,7 +74,7 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
 def lacked_memory(error: RuntimeError) -> bool:
     """Whether memory ran out in the engine, by its code or by what it logged."""
     log = getattr(error, "log", "")
-    return _code(error) in _NO_MEMORY or tells_no_memory(error) or tells_no_memory(log)
+    return _code(error) in _NO_MEMORY or is_out_of_memory(error) or is_out_of_memory(log)
 
 
 def explain(error: RuntimeError) -> str:

@@ -51,7 +51,7 @@ class Forward:
         self._cache = cache
         self._adapters = views(self.chain.modules, call.adapters)
         # Shared values that enter the lowest adapted block, and their widths.
-        self._entering = self.chain.shared_at(self.chain.lowest_adapted)
+        self._entering = self.chain.shared_inputs_from(self.chain.lowest_adapted)
         self._widths = [blocks.shared_width(value) for value in self._entering]
 
     @cached_property
@@ -160,7 +160,7 @@ class Forward:
             numbers: of the blocks.
             store: keeps what a backward pass needs, if there is one.
         """
-        for experts in self.chain.turns(numbers):
+        for experts in self.chain.block_groups(numbers):
             number = experts.start
             if self.chain.is_expert(number):
                 self._through_experts(number, parts, store)
@@ -192,7 +192,7 @@ class Forward:
         )
         given = [[part.values[name] for part in parts] for name in names]
         if store is not None:
-            read = self.blocks.routing(number).read
+            read = self.blocks.routing(number).read_width
             for index, state in enumerate(given[0]):
                 store.keep(index, {"hidden_states": state[..., :read]})
         found = self._experts.forward(number, *given)
@@ -222,7 +222,7 @@ class Forward:
             for index, table in enumerate(self.chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self.blocks.tables.of(table, part.length)
             found = self.blocks.run(number, role, inputs, into)
-        if role == FORWARD and number < self.chain.end:
+        if role == FORWARD and number < self.chain.head_start:
             for name, array in found.items():
                 if name == "hidden_states" or name.startswith(SHARED_OUT):
                     found[name] = array.reshape(*part.rows.shape, *array.shape[1:])

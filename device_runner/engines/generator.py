@@ -74,7 +74,7 @@ class _Step:
 
 
 class ChainSpeaker:
-    """Implements prge.generation.generator.Speaker for an opened bundle.
+    """Implements prge.generation.generator.GenerationEngine for an opened bundle.
 
     Args:
         blocks: of a bundle with the roles `prefill` and `decode`.
@@ -186,7 +186,7 @@ class ChainSpeaker:
     @property
     def most_checked(self) -> int:
         """See Speaker."""
-        carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.end))
+        carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
         # The head takes the tokens of a text as it takes those of as many texts.
         return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
@@ -239,7 +239,7 @@ class ChainSpeaker:
             return
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
         self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
-        for number in range(self._chain.end):
+        for number in range(self._chain.head_start):
             if number not in self._carried:
                 shapes = self._blocks.recurrent_states(number).items()
                 self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
@@ -298,13 +298,13 @@ class ChainSpeaker:
     def _bound(self, sequences: list[int]) -> _Step:
         """Arrays for steps of some sequences."""
         chain, rows = self._chain, len(sequences)
-        shards = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.shard_size), np.float32)
+        shards = np.empty((len(chain.blocks) - chain.head_start, rows, 1, chain.shard_size), np.float32)
         logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(shards) > 1 else shards[0, :, 0]
         step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards, logits)
         calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
-        for number in (turn.start for turn in chain.turns(range(len(chain.blocks)))):
+        for number in (turn.start for turn in chain.block_groups(range(len(chain.blocks)))):
             if chain.is_expert(number):
                 behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
                 calls[number], state = partial(self._through_experts, number, state, behind), behind
@@ -314,12 +314,12 @@ class ChainSpeaker:
             if chain.attends(number):
                 answers |= self._attending(step, number, given)
             answers |= self._giving(step, number, values)
-            if number < chain.end:
+            if number < chain.head_start:
                 answers["hidden_states"] = state = np.empty(
                     (rows, 1, self._blocks.width(number + 1)), np.float32
                 )
             else:
-                answers["logits"] = shards[number - chain.end]
+                answers["logits"] = shards[number - chain.head_start]
             interface = self._blocks.interface(number, DECODE)
             calls[number] = (
                 [given[name] for name in interface.inputs],
@@ -413,7 +413,7 @@ class ChainSpeaker:
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
         shared = SharedValues(chain)
-        for number in (turn.start for turn in chain.turns(range(chain.end))):
+        for number in (turn.start for turn in chain.block_groups(range(chain.head_start))):
             if chain.is_expert(number):
                 entering, state = state, self._experts.forward(number, [state])[0]
                 self._blocks.release(entering)
@@ -450,7 +450,7 @@ class ChainSpeaker:
     def _logits(self, states: FloatArray) -> FloatArray:
         """Logits f32 [tokens, vocabulary] of states f32 [tokens, 1, width]."""
         shards = []
-        for number in range(self._chain.end, len(self._chain.blocks)):
+        for number in range(self._chain.head_start, len(self._chain.blocks)):
             found = self._blocks.run(number, DECODE, {"hidden_states": states})["logits"]
             shards.append(found.reshape(len(states), -1).copy())
             self._blocks.release(found)

@@ -34,7 +34,7 @@ class VocabularyHead:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._bounds = blocks.chain.bounds
-        self._shards = range(len(blocks.chain.blocks) - blocks.chain.end)
+        self._shards = range(len(blocks.chain.blocks) - blocks.chain.head_start)
 
     def read(
         self,
@@ -61,9 +61,9 @@ class VocabularyHead:
                     if tangents is not None
                 ]
                 into = outputs_of(self._residuals(shard, store), mine.start)
-                within = reading.within(shard, mine)[0]
+                within = reading.local_targets(shard, mine)[0]
                 ask = partial(self._parts, shard, states[mine], within, moved, into)
-                reading.add(shard, mine, *reading.ask(mine, ask))
+                reading.add(shard, mine, *reading.compute_shifted(mine, ask))
         return reading
 
     def backward(
@@ -79,7 +79,7 @@ class VocabularyHead:
             residuals = self._residuals(shard, store)
             role = BACKWARD_SAVED if residuals else BACKWARD
             for mine in self._slices(len(states), _ROWS_OF_BACK):
-                targets, has = reading.within(shard, mine)
+                targets, has = reading.local_targets(shard, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
@@ -93,7 +93,7 @@ class VocabularyHead:
         return result
 
     def _residuals(self, shard: int, store: ActivationStore | None) -> Residuals:
-        return store.residuals(self._blocks.chain.end + shard) if store else {}
+        return store.residuals(self._blocks.chain.head_start + shard) if store else {}
 
     def _parts(
         self,
@@ -134,7 +134,7 @@ class VocabularyHead:
             name: array if name == "tangent_hidden_states" else at_least_two(array)[None]
             for name, array in more.items()
         }
-        found = self._blocks.run(self._blocks.chain.end + shard, role, given, into)
+        found = self._blocks.run(self._blocks.chain.head_start + shard, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}
         answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
         for array in answered.values():

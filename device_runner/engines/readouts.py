@@ -93,7 +93,7 @@ class LogProbabilities(Readout):
         states, tangents = self._picked(parts, "hidden_states"), self._picked(parts, "tangent_hidden_states")
         if len(asked):
             reading = self._head.read(states, self._tokens[asked], tangents)
-            outputs[asked], derivatives[:, asked] = reading.logprobs, reading.changes
+            outputs[asked], derivatives[:, asked] = reading.logprobs, reading.tangents
 
     def vjp(
         self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore

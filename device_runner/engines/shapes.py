@@ -216,7 +216,7 @@ def _recurrent_states(chain: Chain, number: int) -> dict[str, tuple[int, int]]:
 
 def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, Routing]:
     """How states lie around the experts of each layer, by the number of the first."""
-    turns = (turn for turn in chain.turns(range(chain.end)) if chain.is_expert(turn.start))
+    turns = (turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start))
     return {
         turn.start: Routing(widths[turn.start - 1][1], widths[turn.stop][0], *widths[turn.start], len(turn))
         for turn in turns
@@ -226,9 +226,9 @@ def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, 
 def block_problems(chain: Chain, shapes: MethodShapes, number: int) -> Iterator[str]:
     """What the specs of a block have otherwise than the manifest says of the block and of those around it."""
     widths, block = shapes.widths, chain.blocks[number]
-    before = min(number, chain.end) - 1
+    before = min(number, chain.head_start) - 1
     if routing := shapes.routings.get(number):
-        if not routing.fits:
+        if not routing.is_consistent:
             yield f"experts from {widths[number]} don't fit states from {routing.entering, routing.leaving}"
     elif chain.is_expert(number):
         if widths[number] != widths[before]:
@@ -258,7 +258,7 @@ def block_problems(chain: Chain, shapes: MethodShapes, number: int) -> Iterator[
             ("output", method.outputs, method.output_specs),
         ):
             for name, spec in zip(names, specs, strict=True):
-                expected = shapes.of(number, role, name, chain.bounds.of_call, what == "output")
+                expected = shapes.of(number, role, name, chain.bounds.per_call, what == "output")
                 if spec != expected:
                     yield f"{what} {name} of {role} is {spec}, must be {expected}"
 

@@ -56,7 +56,7 @@ class SharedValues:
     def leave(self, number: int, release: Callable[[Array], object]) -> None:
         """Let go of what no block behind this one reads, on a way that isn't gone back."""
         if self.values:
-            needed = {*self.chain.shared_at(number + 1)}
+            needed = {*self.chain.shared_inputs_from(number + 1)}
             for kept in (self.values, self.tangents):
                 for value in kept.keys() - needed:
                     release(kept.pop(value))

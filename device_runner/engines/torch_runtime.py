@@ -20,7 +20,7 @@ from device_runner.engines.errors import EngineRefusalError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
 from prge.formats.chain import TensorSpec
-from prge.system.memory import GET_MEMORY, tells_no_memory
+from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 
 
 class Program:
@@ -160,7 +160,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        remedy = GET_MEMORY if tells_no_memory(error) else "pip install torch"
+        remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else "pip install torch"
         raise EngineError(
             f"torch can't be imported: {error}", remedy=remedy, code="package-not-importable"
         ) from None

@@ -25,7 +25,7 @@ _ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
 
 def values_of(plan: Plan, size: int) -> int:
     """How many values an answer has, where the adapter has `size`."""
-    return plan.local_steps * int(np.prod(plan.shape)) if plan.by_scalars else size
+    return plan.local_steps * int(np.prod(plan.shape)) if plan.sends_projected_gradients else size
 
 
 def checked(answer: RoundResult, agreement: Agreement, size: int) -> None:

@@ -19,15 +19,15 @@ import numpy as np
 from device_runner.session.settings import RunSettings
 from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Paths
-from prge.cli.settings import settings_of
+from prge.cli.settings import settings_from_mapping
 from prge.data.forms.task import Task
 from prge.errors import ConfigError
 from prge.formats.documents import parse_json
 from prge.objectives.examples import LossNormalisation
-from prge.training.estimators.table import ESTIMATORS, EstimatorName, having
+from prge.training.estimators.table import ESTIMATORS, EstimatorName, estimators_with_setting
 from prge.training.optimizers import OptimizerName, ScheduleName
 from prge.training.recipe import Recipe
-from prge.training.settings import OptimizerFlags, RateFlags
+from prge.training.settings import LearningRateFlags, OptimizerFlags
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
@@ -45,7 +45,7 @@ class FleetRecipe(Recipe):
 
 
 @dataclass(frozen=True)
-class Plan(OptimizerFlags, RateFlags):
+class Plan(OptimizerFlags, LearningRateFlags):
     """How a fleet learns."""
 
     rounds: int = 20
@@ -109,7 +109,7 @@ class Plan(OptimizerFlags, RateFlags):
                 problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: else there is noise for each example")
-        if self.noise and self.estimator in having("epsilon") and self.examples != 1:
+        if self.noise and self.estimator in estimators_with_setting("epsilon") and self.examples != 1:
             problems.append(
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
@@ -130,7 +130,7 @@ class Plan(OptimizerFlags, RateFlags):
             )
 
     @property
-    def by_scalars(self) -> bool:
+    def sends_projected_gradients(self) -> bool:
         """Whether devices send scalars; else the change of their adapter."""
         return ESTIMATORS[self.estimator].has_directions
 
@@ -154,7 +154,9 @@ class Plan(OptimizerFlags, RateFlags):
             estimator=self.estimator,
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,
-            epsilon=Recipe.epsilon if self.estimator not in having("epsilon") else self.epsilon,
+            epsilon=Recipe.epsilon
+            if self.estimator not in estimators_with_setting("epsilon")
+            else self.epsilon,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,
             batch_size=self.examples,
@@ -209,7 +211,7 @@ class Agreement:
             if len(content) > MOST_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
             fields = parse_json(content)
-            plan = settings_of(Plan, fields.pop("plan"), "the server's plan")
+            plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan")
             agreement = cls(plan=plan, **fields)
             if not all(isinstance(value, str) for value in fields.values()):
                 raise ValueError("a hash is no text")

@@ -32,11 +32,11 @@ from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import (
     MessageError,
     RoundResult,
+    RoundSteps,
     RoundTask,
-    Steps,
     TaskRefusal,
     TaskRefusedError,
-    parse_answer,
+    parse_reply,
 )
 from device_runner.fleet.privacy.reported import SPENT
 from device_runner.fleet.state import common_recipe, pack_state, replayer, take_steps
@@ -143,7 +143,7 @@ def begin_fleet(
                 code="run-exists",
             )
         # The start comes last: with it a fleet has begun, whole.
-        journal.undo_after(0)
+        journal.truncate(0)
         write_file(folder / AGREEMENT, agreement.content)
         if head is not None:
             journal.append(Heads(head).to_record())
@@ -155,7 +155,7 @@ def has_begun(folder: Path) -> bool:
     return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
-def agreement_of(folder: Path) -> Agreement:
+def read_agreement(folder: Path) -> Agreement:
     """The agreement of a fleet's folder; raises RunError where this version of prge can't use it."""
     try:
         return Agreement.parse((folder / AGREEMENT).read_bytes())
@@ -213,7 +213,7 @@ class Coordinator:
         self.bundle = bundle
         self.flags = flags
         self._score = score
-        self.agreement = agreement_of(folder)
+        self.agreement = read_agreement(folder)
         self.plan = self.agreement.plan
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
@@ -320,7 +320,7 @@ class Coordinator:
 
     def evaluation_after(self, record: Record) -> Record | None:
         """Scores of development rows after a round that is over, if there are any."""
-        steps = self.plan.local_steps if self.plan.by_scalars else 1
+        steps = self.plan.local_steps if self.plan.sends_projected_gradients else 1
         return self.journal.evaluation(record["first"] + steps * (not record.get("discarded")))
 
     def best_state(self) -> TrainingState:
@@ -350,10 +350,10 @@ class Coordinator:
         step, history = self.state.step, self._history()
         # State and missed rounds: nothing but the present state, the start, what the device has.
         ways = [(state, b"")]
-        if self.plan.by_scalars or step == 0:
+        if self.plan.sends_projected_gradients or step == 0:
             # Compressed: the start is mostly zeros.
             ways.append((self._start, b"".join(history)))
-        if device.step == step or (device.step != _NOTHING and self.plan.by_scalars):
+        if device.step == step or (device.step != _NOTHING and self.plan.sends_projected_gradients):
             ways.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
         sent, missed = min(ways, key=lambda way: len(way[0]) + len(way[1]))
         text = b"" if device.introduced else self.agreement.content
@@ -367,9 +367,9 @@ class Coordinator:
     def _history(self) -> list[bytes]:
         """The rounds' steps, as messages carry them; none where devices send changes."""
         count = self.plan.local_steps
-        while self.plan.by_scalars and (first := len(self._told) * count) < self.state.step:
+        while self.plan.sends_projected_gradients and (first := len(self._told) * count) < self.state.step:
             records = [self.journal.step(step) or {} for step in range(first, first + count)]
-            self._told.append(Steps.of_records(records).to_bytes())
+            self._told.append(RoundSteps.of_records(records).to_bytes())
         return self._told
 
     def _sorted(self, answers: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
@@ -392,7 +392,7 @@ class Coordinator:
         Raises:
             TaskRefusedError, MessageError: why it doesn't.
         """
-        said = parse_answer(content)
+        said = parse_reply(content)
         if isinstance(said, TaskRefusal):
             raise TaskRefusedError(said.reason, code="device-refuses")
         if node not in self._asked:
@@ -410,9 +410,9 @@ class Coordinator:
         # By the middle one of the devices: a word of one or two of them is nobody's.
         losses = np.median([answer.losses.astype(np.float64) for answer in answers], 0)
         values = np.array([answer.values for answer in answers])
-        if plan.by_scalars:
+        if plan.sends_projected_gradients:
             rates = plan.recipe.learning_rates()
-            steps = Steps(
+            steps = RoundSteps(
                 step,
                 np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),
                 losses.astype(np.float32),
@@ -489,7 +489,7 @@ class Coordinator:
         return record
 
     def _keep(self) -> None:
-        template, gradients = self.bundle.adapter, self.plan.by_scalars
+        template, gradients = self.bundle.adapter, self.plan.sends_projected_gradients
         keep_state(self.folder, self.state, template, self.journal, 0, gradients)
 
     def _undo_half_a_round(self) -> None:
@@ -497,7 +497,7 @@ class Coordinator:
         types = [record["kind"] for record in self.journal.records]
         ended = max((index for index, each in enumerate(types) if each == "round"), default=-1)
         if "step" in types[ended + 1 :]:
-            self.journal.undo_after(types.index("step", ended + 1))
+            self.journal.truncate(types.index("step", ended + 1))
 
     def _state(self) -> TrainingState:
         """The common state after the journal's steps."""

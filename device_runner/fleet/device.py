@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.fleet.agreement import Agreement, task_sha256
-from device_runner.fleet.local_round import Local, by_row, open_local, told
+from device_runner.fleet.local_round import LocalTrainer, by_row, open_local, told
 from device_runner.fleet.messages import MessageError, RoundTask, TaskRefusal, TaskRefusedError
 from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
 from device_runner.fleet.privacy.reported import spent
 from device_runner.fleet.state import (
-    first_state,
+    initial_state,
     pack_state,
     replay_steps,
     replayer,
@@ -38,7 +38,7 @@ from device_runner.fleet.state import (
 from device_runner.session.pauses import Gates
 from device_runner.session.settings import EngineFlags, RunSettings
 from prge.cli.inputs import BundleInput, InputFile, TrainRows
-from prge.cli.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths
+from prge.cli.settings import read_settings, read_stored, settings_to_yaml, with_absolute_paths
 from prge.data.forms.task import load_task
 from prge.data.sources import hub_names
 from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
@@ -51,7 +51,7 @@ from prge.formats.stored_settings import write_settings
 from prge.system.atomic import write_file
 from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
-from prge.training.checkpoint_heads import task_of
+from prge.training.checkpoint_heads import load_bundle_task
 from prge.training.settings import ExampleFlags
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
@@ -83,7 +83,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     if settings.task:
         load_task(settings.task)
     _policy(settings)
-    whole = with_whole_paths(settings.dated(), leave=hub_names(settings, ["train"]))
+    whole = with_absolute_paths(settings.with_date(), keep=hub_names(settings, ["train"]))
     with run_lock(folder):
         write_settings(folder / DEVICE, settings_to_yaml(whole))
         if not (folder / OWN).exists():
@@ -196,7 +196,7 @@ class _Round:
             raise TaskRefusedError(
                 "an agreement that doesn't have the hash that it is named by", code="agreement-of-other-hash"
             )
-        task = task_of(self.bundle, self.settings.task)
+        task = load_bundle_task(self.bundle, self.settings.task)
         self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
             ours = self.bundle.sha256
@@ -206,7 +206,9 @@ class _Round:
         if agreement.task != task_sha256(task):
             raise TaskRefusedError("the fleet's task is another one than mine", code="task-differs")
         # Rounds that the server discarded have no steps.
-        rounds, rest = divmod(self.task.step, agreement.plan.local_steps if agreement.plan.by_scalars else 1)
+        rounds, rest = divmod(
+            self.task.step, agreement.plan.local_steps if agreement.plan.sends_projected_gradients else 1
+        )
         if self.task.number >= agreement.plan.rounds or rest or rounds > self.task.number:
             raise TaskRefusedError(
                 f"the plan has no round {self.task.number + 1} from step {self.task.step} on",
@@ -234,7 +236,7 @@ class _Round:
         if objections := self.policy.objections(self.plan, now, today):
             raise TaskRefusedError("; ".join(objections), code="policy-forbids")
 
-    def _counted(self, ledger: Ledger, line: Record | None, local: Local) -> tuple[Record, float]:
+    def _counted(self, ledger: Ledger, line: Record | None, local: LocalTrainer) -> tuple[Record, float]:
         """The round's line, written before anything is computed, and what privacy has cost with it.
 
         Raises:
@@ -284,7 +286,7 @@ class _Round:
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
-            state = first_state(self.plan, read_peft(self.bundle.adapter, modules))
+            state = initial_state(self.plan, read_peft(self.bundle.adapter, modules))
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
             has = "has no common state" if state is None else f"is at step {state.step}"
@@ -337,7 +339,7 @@ class _Held:
         """Whether the round's time is over."""
         return time.monotonic() > self._until
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Nobody is told."""
 
     def on_wait(self, why: str) -> None:

@@ -11,7 +11,7 @@ from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_devi
 from device_runner.fleet.serve import check_keys
 from prge.cli.inputs import InputFolder
 from prge.cli.outputs import OutputFolder
-from prge.cli.settings import parse_settings, part_of
+from prge.cli.settings import parse_settings, select_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     from device_runner.fleet.network.client import join
     from device_runner.fleet.network.keys import DeviceKeys
 
-    make_device(settings.folder, part_of(DeviceSettings, settings))
+    make_device(settings.folder, select_settings(DeviceSettings, settings))
     keys = None if settings.keys is None else DeviceKeys.open(settings.keys)
     answers = partial(answer, settings.folder)
     join(settings.folder, settings.server, keys, answers, partial(print, flush=True))

@@ -11,7 +11,7 @@ import numpy as np
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import RoundResult
-from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
+from device_runner.fleet.privacy.reported import Draw, ReportingEstimator, system_noise
 from device_runner.session.inputs import read_inputs
 from device_runner.session.memory import budget_of_steps
 from device_runner.session.plan import plan_run
@@ -29,14 +29,14 @@ from prge.training.estimators.exact import check_single_sequences
 from prge.training.estimators.protocol import Estimator
 from prge.training.recipe import Recipe
 from prge.training.sampler import Sampler, row_order
-from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.session import SessionData, SilentObserver, open_session
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
 Learnt = tuple[FloatArray, FloatArray]
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTrainer:
     """What takes a plan's steps on a device's rows: `examples`, of a file with the SHA-256 `data`."""
 
     plan: Plan
@@ -75,13 +75,13 @@ class Local:
         data = SessionData(train=self.examples, adapter=start.adapter, sampler=sampler)
         end = store.first_step + plan.local_steps
         session = open_session(plan.recipe, self.engine, data, store, until=end)
-        session.train(Unwatched(), stopped)
+        session.train(SilentObserver(), stopped)
         steps = range(store.first_step, end)
         records = [record for step in steps if (record := journal.step(step)) is not None]
         if len(records) < plan.local_steps:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
-        if plan.by_scalars:
+        if plan.sends_projected_gradients:
             return losses, np.array([record["scalars"] for record in records], np.float32).ravel()
         return losses, session.state.adapter.values - start.adapter.values
 
@@ -99,17 +99,21 @@ class _RoundStore:
     @property
     def first_step(self) -> int:
         """Steps before the round: the server takes one a round where devices send changes."""
-        return self.start.step if self.plan.by_scalars else self.start.step * self.plan.local_steps
+        return (
+            self.start.step
+            if self.plan.sends_projected_gradients
+            else self.start.step * self.plan.local_steps
+        )
 
     def estimator(self, recipe: Recipe) -> Estimator:
         """See Store; what it measures is what is reported."""
-        return Reported(recipe.new_estimator(), self.plan, self.draw)
+        return ReportingEstimator(recipe.new_estimator(), self.plan, self.draw)
 
     def resume(self, first: TrainingState) -> TrainingState:
         """See Store; a device that sends changes begins every round with a new optimizer."""
         state = self.start.copy()
         state.progress.step = self.first_step
-        if not self.plan.by_scalars:
+        if not self.plan.sends_projected_gradients:
             state.optimizer = first.optimizer
         return state
 
@@ -117,7 +121,7 @@ class _RoundStore:
         """See Store; the journal is enough."""
 
 
-def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local, OpenEngine]:
+def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[LocalTrainer, OpenEngine]:
     """Read a device's rows and open the engine for the steps of a plan.
 
     Args:
@@ -137,7 +141,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
             remedy="give rows of completions, or train on this device alone with `prge run`",
             code="rows-of-preferences",
         )
-    if not plan.by_scalars and plan.clip:
+    if not plan.sends_projected_gradients and plan.clip:
         check_single_sequences(inputs.train)
     sized = plan_run(bundle, inputs.train, settings)
     budget = budget_of_steps(bundle, [sized.shape], settings.memory, settings.engine, "this device")
@@ -150,7 +154,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
         folder=settings.out,
     )
     data = inputs.origin["train"]
-    return Local(plan, opened.engine, inputs.train, data=data), opened
+    return LocalTrainer(plan, opened.engine, inputs.train, data=data), opened
 
 
 def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
@@ -175,16 +179,16 @@ class _OwnRows(Sampler):
 
     offset = 0
 
-    def chosen(self, step: int) -> list[Example]:
-        """See Sampler.chosen."""
-        return super().chosen(step + self.offset)
+    def examples_at(self, step: int) -> list[Example]:
+        """See Sampler.examples_at."""
+        return super().examples_at(step + self.offset)
 
 
 class CyclicRows(_OwnRows):
     """Rows in one order over and over, of which a step has none twice; a row's windows take turns."""
 
-    def chosen(self, step: int) -> list[Example]:
-        """See Sampler.chosen; fewer than that where there are fewer rows."""
+    def examples_at(self, step: int) -> list[Example]:
+        """See Sampler.examples_at; fewer than that where there are fewer rows."""
         rows = by_row(self.examples)
         order, count = row_order(self.seed, 0, len(rows)), min(self.batch_size, len(rows))
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)

@@ -37,7 +37,7 @@ class TaskRefusedError(PrgeError):
 
 
 @dataclass(frozen=True)
-class Steps:
+class RoundSteps:
     """The steps that a round gave the common adapter, from the step `first` on; K of them.
 
     `rates`, `losses`: f32 [K]. `scalars`: f32 [K, scalars of a step].
@@ -46,15 +46,15 @@ class Steps:
     first: int
     rates: FloatArray
     losses: FloatArray
-    scalars: FloatArray
+    projected_gradients: FloatArray
 
     def to_bytes(self) -> bytes:
         """The form that messages carry."""
-        head = struct.pack(_STEPS_HEAD, self.first, *self.scalars.shape)
-        return head + b"".join(map(_floats, (self.rates, self.losses, self.scalars)))
+        head = struct.pack(_STEPS_HEAD, self.first, *self.projected_gradients.shape)
+        return head + b"".join(map(_floats, (self.rates, self.losses, self.projected_gradients)))
 
     @classmethod
-    def read(cls, reader: Reader, shape: tuple[int, int] | None = None) -> Steps:
+    def read(cls, reader: Reader, shape: tuple[int, int] | None = None) -> RoundSteps:
         """Inverse of `to_bytes`; nothing of another `shape`, steps and scalars of a step, is read."""
         first, count, size = reader.unpack(_STEPS_HEAD)
         if shape not in (None, (count, size)):
@@ -81,13 +81,13 @@ class Steps:
                 "seed": seed,
                 "loss": float(self.losses[index]),
                 "learning_rate": float(self.rates[index]),
-                "scalars": self.scalars[index].reshape(tuple(shape)).tolist(),
+                "scalars": self.projected_gradients[index].reshape(tuple(shape)).tolist(),
             }
             for index in range(len(self.rates))
         ]
 
     @classmethod
-    def of_records(cls, records: Sequence[Record]) -> Steps:
+    def of_records(cls, records: Sequence[Record]) -> RoundSteps:
         """Inverse of `records`, for the records of one round."""
         rates, losses, scalars = (
             np.array([record[name] for record in records], np.float32)
@@ -113,11 +113,11 @@ class RoundTask:
     missed: bytes = b""
     state: bytes = b""
 
-    def missed_steps(self, shape: tuple[int, int] | None = None) -> Iterator[Steps]:
+    def missed_steps(self, shape: tuple[int, int] | None = None) -> Iterator[RoundSteps]:
         """The missed rounds, each read when it is its turn; raises MessageError at one of another `shape`."""
         reader = Reader(self.missed)
         while reader.left:
-            yield Steps.read(reader, shape)
+            yield RoundSteps.read(reader, shape)
 
     def to_bytes(self) -> bytes:
         """The message."""
@@ -189,7 +189,7 @@ class TaskRefusal:
         return cls(shortened(printable(text.replace("\n", " ")), _LONGEST_TEXT))
 
 
-def parse_answer(content: bytes) -> RoundResult | TaskRefusal:
+def parse_reply(content: bytes) -> RoundResult | TaskRefusal:
     """What a device said.
 
     Raises:

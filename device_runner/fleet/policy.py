@@ -21,14 +21,14 @@ from device_runner.session.constraints import Condition, Hours
 from device_runner.session.settings import WaitFlags
 from prge.cli.bounds import bound_problems
 from prge.errors import ConfigError
-from prge.training.estimators.table import EstimatorName, having
+from prge.training.estimators.table import EstimatorName, estimators_with_setting
 
 
 @dataclass(frozen=True)
 class Policy:
     """What the owner of a device allows."""
 
-    estimators: list[EstimatorName] = field(default_factory=lambda: having("queries"))
+    estimators: list[EstimatorName] = field(default_factory=lambda: estimators_with_setting("queries"))
     """How steps may get their gradient; with exact the device sends the change of its adapter, which says
     much more of its rows than scalars."""
     most_steps: int = 200
@@ -82,7 +82,10 @@ class Policy:
             "estimators": (plan.estimator, plan.estimator in self.estimators),
             "most_steps": (plan.local_steps, plan.local_steps <= self.most_steps),
             "most_examples": (plan.examples, plan.examples <= self.most_examples),
-            "most_queries": (plan.queries, not plan.by_scalars or plan.queries <= self.most_queries),
+            "most_queries": (
+                plan.queries,
+                not plan.sends_projected_gradients or plan.queries <= self.most_queries,
+            ),
             "least_noise": (plan.noise, plan.noise >= self.least_noise),
             "unit": (plan.unit, self.unit == "row" or not plan.noise or plan.unit == "owner"),
             "most_rounds_a_day": (rounds_today + 1, rounds_today < self.most_rounds_a_day),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from device_runner.fleet.server import ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
 from prge.cli.inputs import InputFolder
-from prge.cli.settings import parse_settings, settings_to_yaml, with_whole_paths
+from prge.cli.settings import parse_settings, settings_to_yaml, with_absolute_paths
 from prge.errors import ConfigError, RunError
 from prge.formats.run_folder import run_lock
 from prge.formats.stored_settings import write_settings
@@ -80,13 +80,13 @@ def serve(settings: FleetServeSettings) -> Path:
         PrgeError: bad input, an address that can't be listened at, no answers round after round.
     """
     from device_runner.fleet.network.keys import ServerKeys
-    from device_runner.fleet.network.rounds import take_rounds
+    from device_runner.fleet.network.rounds import run_rounds
     from device_runner.fleet.network.superlink import superlink
 
-    settings = settings.dated()
+    settings = settings.with_date()
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
-        kept = with_whole_paths(replace(settings, resume=None))
+        kept = with_absolute_paths(replace(settings, resume=None))
         write_settings(settings.out / SETTINGS, settings_to_yaml(kept))
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
@@ -98,7 +98,7 @@ def serve(settings: FleetServeSettings) -> Path:
                     _tell(f"going on after round {coordinator.round} of {coordinator.plan.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as post:
-                    take_rounds(post, coordinator, devices, lambda line: _tell(_named(line, names)))
+                    run_rounds(post, coordinator, devices, lambda line: _tell(_named(line, names)))
         return coordinator.write_final()
 
 

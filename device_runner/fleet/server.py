@@ -10,21 +10,21 @@ from pathlib import Path
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
-from device_runner.fleet.state import first_state, start_sha256
+from device_runner.fleet.state import initial_state, start_sha256
 from device_runner.session.memory import budget_of_steps, shape_of_scores
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.cli.field_types import Paths
 from prge.cli.inputs import AdapterInput, BundleInput, DevRows, TrainRows
 from prge.cli.outputs import OutputFolder
-from prge.cli.settings import part_of
+from prge.cli.settings import select_settings
 from prge.data.example_building import load_examples
 from prge.data.forms.task import Task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Selection
 from prge.data.row_report import warn_unread
 from prge.data.sources import Part, read_source
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import ConfigError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.journal import Record
@@ -32,7 +32,7 @@ from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.objectives.classification_head import Head
 from prge.objectives.examples import Example
 from prge.training.checkpoint import TrainingState
-from prge.training.checkpoint_heads import head_of, task_of
+from prge.training.checkpoint_heads import load_bundle_task, load_head
 from prge.training.encoder_heads import fit_heads
 from prge.training.evaluation import evaluate
 from prge.training.settings import ExampleFlags
@@ -73,7 +73,7 @@ class ServerRows:
     def examples(self, settings: ServerSettings, rows: Paths, part: Part, limit: int | None) -> list[Example]:
         """Rows of a file."""
         source = read_source(rows, part, settings.columns, task=self.task)
-        tokenizer = bundle_tokenizer(self.bundle)
+        tokenizer = load_bundle_tokenizer(self.bundle)
         options = BuildOptions(
             append_eos=settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
         )
@@ -112,10 +112,10 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
     Raises:
         PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
     """
-    plan = part_of(Plan, settings)
+    plan = select_settings(Plan, settings)
     bundle = open_bundle(settings.bundle)
     plan_run(bundle, [], plan.run_settings(settings.bundle, Path(), settings.out))
-    task = task_of(bundle, settings.task)
+    task = load_bundle_task(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:
         rows = ServerRows(bundle, task, opened or _engine(settings, bundle))
@@ -124,14 +124,14 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
         adapter = read_compatible_adapter(source, bundle.chain.modules, bundle.adapter)
         own = settings.adapter is None and head is None
-        start = "" if own else start_sha256(first_state(plan, adapter, head))
+        start = "" if own else start_sha256(initial_state(plan, adapter, head))
         name = settings.name or secrets.token_hex(8)
         agreement = Agreement(name, plan, bundle.sha256, task_sha256(task), start)
         begin_fleet(settings.out, bundle, agreement, adapter, head)
     score = None
     if rows is not None and settings.dev is not None:
         score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))
-    coordinator = Coordinator(settings.out, bundle, part_of(RoundsFlags, settings), score)
+    coordinator = Coordinator(settings.out, bundle, select_settings(RoundsFlags, settings), score)
     theirs = coordinator.agreement
     if (theirs.plan, theirs.task) != (plan, task_sha256(task)):
         raise ConfigError(
@@ -166,7 +166,7 @@ def _head(
     head = None
     if task is not None:
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-        head = head_of(bundle, source, task, len(task.label_words))
+        head = load_head(bundle, source, task, len(task.label_words))
     if head is None:
         raise ConfigError(
             "an encoder's fleet needs a classification head and a task",

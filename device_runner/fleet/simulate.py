@@ -27,7 +27,7 @@ from device_runner.fleet.server import ServerRows, ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
 from prge.cli.inputs import TestRows, TrainRows
 from prge.cli.outputs import OutputFile
-from prge.cli.settings import parse_settings, part_of
+from prge.cli.settings import parse_settings, select_settings
 from prge.errors import DivergenceError, RunError
 from prge.formats.bundle import open_bundle
 from prge.formats.documents import read_json
@@ -37,7 +37,7 @@ from prge.objectives.examples import tokens_sha256
 from prge.system.atomic import write_file
 from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
-from prge.training.checkpoint_heads import task_of
+from prge.training.checkpoint_heads import load_bundle_task
 from prge.training.estimators.directions import philox
 from prge.training.privacy_accounting import epsilon_of
 
@@ -91,10 +91,10 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
     """
     simulation = Simulation(settings)
     with open_fleet(simulation.settings, simulation.opened) as fleet:
-        simulation.go_on(fleet)
+        simulation.resume(fleet)
         before = simulation.test(fleet.first_state())
         while not fleet.finished:
-            tell(simulation.take_round(fleet))
+            tell(simulation.run_round(fleet))
         fleet.write_final()
         after = simulation.test(fleet.best_state())
         return {**simulation.figures(fleet), "before": before, "after": after}
@@ -104,7 +104,7 @@ def _dated(settings: SimulateSettings) -> SimulateSettings:
     """The settings with the date that the simulation of their folder began with, or with today's."""
     path = settings.out / _IDENTITY
     stored = read_json(path).get("date") if path.is_file() else None
-    return replace(settings, date=settings.date or stored).dated()
+    return replace(settings, date=settings.date or stored).with_date()
 
 
 class Simulation:
@@ -112,7 +112,7 @@ class Simulation:
 
     def __init__(self, settings: SimulateSettings) -> None:
         self.settings = settings = _dated(settings)
-        self.plan = plan = part_of(Plan, settings)
+        self.plan = plan = select_settings(Plan, settings)
         bundle = open_bundle(settings.bundle)
         steps = replace(
             plan.run_settings(settings.bundle, settings.train, settings.out),
@@ -135,14 +135,14 @@ class Simulation:
             "train": self.local.data,
             "tokens": tokens_sha256(self.local.examples),
         }
-        task = task_of(bundle, settings.task)
+        task = load_bundle_task(bundle, settings.task)
         self.rows = ServerRows(bundle, task, self.opened)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.seeds = [int(seed) for seed in seeds]
         self.taken = [0] * settings.devices
         self.seconds: dict[int, Record] = {}
 
-    def go_on(self, fleet: Coordinator) -> None:
+    def resume(self, fleet: Coordinator) -> None:
         """Bring the devices to where the fleet's rounds have left them.
 
         Raises:
@@ -161,7 +161,7 @@ class Simulation:
             for device in {*record["answered"], *record["silent"], *map(int, record["refused"])}:
                 self.taken[device] += self.plan.local_steps
 
-    def take_round(self, fleet: Coordinator) -> RoundReport:
+    def run_round(self, fleet: Coordinator) -> RoundReport:
         """Ask the round's devices, and hand their answers to the server."""
         begin = time.perf_counter()
         tasks = fleet.tasks(range(len(self.seeds)))

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.messages import MessageError, Steps
+from device_runner.fleet.messages import MessageError, RoundSteps
 from prge.engine import Array
 from prge.formats.adapter import Adapter
 from prge.formats.journal import Record
@@ -34,10 +34,10 @@ def common_recipe(plan: Plan) -> Recipe:
 
     Where devices send changes, a round is one step, to where the server's average lies.
     """
-    return plan.recipe if plan.by_scalars else replace(plan.recipe, optimizer="sgd")
+    return plan.recipe if plan.sends_projected_gradients else replace(plan.recipe, optimizer="sgd")
 
 
-def first_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> TrainingState:
+def initial_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> TrainingState:
     """The common state before the first step."""
     return common_recipe(plan).new_state(adapter, Heads(head))
 
@@ -49,7 +49,7 @@ def replayer(plan: Plan) -> Estimator:
 
 def replay_steps(
     state: TrainingState,
-    missed: Iterable[Steps],
+    missed: Iterable[RoundSteps],
     plan: Plan,
     estimator: Estimator,
     number: int,
@@ -65,7 +65,7 @@ def replay_steps(
             continue
         if stopped():
             return False
-        if steps.first != state.step or not plan.by_scalars:
+        if steps.first != state.step or not plan.sends_projected_gradients:
             raise MessageError(
                 f"steps from {steps.first} on, the state is at step {state.step}", code="steps-out-of-order"
             )
@@ -112,7 +112,7 @@ def unpack_state(
         MessageError: it is no state of this fleet.
     """
     try:
-        state = first_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
+        state = initial_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
         wanted = _arrays(state)
         content = _unpacked(content, most=sum(array.nbytes for array in wanted.values()) + _MOST_HEADER)
         arrays = safetensors.numpy.load(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.coordinator import read_agreement
 from device_runner.fleet.serve import NAMES
 from prge.errors import RunError
 from prge.formats.documents import DocumentError, read_json
@@ -74,7 +74,7 @@ def read_status(folder: Path) -> Status:
             remedy="give the --out of `prge fleet serve`",
             code="not-a-fleet",
         )
-    plan = agreement_of(folder).plan
+    plan = read_agreement(folder).plan
     journal = Journal(folder / JOURNAL, writable=False)
     rounds, evaluations = (
         [record for record in journal.records if record["kind"] == each] for each in ("round", "evaluation")

@@ -17,7 +17,7 @@ from prge.formats.run_folder import CHECKPOINTS, FINAL, FINISHED, LOG, Record
 from prge.formats.signatures import DECODE, PREFILL
 from prge.report.charts import Line, line_chart
 from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
-from prge.system.progress import duration
+from prge.system.progress import format_duration
 from prge.training.estimators.table import ESTIMATORS
 from prge.training.evaluation import displacement
 from prge.training.monitor import describe_changes
@@ -101,7 +101,7 @@ def _bottom_line(run: RunFacts) -> str:
     planned = run.config.get("steps")
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     told = _STATUS.get(run.status, f"Its status is {shortened(run.status, 40)}")
-    taken = f"{run.steps:,}{of} steps in {duration(_seconds(run) or 0)}"
+    taken = f"{run.steps:,}{of} steps in {format_duration(_seconds(run) or 0)}"
     lines = [f"{told}. {taken}."]
     before, best, final = run.before, run.best, run.final_step
     if best is not None:
@@ -241,7 +241,7 @@ def _costs(run: RunFacts) -> Iterator[Block]:
     facts = {
         "peak memory of the process": _bytes(memory.get("peak_bytes")),
         "of it beyond what was loaded": _bytes(memory.get("beyond_loaded_bytes")),
-        "time of steps": duration(training) if steps else None,
+        "time of steps": format_duration(training) if steps else None,
         "time of evaluations": _duration(run.train.get("evaluation_seconds")),
         "pauses": _duration(run.train.get("paused_seconds")),
         "speed": f"{_number(speed)} tokens of rows a second" if speed else None,
@@ -435,4 +435,4 @@ def _bytes(value: Any) -> str | None:
 
 def _duration(value: Any) -> str | None:
     number = _float(value)
-    return duration(number) if number else None
+    return format_duration(number) if number else None

@@ -111,11 +111,11 @@ def read_run(folder: Path) -> RunFacts:
             code="not-a-run",
         )
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
-    run = facts_of(folder, metrics, read_samples(folder / SAMPLES))
+    run = collect_run_facts(folder, metrics, read_samples(folder / SAMPLES))
     return replace(run, decisions=_decisions(folder, run.problems))
 
 
-def facts_of(folder: Path, metrics: list[Record], samples: list[Record]) -> RunFacts:
+def collect_run_facts(folder: Path, metrics: list[Record], samples: list[Record]) -> RunFacts:
     """What a run's folder tells, with records that were read before; nothing beside the folder is read."""
     problems: list[str] = []
     summary = mapping(_document(folder / SUMMARY, problems))

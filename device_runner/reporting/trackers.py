@@ -15,8 +15,8 @@ from typing import Any
 from device_runner.reporting.run_reader import read_run
 from prge.errors import ConfigError, RunError, shortened
 from prge.formats.curves import labels
-from prge.formats.run_folder import Record, is_held, read_metrics, reported
-from prge.system.packages import install_extra
+from prge.formats.run_folder import Record, as_run_error, is_held, read_metrics
+from prge.system.packages import install_extra_command
 
 Log = Callable[[int, Mapping[str, float]], object]
 """Takes the step and its figures by name."""
@@ -84,7 +84,7 @@ def _check_installed(asked: Mapping[str, object]) -> None:
         raise ConfigError(
             "these settings can't be used:",
             [f"--{name} is given, the package {name} is not installed" for name in missing],
-            remedy=install_extra(*missing),
+            remedy=install_extra_command(*missing),
             code="package-missing",
         )
 
@@ -100,7 +100,7 @@ def _event_files(folder: Path) -> Iterator[Log]:
             remedy="give another folder, or remove it",
             code="folder-not-empty",
         )
-    with reported(folder):
+    with as_run_error(folder):
         writer = Writer(str(folder))
     try:
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, AccessControl, refusal
 from device_runner.serving.feedback import Feedback
-from device_runner.serving.learning import Learning
+from device_runner.serving.learning import OnlineLearner
 from device_runner.serving.models import MOST_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import INDEX, file_named
@@ -63,7 +63,7 @@ def make_app(
     worker: Worker,
     access: Access,
     feedback: Feedback | None = None,
-    learning: Learning | None = None,
+    learning: OnlineLearner | None = None,
     runs: Runs | None = None,
     about: Json | None = None,
     gates: Gates | None = None,
@@ -95,7 +95,7 @@ def make_app(
     return _assembled([*routes, *_page_routes(told, runs)], access)
 
 
-def make_watching_app(runs: Runs, access: Access) -> Starlette:
+def make_watch_app(runs: Runs, access: Access) -> Starlette:
     """The page alone, for who looks at runs, as an ASGI application."""
     return _assembled(_page_routes({"object": "about", "talks": False, "runs": True}, runs), access)
 
@@ -160,7 +160,7 @@ class _Server:
         worker: Worker,
         access: Access,
         feedback: Feedback,
-        learning: Learning | None,
+        learning: OnlineLearner | None,
         gates: Gates,
     ) -> None:
         self.models = models
@@ -237,7 +237,7 @@ class _Server:
         return JSONResponse({"object": "adapter", "current": current})
 
     @property
-    def learning(self) -> Learning:
+    def learning(self) -> OnlineLearner:
         """What learns; raises RequestError where nothing does."""
         if self._learning is None:
             raise RequestError(404, "nothing is learnt: the server was started without --learn FOLDER")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from device_runner.serving.protocol import Asked, Judgement, RequestError
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.data.readers.feedback import Answered, Fields, append_feedback, size_of
+from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
 from prge.errors import RunError
 
 # Of the newest answers: how many are remembered, and characters of them and of what was asked together.
@@ -67,7 +67,7 @@ class Feedback:
         """Why the last feedback couldn't be kept; empty if nothing is wrong."""
         self._ends = threading.Event()
         # None: it was judged, or is being judged.
-        self._answers: OrderedDict[_Key, tuple[Answered | None, int]] = OrderedDict()
+        self._answers: OrderedDict[_Key, tuple[AnswerRecord | None, int]] = OrderedDict()
         self._characters = 0
         # Of the storage's thread: bytes of each client since an hour began.
         self._hour, self._bytes = time.monotonic(), Counter[str]()
@@ -81,16 +81,16 @@ class Feedback:
         """Wait no longer for the file's lock."""
         self._ends.set()
 
-    def remember(self, asked: Asked, number: int, answered: Answered) -> None:
+    def remember(self, asked: Asked, number: int, answered: AnswerRecord) -> None:
         """Keep an answer in mind, by its number in its request; the oldest ones are forgotten for it.
 
         An answer to tokens isn't: rows hold texts.
         """
-        if not self.keeps or not (asked.messages or isinstance(answered.asked["prompt"], str)):
+        if not self.keeps or not (asked.messages or isinstance(answered.prompt_fields["prompt"], str)):
             return
         self._put((answered.id, number), answered, _size(answered))
 
-    def answered(self, judgement: Judgement) -> Answered:
+    def answered(self, judgement: Judgement) -> AnswerRecord:
         """The answer that a client says something of; raises RequestError."""
         if not self.keeps:
             raise RequestError(404, "no feedback is kept: the server was started without --feedback FILE")
@@ -123,7 +123,7 @@ class Feedback:
         answered, file = self.answered(judgement), self._file
         assert file is not None
         try:
-            row = answered.judged(judgement.rating, judgement.correction)
+            row = answered.to_feedback(judgement.rating, judgement.correction)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         key, deadline = (judgement.id, judgement.index), time.monotonic() + SECONDS_TO_LOCK
@@ -151,10 +151,10 @@ class Feedback:
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:
         """Append a row, in the storage's thread; raises RequestError or RunError."""
         try:
-            file.examples.of(row)
+            file.examples.build(row)
         except UnlearnableError as error:
             raise RequestError(400, error.what, code="not_learnable") from None
-        size = size_of(row)
+        size = row_bytes(row)
         self._check_quotas(file, size, client)
 
         def wait() -> None:
@@ -193,16 +193,16 @@ class Feedback:
                 retry_after=seconds,
             )
 
-    def _put(self, key: _Key, answered: Answered | None, size: int) -> None:
+    def _put(self, key: _Key, answered: AnswerRecord | None, size: int) -> None:
         self._characters += size - self._answers.pop(key, (None, 0))[1]
         self._answers[key] = answered, size
         while len(self._answers) > MOST_ANSWERS or self._characters > MOST_CHARACTERS:
             self._characters -= self._answers.popitem(last=False)[1][1]
 
 
-def _size(answered: Answered) -> int:
+def _size(answered: AnswerRecord) -> int:
     """Approximate number of characters of an answer and its prompt."""
-    messages = answered.asked.get("messages")
-    texts = [str(each["content"]) for each in messages] if messages else [answered.asked["prompt"]]
+    messages = answered.prompt_fields.get("messages")
+    texts = [str(each["content"]) for each in messages] if messages else [answered.prompt_fields["prompt"]]
     each = _CHARACTERS_EACH * len(messages or ())
     return _CHARACTERS_EACH + len(answered.answer) + each + sum(map(len, texts))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from prge.data.forms.feedback_rows import asked_text, can_be_learnt
-from prge.data.readers.feedback import Fields, key_of, row_of_line
+from prge.data.forms.feedback_rows import has_positive_answer, prompt_key
+from prge.data.readers.feedback import Fields, feedback_key, parse_feedback_line
 from prge.system.regular_files import open_regular
 
 # Of a call of `read_on`: seconds, and bytes that are read at once.
@@ -41,8 +41,10 @@ class IndexEntry(NamedTuple):
     @classmethod
     def of(cls, row: Fields, start: int = 0, length: int = 0) -> IndexEntry:
         """The entry of a row."""
-        question = hashlib.sha256(asked_text(row).encode()).digest()[:8]
-        return cls(key_of(row), int.from_bytes(question, "big"), can_be_learnt(row), start, length)
+        question = hashlib.sha256(prompt_key(row).encode()).digest()[:8]
+        return cls(
+            feedback_key(row), int.from_bytes(question, "big"), has_positive_answer(row), start, length
+        )
 
 
 class FeedbackIndex:
@@ -153,7 +155,7 @@ class FeedbackIndex:
                 self._end, self._is_inside_line = self._end + len(content), True
                 return True
             # The last line may be written still, or have lost its line break.
-            if self._is_inside_line or row_of_line(content) is None:
+            if self._is_inside_line or parse_feedback_line(content) is None:
                 return False
             self._take(content)
             return False
@@ -168,7 +170,7 @@ class FeedbackIndex:
 
     def _take(self, line: bytes) -> None:
         start, self._end = self._end, self._end + len(line)
-        if (row := row_of_line(line)) is None:
+        if (row := parse_feedback_line(line)) is None:
             return
         entry = IndexEntry.of(row, start, len(line))
         if entry.key in self._numbers:
@@ -198,8 +200,8 @@ def read_rows(path: Path, entries: Sequence[IndexEntry]) -> list[Fields]:
 def _rows_at(file: int, entries: Sequence[IndexEntry]) -> list[Fields]:
     rows = []
     for entry in entries:
-        row = row_of_line(os.pread(file, entry.length, entry.start))
-        if row is None or key_of(row) != entry.key:
+        row = parse_feedback_line(os.pread(file, entry.length, entry.start))
+        if row is None or feedback_key(row) != entry.key:
             raise ChangedError
         rows.append(row)
     return rows

@@ -38,10 +38,10 @@ from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import PrgeError, RunError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft, run_of
+from prge.formats.peft import find_adapter, find_run, read_compatible_adapter, read_peft
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.formats.stored_settings import check_links
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
@@ -53,7 +53,7 @@ SECONDS_TO_RETRY = 30.0
 _Json = dict[str, Any]
 
 
-class Learning:
+class OnlineLearner:
     """Has rounds taken, one after the other, and serves what is better.
 
     The storage's thread calls `work` and `take_back`. Any thread may call `pause`, and read `history` and
@@ -305,7 +305,7 @@ class Learning:
         except ChangedError:
             return False  # the index has another generation now
         try:
-            self.examples.of(row)
+            self.examples.build(row)
         except UnlearnableError as error:
             self._learnable[key] = False
             self._tell(unlearnable(row, error))
@@ -390,14 +390,14 @@ def plan_rounds(
     if source is not None:
         # What is only generated with may have a lora_a that the bundle's programs can't train against.
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
-        run = run_of(find_adapter(source))
-    tuning = None if source is None or flags.kept is not None else tuning_at(source)
+        run = find_run(find_adapter(source))
+    tuning = None if source is None or flags.kept is not None else find_tuning(source)
     settings = _settings(flags, engine, bundle, run, has_rows=tuning is not None)
     if tuning is not None:
         check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
-    settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).dated()
+    settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).with_date()
     has_kept = flags.kept is not None or run is not None
     replayed = read_kept(settings, tokenizer, bundle).replayed if has_kept else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prge.cli.inputs import InputFile
 from prge.errors import ConfigError, shown
 from prge.formats.documents import DocumentError, read_document
-from prge.system.regular_files import warn_of_shared_key
+from prge.system.regular_files import warn_if_key_is_shared
 
 if TYPE_CHECKING:
     from device_runner.serving.access import Access
@@ -81,7 +81,7 @@ class ListenFlags:
             )
 
 
-def refuse_key(argv: Sequence[str]) -> None:
+def refuse_api_key_flag(argv: Sequence[str]) -> None:
     """Refuse a key among the words of a command; raises ConfigError."""
     if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
         raise ConfigError(
@@ -92,7 +92,7 @@ def refuse_key(argv: Sequence[str]) -> None:
         )
 
 
-def read_keys(path: Path | None) -> tuple[str, ...]:
+def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """The keys of which clients must send one, one a line: a file's, else the environment's, else none.
 
     Raises:
@@ -104,7 +104,7 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     if path is not None:
         made = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         where, remedy = str(path), f"(umask 077; {made} > {path})"
-        warn_of_shared_key(path)
+        warn_if_key_is_shared(path)
         try:
             key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:

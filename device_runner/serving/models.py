@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
-from prge.data.readers.feedback import Answered, Fields, adapter_digest, asked_messages
+from prge.data.readers.feedback import AnswerRecord, Fields, adapter_digest, conversation_fields
 from prge.data.tokenization.control_tokens import RenderedText
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import BundleError, DataError
@@ -79,14 +79,14 @@ class Models:
         """Serve another adapter by a name; answers in the making go on with theirs."""
         self._adapters[name] = adapter
 
-    def answered(self, id: str, asked: Asked, request: Request, number: int, text: str) -> Answered:
+    def answered(self, id: str, asked: Asked, request: Request, number: int, text: str) -> AnswerRecord:
         """An answer to the request of a number, as feedback needs it."""
-        made: Fields = asked_messages(asked.messages, {**self._variables, **asked.variables})
+        made: Fields = conversation_fields(asked.messages, {**self._variables, **asked.variables})
         if not asked.is_chat:
             made = {"prompt": asked.prompts[number // asked.count]}
         digest = self._digests.get(request.adapter) or adapter_digest(request.adapter)
         self._digests[request.adapter] = digest
-        return Answered(id, asked.model, digest, made, text, request.settings.facts())
+        return AnswerRecord(id, asked.model, digest, made, text, request.settings.facts())
 
     async def apart(self, work: Callable[[], _T]) -> _T:
         """What `work` gives, done by the thread that reads."""
@@ -124,7 +124,7 @@ class Models:
     def _rendered(self, asked: Asked) -> tuple[Prompts, RenderedText]:
         with self._refusing():
             variables = {**self._variables, **asked.variables}
-            return self._prompts, self._prompts.rendered(asked.messages, variables)
+            return self._prompts, self._prompts.render(asked.messages, variables)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Models:
             if tokens >= context:
                 raise _too_long(asked, f"at least {tokens} tokens", context)
             most = context - tokens if asked.most is None else min(asked.most, context)
-            settings = GenerationSettings(most, asked.stop, asked.choice, draft="lookup")
+            settings = GenerationSettings(most, asked.stop, asked.sampling, draft="lookup")
             requests += [Request(prompt, adapter, settings)] * asked.count
         return requests
 
@@ -156,9 +156,9 @@ class Models:
 def _prompts_of(asked: Asked, prompts: Prompts, rendered: RenderedText, context: int) -> list[Prompt]:
     try:
         if asked.is_chat:
-            return [prompts.of_rendered(rendered, most=context)]
+            return [prompts.encode_rendered(rendered, most=context)]
         return [
-            prompts.of_text(each, most=context) if isinstance(each, str) else Prompt(each)
+            prompts.encode_text(each, most=context) if isinstance(each, str) else Prompt(each)
             for each in asked.prompts
         ]
     except DataError as error:

@@ -17,7 +17,7 @@ from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.tokenization.chat import Message
 from prge.errors import ConfigError, shown
 from prge.formats.documents import DocumentError, parse_json
-from prge.generation.sampling import ChoiceSettings
+from prge.generation.sampling import SamplingSettings
 
 Json = dict[str, Any]
 Finish = Literal["stop", "length"]
@@ -48,7 +48,7 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-_CHOICE = tuple(item.name for item in fields(ChoiceSettings))
+_CHOICE = tuple(item.name for item in fields(SamplingSettings))
 _COMMON = ("model", "max_tokens", "n", "stop", "stream", "stream_options", *_CACHE_KEYS, *_CHOICE)
 _TOKENS = ("max_completion_tokens", "max_tokens")
 
@@ -83,7 +83,7 @@ class Asked:
     most: int | None
     """Most tokens of an answer; None: as many as there is room for."""
     stop: tuple[str, ...]
-    choice: ChoiceSettings
+    sampling: SamplingSettings
     count: int
     """Answers to each prompt."""
     stream: bool
@@ -248,12 +248,12 @@ def _asked(
     )
 
 
-def _choice(content: Json) -> ChoiceSettings:
+def _choice(content: Json) -> SamplingSettings:
     given = {name: content[name] for name in _CHOICE if name in content}
     if type(given.get("seed")) is int:
         given["seed"] %= 1 << 64  # any whole number is a seed there
     try:
-        return ChoiceSettings(**{"temperature": 1.0, **given})
+        return SamplingSettings(**{"temperature": 1.0, **given})
     except ConfigError as error:
         name = error.problems[0].split()[0].removeprefix("--").replace("-", "_")
         raise RequestError(400, "; ".join(error.problems).replace("--", ""), param=name) from None

@@ -27,14 +27,14 @@ from prge.data.columns import RowError
 from prge.data.example_building import build_examples
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.forms.form import find_form
-from prge.data.forms.preferences import rating_fields
+from prge.data.forms.preferences import parse_rating
 from prge.data.forms.task import Task, load_task
 from prge.data.options import BuildOptions
 from prge.data.readers.feedback import Fields
 from prge.data.readers.files import Row, Selection, select_rows
 from prge.data.readers.splitting import split_rows
 from prge.data.sources import RowSource, read_source
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer
 from prge.engine import Engine
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError, printable, shortened
 from prge.formats.adapter import Adapter
@@ -48,7 +48,7 @@ from prge.objectives.scoring import score
 from prge.training.checkpoint import write_result
 from prge.training.evaluation import evaluate
 from prge.training.sampler import row_order
-from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.session import SessionData, SilentObserver, open_session
 from prge.training.store import RunStore
 
 # Of what was asked in a round, one in so many is held back, the third one first.
@@ -95,7 +95,7 @@ def _liked(source: RowSource) -> list[Row]:
     liked = []
     for row in source.rows:
         with suppress(RowError):
-            liked += [row] if rating_fields(row.fields)["label"] else []
+            liked += [row] if parse_rating(row.fields)["label"] else []
     return liked
 
 
@@ -184,7 +184,7 @@ def take_round(round: Round, tell: Callable[[str], object]) -> Record:
         ChangedError: rows were forgotten meanwhile.
     """
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     tokenizer.chat_template = round.chat_template
     kept = read_kept(settings, tokenizer, bundle) if round.has_kept else Kept()
     # Forks a process for the chat template, before an engine computes.
@@ -226,7 +226,7 @@ def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, ke
             keep_gradients=settings.keep_gradients,
         )
         session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)
-        session.train(Unwatched())
+        session.train(SilentObserver())
     state = session.state
     # Without rows held back, losses are of those that were learnt.
     judged = feedback.examples(round.held or round.learnt)
@@ -288,7 +288,7 @@ class _Feedback:
         examples: list[Example] = []
         for number, row in sorted(rows, key=lambda numbered: "messages" in numbered[1]):
             try:
-                examples += self.builder.of(row, number)
+                examples += self.builder.build(row, number)
             except UnlearnableError as error:  # of a round that an earlier version of prge began
                 self.tell(unlearnable(row, error))
         return examples

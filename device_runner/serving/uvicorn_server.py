@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
-from prge.system.interrupts import ending_signals, handled_by
+from prge.system.interrupts import ending_signals, handle_signals
 
 # For a client to send a request's head, and to go on reading an answer.
 SECONDS_TO_BEGIN = 20
@@ -51,7 +51,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def address_of(listener: socket.socket) -> str:
+def format_address(listener: socket.socket) -> str:
     """Host and port as a URL of this machine has them."""
     host, port = listener.getsockname()[:2]
     if ip_address(host).is_unspecified:  # all addresses of this machine, and none that a client should name
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End at SIGINT, SIGTERM and SIGHUP; uvicorn's own would raise them again afterwards."""
-        with handled_by(self.handle_exit, ending_signals()):
+        with handle_signals(self.handle_exit, ending_signals()):
             yield
 
 

@@ -57,7 +57,7 @@ class Worker:
     @property
     def context(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self._generator.speaker.context
+        return self._generator.engine.context
 
     @property
     def alive(self) -> bool:

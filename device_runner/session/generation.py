@@ -22,11 +22,11 @@ from prge.errors import BundleError, ConfigError, printable, visible
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 from prge.generation.loop import Draft, GenerationSettings, Generator, Overflow
-from prge.generation.sampling import MIN_P, ChoiceSettings
+from prge.generation.sampling import MIN_P, SamplingSettings
 from prge.system.terminal import best_effort
-from prge.training.costs import megabytes
+from prge.training.costs import format_megabytes
 from prge.training.settings import RowsFlags, SelectionFlags
 
 BUNDLE, BASE = "bundle", "base"
@@ -91,7 +91,7 @@ class SpeakingFlags(EngineFlags):
 
     def generation(self) -> GenerationSettings:
         """How an answer is made; raises ConfigError for what can't be."""
-        choice = ChoiceSettings(
+        choice = SamplingSettings(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
         )
         return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow, self.draft)
@@ -195,7 +195,7 @@ def adapter_source(word: str) -> Path:
 
 def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by name, as `read_adapter`; without words the tuned one or the bundle's. Names must differ."""
-    tuning = tuning_at(given.bundle)
+    tuning = find_tuning(given.bundle)
     if tuning is not None and not given.adapter:
         return {tuning.name: read_adapter(bundle, str(tuning.folder))[1]}
     return by_name([read_adapter(bundle, word) for word in given.adapter or [BUNDLE]])
@@ -242,7 +242,7 @@ def open_speaker_within(
     )
     if budget is not None and context is None and most is not None and most < bundle.chain.bounds.context:
         tell(
-            f"--memory {megabytes(budget.limit)} leaves room for texts of up to {most:,} tokens; "
+            f"--memory {format_megabytes(budget.limit)} leaves room for texts of up to {most:,} tokens; "
             "--context asks for others"
         )
     loaded = None if budget is None else budget.loaded

@@ -12,7 +12,7 @@ from prge.engine import Engine, Float64Array
 from prge.formats.adapter import Adapter
 from prge.objectives.classification_head import Classifier
 from prge.objectives.objective import CROSS_ENTROPY, Objective
-from prge.training.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.training.estimators.differences import Antithetic, Differences, FiniteDifference, OneSided
 from prge.training.estimators.protocol import Step
 from prge.training.estimators.table import DEFAULT_QUERIES
 from prge.training.sampler import Sampler
@@ -45,7 +45,7 @@ def compare(scalars: Float64Array, reference: Float64Array) -> GradientAgreement
     return GradientAgreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
 
 
-def slopes(queries: int, epsilon: float) -> dict[str, Rule]:
+def slopes(queries: int, epsilon: float) -> dict[str, FiniteDifference]:
     """Differences by their estimator, as slopes, which can be compared whatever their epsilon."""
     return {"antithetic": Antithetic(queries, epsilon), "fzoo": OneSided(queries, epsilon, normalize=False)}
 
@@ -77,7 +77,7 @@ def noise_note(
                 .measure(
                     engine, Step(adapter, sampler.batch(step), settings.seed, step, head, None, objective)
                 )
-                .scalars
+                .projected_gradients
                 for step in range(STEPS_OF_A_NOTE)
             ]
         )

@@ -7,8 +7,8 @@ from device_runner.session.settings import RunSettings
 from prge.engine import Engine
 from prge.errors import RunError
 from prge.formats.journal import Journal
-from prge.training.checkpoint_heads import refused_labels
-from prge.training.encoder_heads import Heads, digest_of, fit_heads
+from prge.training.checkpoint_heads import describe_unused_head
+from prge.training.encoder_heads import Heads, fit_heads, heads_digest
 
 
 def prepare_heads(
@@ -25,7 +25,7 @@ def prepare_heads(
     if heads is not None:
         return heads, ""
     folds = 0 if settings.head_learning_rate else settings.head_folds
-    digest, told = digest_of(inputs.bundle.sha256, inputs.adapter, inputs.train, folds), "the adapter's"
+    digest, told = heads_digest(inputs.bundle.sha256, inputs.adapter, inputs.train, folds), "the adapter's"
     if inputs.start_head:
         heads = Heads(inputs.start_head)
         if inputs.bundle.labels and settings.adapter is None:
@@ -42,7 +42,7 @@ def prepare_heads(
     if heads is None:
         heads = fit_heads(engine, inputs.adapter, inputs.train, folds)
         told = f"fitted on {len(inputs.train):,} rows"
-        if refused := refused_labels(inputs.bundle):
+        if refused := describe_unused_head(inputs.bundle):
             told += f"; {refused}"
     journal.append(heads.to_record(digest))
     return heads, told

@@ -11,9 +11,9 @@ from prge.data.example_building import load_examples
 from prge.data.forms.task import Task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Selection
-from prge.data.row_report import DataReport, show_sample
+from prge.data.row_report import DataReport, format_sample
 from prge.data.sources import read_source
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer
 from prge.errors import ConfigError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
@@ -24,7 +24,7 @@ from prge.objectives.classification_head import Head
 from prge.objectives.examples import Example, tokens_sha256
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.objectives.preferences import describe_objective, make_objective
-from prge.training.checkpoint_heads import head_of, task_of
+from prge.training.checkpoint_heads import load_bundle_task, load_head
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         PrgeError: what is wrong with them.
     """
     model = bundle.chain.model
-    tokenizer = bundle_tokenizer(bundle)
-    task = task_of(bundle, settings.task)
+    tokenizer = load_bundle_tokenizer(bundle)
+    task = load_bundle_task(bundle, settings.task)
     options = BuildOptions(
         settings.overflow,
         settings.append_eos,
@@ -78,21 +78,25 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     train_examples, train_report = load_examples(train, tokenizer, model, task, chosen, options)
     objective = make_objective(train_report.objective, settings)
     options = replace(options, objective=train_report.objective)
-    texts = [*filter(None, [train.told]), train_report.text(), show_sample(train_examples[0], tokenizer)]
-    data = {"train": train_report.facts()}
+    texts = [
+        *filter(None, [train.feedback_summary]),
+        train_report.summary(),
+        format_sample(train_examples[0], tokenizer),
+    ]
+    data = {"train": train_report.counts()}
     dev_examples: list[Example] = []
     dev = None
     if settings.dev is not None:
         dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective, task=task)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(dev, tokenizer, model, task, chosen, options, training=False)
-        texts.insert(-1, dev_report.text())
-        data["dev"] = dev_report.facts()
+        texts.insert(-1, dev_report.summary())
+        data["dev"] = dev_report.counts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_compatible_adapter(source, model.modules, bundle.adapter)
     start_head = None
     if model.is_encoder:
-        start_head = head_of(bundle, source, task, train_examples[0].candidates)
+        start_head = load_head(bundle, source, task, train_examples[0].candidates)
     origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     origin["tokens"] = tokens_sha256([*train_examples, *dev_examples])
     return RunInputs(

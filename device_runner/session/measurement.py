@@ -25,7 +25,7 @@ from prge.cli.main import main as verb
 from prge.errors import DeviceError
 from prge.system.atomic import write_file
 from prge.system.parents import end_with_parent
-from prge.system.processes import watched
+from prge.system.processes import watch_memory
 
 LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
@@ -58,7 +58,7 @@ def measure(cache: Path, words: Sequence[str]) -> dict[str, Any]:
     child = _started(cache, words)
     with suppress(ValueError):  # not in a main thread
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, signal.SIGTERM))
-    with watched(child, _POLL_SECONDS) as peak:
+    with watch_memory(child, _POLL_SECONDS) as peak:
         while (status := _ended(child)) is None:
             energy.sample()
     code = os.waitstatus_to_exitcode(status)

@@ -21,12 +21,12 @@ from prge.training.costs import (
     Budget,
     RunMemory,
     StepShape,
-    budget_within,
-    costs_of,
-    megabytes,
-    run_memory,
-    shape_of,
-    text_memory,
+    bundle_costs,
+    estimate_generation_memory,
+    estimate_run_memory,
+    fit_budget,
+    format_megabytes,
+    step_shape,
 )
 
 _LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
@@ -58,22 +58,22 @@ def budget_of_steps(
     """
     if limit is None:
         return None
-    outline, weights = costs_of(bundle)
+    outline, weights = bundle_costs(bundle)
     name = choose(engine).name
 
     def memory(shape: StepShape) -> Callable[[int], int]:
         roles = bundle.chain.roles
         return _beside_what_is_held(
-            name, lambda loaded: run_memory(outline, shape, weights, roles, name, loaded)
+            name, lambda loaded: estimate_run_memory(outline, shape, weights, roles, name, loaded)
         )
 
     needed = [memory(shape) for shape in shapes]
-    return budget_within(limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _LESS)
+    return fit_budget(limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _LESS)
 
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
     """The shape of scoring some rows."""
-    return shape_of(FORWARD, examples, len(sequences_of(examples)), bundle.chain.model)
+    return step_shape(FORWARD, examples, len(sequences_of(examples)), bundle.chain.model)
 
 
 def budget_of_texts(
@@ -102,7 +102,7 @@ def budget_of_texts(
     """
     if limit is None:
         return context, None
-    outline, weights = costs_of(bundle)
+    outline, weights = bundle_costs(bundle)
     chain, name = bundle.chain, choose(engine).name
     cache_bytes = 2 if precision == "float16" else 4
     slots = min(slots, chain.bounds.sequences)
@@ -110,7 +110,7 @@ def budget_of_texts(
     def needed(tokens: int) -> Callable[[int], int]:
         texts = _beside_what_is_held(
             name,
-            lambda loaded: text_memory(
+            lambda loaded: estimate_generation_memory(
                 outline, chain.vocabulary_size, weights, name, slots, tokens, loaded, cache_bytes
             ),
         )
@@ -118,7 +118,9 @@ def budget_of_texts(
         def both(loaded: int) -> int:
             assert steps is not None
             # Resident pages of the weights count in either process.
-            return texts(loaded) + run_memory(outline, steps, weights, chain.roles, name, loaded).total
+            return (
+                texts(loaded) + estimate_run_memory(outline, steps, weights, chain.roles, name, loaded).total
+            )
 
         return texts if steps is None else both
 
@@ -130,7 +132,7 @@ def budget_of_texts(
             context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
     context = min(context, most)
     process = "this process" if steps is None else "a server that learns"
-    return context, budget_within(limit, needed(context), weights, process, _LESS_TEXT)
+    return context, fit_budget(limit, needed(context), weights, process, _LESS_TEXT)
 
 
 @contextmanager
@@ -162,9 +164,9 @@ def outcome(limit: int, before: int | None = None, of_child: int = 0) -> str:
         return ""
     peak += of_child
     if peak <= limit:
-        return f"memory: {megabytes(peak)} at most, of the {megabytes(limit)} of --memory"
+        return f"memory: {format_megabytes(peak)} at most, of the {format_megabytes(limit)} of --memory"
     return (
-        f"warning: this process took {megabytes(peak)}, more than the {megabytes(limit)} of --memory: "
+        f"warning: this process took {format_megabytes(peak)}, more than the {format_megabytes(limit)} of --memory: "
         "the prediction was wrong for this bundle; please report it with the output of `prge inspect`"
     )
 
@@ -175,6 +177,6 @@ def _beside_what_is_held(engine: str, memory: Callable[[int], RunMemory]) -> Cal
 
     def needed(loaded: int) -> int:
         taken = memory(loaded)
-        return taken.total if held is None else taken.beside(held, engine)
+        return taken.total if held is None else taken.total_starting_from(held, engine)
 
     return needed

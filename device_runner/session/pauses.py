@@ -25,7 +25,7 @@ class Held(Protocol):
         """Whether the wait is to end."""
         ...
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Tell the user, and the log."""
         ...
 
@@ -73,7 +73,7 @@ class Gates:
     def hold(self, watcher: Held) -> bool:
         """Wait until all conditions are met, and return whether the work is to stop."""
         begin, told = time.perf_counter(), ""
-        while not watcher.stopped and (why := self.closed(watcher.say)):
+        while not watcher.stopped and (why := self.closed(watcher.note)):
             if _kind(why) != _kind(told):
                 watcher.on_wait(told := why)
             time.sleep(min(_SLICE_SECONDS, self._seconds))

@@ -14,11 +14,11 @@ from prge.formats.signatures import DECODE, PREFILL
 from prge.model_spec import matrices
 from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Objective
-from prge.training.costs import StepShape, shape_of
+from prge.training.costs import StepShape, step_shape
 from prge.training.estimators.exact import check_single_sequences
-from prge.training.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
+from prge.training.estimators.table import DEFAULT_QUERIES, ESTIMATORS, available_estimators
 from prge.training.recipe import Recipe
-from prge.training.sampler import most_sequences
+from prge.training.sampler import max_sequences
 
 # Sequences of a step where nobody names its examples.
 DEFAULT_BATCH = 4
@@ -71,15 +71,15 @@ def plan_run(
     if settings.clip_examples and examples:
         check_single_sequences(examples)
     batch = settings.batch_size or default_batch(examples)
-    shape = shape_of(
+    shape = step_shape(
         entry.role,
         examples,
-        1 if settings.clip_examples else batch * most_sequences(examples),
+        1 if settings.clip_examples else batch * max_sequences(examples),
         chain.model,
         copies=entry.copies(settings.queries),
         queries=entry.directions(settings.queries),
-        is_separate=objective.is_separate,
-        of_example=most_sequences(examples),
+        is_separable=objective.is_separable,
+        sequences_per_example=max_sequences(examples),
     )
     if examples and shape.tokens > chain.longest(entry.role):
         raise _unfit(
@@ -108,7 +108,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
     """
     chain = bundle.chain
-    names = fitting(chain.roles)
+    names = available_estimators(chain.roles)
     estimator = settings.estimator or names[0]
     entry = ESTIMATORS[estimator]
     if estimator not in names:
@@ -162,9 +162,9 @@ def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:
     if settings.epochs is not None:
         steps = max(1, math.ceil(settings.epochs * examples / batch))
         settings = replace(settings, epochs=None, steps=steps)
-    return replace(settings, warmup=settings.rising)
+    return replace(settings, warmup=settings.warmup_steps)
 
 
 def default_batch(examples: Sequence[Example]) -> int:
     """Examples of a step where nobody names a number: as many as have 4 sequences together, at least one."""
-    return max(DEFAULT_BATCH // most_sequences(examples), 1)
+    return max(DEFAULT_BATCH // max_sequences(examples), 1)

@@ -24,7 +24,7 @@ from prge.formats.adapter import Adapter
 from prge.formats.documents import DocumentError, parse_json
 from prge.formats.run_folder import REFERENCE
 from prge.objectives.examples import Example
-from prge.objectives.scoring import referred
+from prge.objectives.scoring import with_reference_scores
 from prge.system.atomic import write_file
 from prge.system.regular_files import read_regular
 
@@ -51,7 +51,7 @@ def with_references(
     scores = _kept(path, key, examples)
     if scores is None:
         is_there = os.path.lexists(path)
-        found = referred(engine, adapter, examples)
+        found = with_reference_scores(engine, adapter, examples)
         scores = [list(each.reference) for each in found]
         if not np.isfinite(scores).all():
             raise EngineError(

@@ -10,7 +10,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Estimator
 from prge.training.recipe import Recipe
-from prge.training.store import estimator_of
+from prge.training.store import load_estimator
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:
@@ -38,7 +38,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
             remedy="give a smaller --step",
             code="step-out-of-bounds",
         )
-    advance(state, journal, estimator_of(journal), step)
+    advance(state, journal, load_estimator(journal), step)
     return state
 
 

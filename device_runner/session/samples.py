@@ -23,7 +23,7 @@ from prge.engine import Engine
 from prge.errors import DataError, shown
 from prge.formats.documents import DocumentError, parse_json
 from prge.formats.journal import Record
-from prge.formats.run_folder import SAMPLES, reported
+from prge.formats.run_folder import SAMPLES, as_run_error
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompt, Prompts
 from prge.objectives.examples import Example
@@ -32,7 +32,7 @@ from prge.system.atomic import write_file
 from prge.system.regular_files import open_regular, read_regular
 from prge.training.checkpoint import TrainingState
 from prge.training.estimators.protocol import Measurement
-from prge.training.monitor import Watcher, describe_prompt
+from prge.training.monitor import RunMonitor, describe_prompt
 
 MOST_TOKENS = 64
 
@@ -77,11 +77,11 @@ def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
 
     if "messages" in row.fields:
         messages = check_messages(row.fields["messages"], answered=False)
-        return SamplePrompt(messages, prompts.of_messages(messages, template_variables(row.fields)))
+        return SamplePrompt(messages, prompts.encode_messages(messages, template_variables(row.fields)))
     text = row.fields.get("prompt")
     if not isinstance(text, str) or not text:
         raise ValueError(f"prompt is {shown(text)}, must be a text; or give messages")
-    return SamplePrompt(text, prompts.of_text(text))
+    return SamplePrompt(text, prompts.encode_text(text))
 
 
 class Answerer(Protocol):
@@ -152,7 +152,7 @@ class Samples:
         answerer: Answerer,
         state: TrainingState,
         every: int,
-        watcher: Watcher,
+        watcher: RunMonitor,
     ) -> None:
         self._answerer = answerer
         self._state = state
@@ -161,7 +161,7 @@ class Samples:
         self._path = watcher.settings.out / SAMPLES
         self._records = _kept_records(self._path)
         self._last = 0
-        watcher.told["samples"] = self.summary()
+        watcher.summary_facts["samples"] = self.summary()
         self.take_due()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
@@ -185,7 +185,7 @@ class Samples:
         known, asked = self._of(step), self._answerer.asked
         if not all(json.dumps(each) in known for each in asked):
             self._ask(step, known)
-        self._watcher.told["samples"] = self.summary()
+        self._watcher.summary_facts["samples"] = self.summary()
 
     def _ask(self, step: int, known: Collection[str]) -> None:
         """Have all answered, and write down the answers that are not known."""
@@ -196,13 +196,13 @@ class Samples:
             for each, text, right in zip(self._answerer.asked, answers, self._answerer.right, strict=True)
             if json.dumps(each) not in known
         ]
-        with reported(self._path), open_regular(self._path, "ab") as stream:
+        with as_run_error(self._path), open_regular(self._path, "ab") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
             stream.flush()
             os.fsync(stream.fileno())
         self._records += records
         first = records[0]
-        self._watcher.say(f"step {step}: {describe_prompt(first['prompt'])} -> {shown(first['text'])}")
+        self._watcher.note(f"step {step}: {describe_prompt(first['prompt'])} -> {shown(first['text'])}")
         self._watcher.on_samples()
 
     def summary(self) -> Record:
@@ -234,7 +234,7 @@ def _read(path: Path) -> list[tuple[bytes, Record | None]]:
     """The lines of a file of samples, each with its record if it is one."""
     if not os.path.lexists(path):
         return []
-    with reported(path):
+    with as_run_error(path):
         lines = read_regular(path).splitlines(keepends=True)
     return [(line, sample_record(line)) for line in lines]
 

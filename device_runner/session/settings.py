@@ -9,19 +9,19 @@ from typing import ClassVar
 
 from device_runner.session.constraints import Battery, Charging, Condition, Cool, parse_when
 from prge.cli.bounds import flag
-from prge.cli.field_types import MISFITS, Bytes, Day, converted
+from prge.cli.field_types import CONVERSION_ERRORS, Bytes, Day, convert_value
 from prge.cli.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
 from prge.cli.outputs import OutputFile
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.formats.documents import DocumentError, read_yaml
-from prge.formats.peft import find_adapter, run_of
+from prge.formats.peft import find_adapter, find_run
 from prge.formats.run_folder import CONFIG
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 from prge.objectives.preferences import ObjectiveFlags
 from prge.training.estimators.table import (
     EstimatorFlags,
-    having,
+    estimators_with_setting,
 )
 from prge.training.recipe import Recipe, RunFlags
 from prge.training.settings import ExampleFlags, OverflowFlags, SelectionFlags, TrainingFlags
@@ -157,7 +157,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
         return [
             f"{flag(each.name)} belongs to --estimator {_either(owners)}, the estimator is {self.estimator}"
             for each in fields(EstimatorFlags)
-            if (owners := having(each.name)) and self.estimator not in owners
+            if (owners := estimators_with_setting(each.name)) and self.estimator not in owners
             if getattr(self, each.name) != each.default
         ]
 
@@ -178,12 +178,12 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
     json: OutputFile | None = None
     """File to write the result to as JSON."""
 
-    def dated(self) -> EvaluateSettings:
+    def with_date(self) -> EvaluateSettings:
         """The same settings with the date of the run that is scored, where they have none and it has one."""
-        trained = self.adapter or (self.bundle if tuning_at(self.bundle) else None)
+        trained = self.adapter or (self.bundle if find_tuning(self.bundle) else None)
         if self.date or trained is None or not trained.exists():
             return self
-        return replace(self, date=date_of_run(run_of(find_adapter(trained))))
+        return replace(self, date=date_of_run(find_run(find_adapter(trained))))
 
 
 def date_of_run(run: Path | None) -> Day | None:
@@ -191,8 +191,8 @@ def date_of_run(run: Path | None) -> Day | None:
     try:
         content = read_yaml(run / CONFIG) if run is not None else None
         found = content.get("date") if isinstance(content, Mapping) else None
-        return None if found is None else Day(converted(found, Day))
-    except (OSError, DocumentError, *MISFITS):
+        return None if found is None else Day(convert_value(found, Day))
+    except (OSError, DocumentError, *CONVERSION_ERRORS):
         return None
 
 

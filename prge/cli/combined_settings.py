@@ -1,8 +1,8 @@
 """Settings of a verb that runs another verb: those of both, from one command line.
 
-both = combined("Run it on a phone.", JobFlags, RunSettings, without=["threads"])
+both = combine_settings("Run it on a phone.", JobFlags, RunSettings, without=["threads"])
 given = parse_settings(both, argv, "prge android run")
-job, settings = part_of(JobFlags, given), RunSettings(**values_of(RunSettings, given), threads=2)
+job, settings = part_of(JobFlags, given), RunSettings(**shared_values(RunSettings, given), threads=2)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any, get_type_hints
 
 
-def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
+def combine_settings(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
     """Combine the fields of several settings classes into one class.
 
     The class checks types and bounds; checks across fields are left to the parts. Of fields with the same
@@ -38,7 +38,7 @@ def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> ty
     return dataclasses.make_dataclass("Combined", fields.values(), namespace=namespace, frozen=True)
 
 
-def values_of(settings_type: type[Any], settings: Any) -> dict[str, Any]:
+def shared_values(settings_type: type[Any], settings: Any) -> dict[str, Any]:
     """Those of some settings that a class has, too."""
     return {
         item.name: getattr(settings, item.name)

@@ -33,8 +33,8 @@ Day = NewType("Day", str)
 
 Mark = TypeVar("Mark")
 
-# What `converted` raises.
-MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
+# What `convert_value` raises.
+CONVERSION_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
 
 
@@ -58,15 +58,15 @@ _TYPES = {
 }
 
 
-def plain_value(value: Any) -> Any:
+def to_python_value(value: Any) -> Any:
     """Python's own number, truth value, text or list for numpy's; anything else as it is."""
     # Without importing numpy, which most commands don't need.
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
-def converted(value: Any, kind: Any) -> Any:
-    """A value from a flag, from YAML or from Python as its field's type; raises one of `MISFITS`."""
-    value = plain_value(value)
+def convert_value(value: Any, kind: Any) -> Any:
+    """A value from a flag, from YAML or from Python as its field's type; raises one of `CONVERSION_ERRORS`."""
+    value = to_python_value(value)
     origin, arguments = get_origin(kind), get_args(kind)
     if len(_members(kind)) > 1:
         if Path in arguments and isinstance(value, (list, tuple)):
@@ -76,16 +76,18 @@ def converted(value: Any, kind: Any) -> Any:
         if types.NoneType in arguments and value in (None, "null"):
             return None
         for member in arguments:
-            with suppress(*MISFITS):
-                return converted(value, member)
+            with suppress(*CONVERSION_ERRORS):
+                return convert_value(value, member)
         raise TypeError
     if origin is Literal and value in arguments:
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)):
-        return origin(converted(each, arguments[0]) for each in value)
+        return origin(convert_value(each, arguments[0]) for each in value)
     if origin is dict:
         entries = (parse_yaml(value) if isinstance(value, str) else value).items()
-        return {converted(name, arguments[0]): converted(each, arguments[1]) for name, each in entries}
+        return {
+            convert_value(name, arguments[0]): convert_value(each, arguments[1]) for name, each in entries
+        }
     if kind not in _TYPES or not isinstance(value, _TYPES[kind].accepted):
         raise TypeError
     if isinstance(value, bool) != (kind is bool):  # True is an int, too
@@ -97,17 +99,17 @@ def converted(value: Any, kind: Any) -> Any:
     return _bytes_of(str(value)) if kind is Bytes else kind(value)
 
 
-def is_list(kind: Any) -> bool:
+def is_list_type(kind: Any) -> bool:
     """Whether several values belong to a flag."""
     return any(get_origin(member) in (list, tuple) for member in _members(kind))
 
 
-def takes_paths(kind: Any) -> bool:
+def contains_path_type(kind: Any) -> bool:
     """Whether a value is a path, or has paths."""
-    return kind is Path or any(map(takes_paths, get_args(kind)))
+    return kind is Path or any(map(contains_path_type, get_args(kind)))
 
 
-def marks_of(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
+def find_marks(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
     """The marks of one class that the annotated types of settings carry, by the settings' names."""
     hints = get_type_hints(settings_type, include_extras=True)
     return {
@@ -123,15 +125,15 @@ def choices(kind: Any) -> list[str]:
     return [each for literal in literals for each in get_args(literal)]
 
 
-def described(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if len(_members(kind)) > 1:
-        return " or ".join(map(described, arguments))
+        return " or ".join(map(describe_type, arguments))
     if origin is Literal:
         return "one of " + ", ".join(arguments)
     if origin in (list, tuple):
-        return f"a list of {described(arguments[0]).removeprefix('a ')}s"
+        return f"a list of {describe_type(arguments[0]).removeprefix('a ')}s"
     return _TYPES[kind].words if kind in _TYPES else "a mapping"
 
 
@@ -139,10 +141,10 @@ def metavar(kind: Any) -> str:
     """What stands for a value in help."""
     if get_origin(kind) is Literal:
         return "{" + ",".join(get_args(kind)) + "}"
-    if is_list(kind) and len(_members(kind)) == 1:
+    if is_list_type(kind) and len(_members(kind)) == 1:
         return f"{metavar(get_args(kind)[0])}..."
     if len(_members(kind)) > 1:
-        several = "..." if Path in get_args(kind) and is_list(kind) else ""
+        several = "..." if Path in get_args(kind) and is_list_type(kind) else ""
         return metavar(get_args(kind)[0]) + several
     return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import choices, is_list, metavar
+from prge.cli.field_types import choices, is_list_type, metavar
 
 _ASKED = "_ARGCOMPLETE"
 _WIDTH, _INDENT = 110, 30
@@ -27,7 +27,7 @@ _SOURCES = (
 )
 
 
-def words_of_help(argv: Sequence[str]) -> list[str]:
+def completion_argv(argv: Sequence[str]) -> list[str]:
     """The words of a command line; where a shell asks for completion, those of its line, and `--help`."""
     if _ASKED not in os.environ:
         return list(argv)
@@ -38,7 +38,7 @@ def words_of_help(argv: Sequence[str]) -> list[str]:
     return [*(word for word in words[1:] if word != "--"), "--help"]
 
 
-def show_settings(
+def print_settings_help(
     settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: Sequence[str]
 ) -> None:
     """Print the help of a verb: its own settings first, then each group that it shares with others.
@@ -51,12 +51,12 @@ def show_settings(
     """
     flags: dict[str, tuple[list[str], str | None]] = {}
     for name, kind in kinds.items():
-        flags[flag(name)] = (choices(kind), "+" if is_list(kind) else "0" if kind is bool else None)
+        flags[flag(name)] = (choices(kind), "+" if is_list_type(kind) else "0" if kind is bool else None)
         if kind is bool and getattr(settings_type, name, False):
             flags[f"--no-{flag(name)[2:]}"] = ([], "0")
     flags |= {"--config": ([], None), "--print-config": ([], "0"), "--help": ([], "0")}
     _complete(prog, flags)
-    words = [f"{name.upper()}..." if is_list(kinds[name]) else name.upper() for name in shown]
+    words = [f"{name.upper()}..." if is_list_type(kinds[name]) else name.upper() for name in shown]
     print(" ".join(["usage:", prog, *words, "[flags]"]))
     print(f"\n{_paragraph(settings_type)}")
     helps = field_help(settings_type)
@@ -80,7 +80,7 @@ def show_settings(
         _entry(form, text)
 
 
-def show_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
+def print_verbs_help(prog: str, helps: Mapping[str, str], about: str) -> None:
     """Print the help of verbs, each with its own; `about` is a sentence for the list."""
     _complete(prog, {"verb": (list(helps), None)})
     width = max(map(len, helps))

@@ -11,7 +11,7 @@ from prge.errors import PrgeError, shown
 from prge.formats.documents import read_yaml
 
 
-def setting_meant(key: str, known: Collection[str], written: Callable[[str], str]) -> tuple[str, str]:
+def suggest_setting(key: str, known: Collection[str], written: Callable[[str], str]) -> tuple[str, str]:
     """Which of a verb's settings an unknown one means, and what an error says of it; each may be empty.
 
     Args:
@@ -34,8 +34,8 @@ def setting_meant(key: str, known: Collection[str], written: Callable[[str], str
     elsewhere = [ours for _, ours in same(key)]
     if elsewhere:
         return "", f"; other verbs call it {elsewhere[0]}"
-    near = nearest(key, known, 0.6)
-    for name, ours in [(near, written(near))] if near else same(nearest(key, names, 0.85)):
+    near = closest_match(key, known, 0.6)
+    for name, ours in [(near, written(near))] if near else same(closest_match(key, names, 0.85)):
         if name in known:
             return name, f"; did you mean {ours}?"
     return "", ""
@@ -50,12 +50,12 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
         prog: what stands before them, such as `prge android`.
     """
     ours = [verb for verb in _habits("verbs").get(name.lower(), ()) if verb in verbs]
-    near = next(iter(ours), "") or nearest(name, verbs, 0.6)
+    near = next(iter(ours), "") or closest_match(name, verbs, 0.6)
     remedy = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the verbs"
     return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy, code="verb-unknown")
 
 
-def nearest(name: str, names: Iterable[str], cutoff: float) -> str:
+def closest_match(name: str, names: Iterable[str], cutoff: float) -> str:
     """The name that is most like another; empty where none is like it, by a share from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, [*names], n=1, cutoff=cutoff)), "")
 

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from prge.cli.field_types import Paths, marks_of
+from prge.cli.field_types import Paths, find_marks
 
 
 class Input(Enum):
@@ -56,6 +56,6 @@ TestRows: TypeAlias = Annotated[Paths, Input.TEST_ROWS]
 TextInput: TypeAlias = Annotated[str, Input.TEXT]
 
 
-def inputs_of(settings_type: type[Any]) -> Mapping[str, Input]:
+def input_settings(settings_type: type[Any]) -> Mapping[str, Input]:
     """What each setting names that a verb reads; settings that name nothing to read are left out."""
-    return marks_of(settings_type, Input)
+    return find_marks(settings_type, Input)

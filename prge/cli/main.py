@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from prge import __version__
-from prge.cli.help import words_of_help
+from prge.cli.help import completion_argv
 from prge.cli.subcommands import Action, run_action
 from prge.errors import INTERRUPTED, PrgeError, RunError
-from prge.system.interrupts import ignore_interrupts, one_interrupt
-from prge.system.memory import GET_MEMORY, tells_no_memory
-from prge.system.packages import needing
+from prge.system.interrupts import ignore_interrupts, single_interrupt
+from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
+from prge.system.packages import require_extra
 from prge.system.parents import end_with_starter
 from prge.system.terminal import best_effort, flush, open_standard_files, silence
 
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_starter()
     try:
         open_standard_files()
-        with one_interrupt(restored=argv is not None):
+        with single_interrupt(restored=argv is not None):
             if argv is not None:
                 return _main(list(argv))
-            words = words_of_help(sys.argv[1:])
+            words = completion_argv(sys.argv[1:])
             try:
                 return _main(words)
             except Exception as error:
@@ -125,7 +125,7 @@ def _print_defect(error: Exception, words: Sequence[str]) -> int:
 
 
 def _start(verb: Verb, argv: list[str]) -> int:
-    with needing(verb.extra):
+    with require_extra(verb.extra):
         return int(importlib.import_module(verb.module).main(argv))
 
 
@@ -164,9 +164,9 @@ def _outcome(prog: str, work: Callable[[], int | None]) -> int:
     except Exception as error:
         if os.environ.get("PRGE_DEBUG"):
             raise
-        if tells_no_memory(error):
+        if is_out_of_memory(error):
             wanted = f": {error}" if str(error) else ""
-            message = f"error: there is not enough memory{wanted}\n  {GET_MEMORY}"
+            message = f"error: there is not enough memory{wanted}\n  {OUT_OF_MEMORY_REMEDY}"
             return _tell(prog, message, PrgeError.exit_code)
         # Without a file name it is more likely a mistake in prge than a full disk or a missing right.
         if not isinstance(error, OSError) or (error.filename is None and error.errno != errno.ENOSPC):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import marks_of
+from prge.cli.field_types import find_marks
 from prge.errors import ConfigError
-from prge.system.atomic import check_file, check_place
+from prge.system.atomic import check_file, check_writable_folder
 
 
 class Output(Enum):
@@ -35,9 +35,9 @@ AppendedFile: TypeAlias = Annotated[Path, Output.APPENDED]
 OutputFolder: TypeAlias = Annotated[Path, Output.FOLDER]
 
 
-def outputs_of(settings_type: type[Any]) -> Mapping[str, Output]:
+def output_settings(settings_type: type[Any]) -> Mapping[str, Output]:
     """What each setting names that a verb writes; settings that name nothing of the kind are left out."""
-    return marks_of(settings_type, Output)
+    return find_marks(settings_type, Output)
 
 
 def check_outputs(settings: Any) -> None:
@@ -47,12 +47,12 @@ def check_outputs(settings: Any) -> None:
         RunError: one can't be written.
         ConfigError: a file would be written over another one that the settings name.
     """
-    outputs = outputs_of(type(settings))
+    outputs = output_settings(type(settings))
     paths = {item.name: [*_paths(getattr(settings, item.name))] for item in dataclasses.fields(settings)}
     for name, output in outputs.items():
         for path in paths[name]:
             if output is Output.FOLDER:
-                check_place(path)
+                check_writable_folder(path)
                 continue
             check_file(path)
             same = [other for other in paths if other != name and _target(path) in map(_target, paths[other])]

@@ -47,13 +47,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from prge.cli.bounds import bound_problems, flag
-from prge.cli.field_types import MISFITS, converted, described, is_list, plain_value, takes_paths
-from prge.cli.help import field_help, is_required, show_settings
-from prge.cli.hints import nearest, setting_meant
-from prge.cli.outputs import check_outputs, outputs_of
+from prge.cli.field_types import (
+    CONVERSION_ERRORS,
+    contains_path_type,
+    convert_value,
+    describe_type,
+    is_list_type,
+    to_python_value,
+)
+from prge.cli.help import field_help, is_required, print_settings_help
+from prge.cli.hints import closest_match, suggest_setting
+from prge.cli.outputs import check_outputs, output_settings
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
 from prge.formats.documents import MOST_YAML_BYTES, DocumentError, parse_yaml, read_document
-from prge.formats.stored_settings import check_links, is_own, leads_out
+from prge.formats.stored_settings import check_links, is_outside, is_own
 from prge.system.terminal import best_effort
 
 Settings = TypeVar("Settings")
@@ -65,7 +72,7 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datase
 # What may be the name of a model or data set of the hub.
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Texts that may name a file or folder.
-PLACES = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
+PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
 # The value of a setting that is known by a name of others alone, which is a problem of its own.
 _MISNAMED = object()
 
@@ -91,7 +98,7 @@ def parse_settings(
     words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
     own = {entry.key for entry in words}
     if "help" in own:
-        show_settings(settings_type, kinds, prog, positional)
+        print_settings_help(settings_type, kinds, prog, positional)
         raise SystemExit(0)
     with best_effort(sys.stderr):
         for line in _given_again(words, kinds):
@@ -143,11 +150,11 @@ def is_config_of(settings_type: type[Any], path: Path) -> bool:
     return True
 
 
-def path_of(value: object, where: str) -> Path:
+def parse_path(value: object, where: str) -> Path:
     """A path that a program gives; raises ConfigError where it is none."""
     try:
-        return Path(converted(value, Path))
-    except MISFITS:
+        return Path(convert_value(value, Path))
+    except CONVERSION_ERRORS:
         raise ConfigError(
             "a setting can't be used:",
             [f"{where} must be a path, not {shown(value)}"],
@@ -155,7 +162,7 @@ def path_of(value: object, where: str) -> Path:
         ) from None
 
 
-def settings_of(
+def settings_from_mapping(
     settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
 ) -> Settings:
     """Settings from a mapping that came from elsewhere, such as a message; raises as `parse_settings`."""
@@ -166,17 +173,17 @@ def settings_of(
     return settings
 
 
-def part_of(kind: type[Settings], settings: Any) -> Settings:
+def select_settings(kind: type[Settings], settings: Any) -> Settings:
     """Settings of a class whose fields are all among those of other settings."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**own)
 
 
-def with_whole_paths(
+def with_absolute_paths(
     settings: Settings,
-    leave: Iterable[str] = (),
-    texts: Iterable[str] = ("task",),
-    places: Iterable[str] = (),
+    keep: Iterable[str] = (),
+    file_texts: Iterable[str] = ("task",),
+    path_texts: Iterable[str] = (),
 ) -> Settings:
     """The same settings with absolute paths, for whoever reads them in another folder.
 
@@ -189,13 +196,13 @@ def with_whole_paths(
     paths: dict[str, Any] = {}
     for item in dataclasses.fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, item.name)
-        if isinstance(value, Path) and item.name not in leave:
+        if isinstance(value, Path) and item.name not in keep:
             paths[item.name] = value.resolve()
         elif isinstance(value, tuple) and value and all(isinstance(each, Path) for each in value):
             paths[item.name] = tuple(each.resolve() for each in value)
-    for name in (*texts, *places):
+    for name in (*file_texts, *path_texts):
         path = Path(getattr(settings, name, None) or "")
-        if path.is_file() or (name in places and path.name and path.exists()):
+        if path.is_file() or (name in path_texts and path.name and path.exists()):
             paths[name] = str(path.resolve())
     return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
 
@@ -203,10 +210,10 @@ def with_whole_paths(
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
     values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
-    return yaml_of(values, field_help(type(settings)) if comments else {})
+    return format_yaml(values, field_help(type(settings)) if comments else {})
 
 
-def yaml_of(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+def format_yaml(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
     """Settings by their names as YAML, each below its comment."""
     import yaml
 
@@ -272,7 +279,7 @@ def _read_words(
         key = key.removeprefix("no_") if is_negated else key
         meant = key
         if key not in kinds:
-            meant, hint = setting_meant(key, kinds, flag)
+            meant, hint = suggest_setting(key, kinds, flag)
             problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
         kind = kinds.get(meant)
         values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
@@ -281,7 +288,7 @@ def _read_words(
         elif kind is bool:
             used = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
         else:
-            used = len(values) if is_list(kind) else 1
+            used = len(values) if is_list_type(kind) else 1
         if not equals:
             del words[: min(used, len(values))]
         if key not in kinds:
@@ -290,21 +297,21 @@ def _read_words(
             given.append(
                 _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else not is_negated)
             )
-        elif is_list(kind):
+        elif is_list_type(kind):
             earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
             given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
             if not values:
-                problems.append(f"{name} needs a value: {described(kind)}")
+                problems.append(f"{name} needs a value: {describe_type(kind)}")
         elif values:
             given.append(before := _Given(name, key, values[0]))
         else:
-            problems.append(f"{name} needs a value: {described(kind)}")
+            problems.append(f"{name} needs a value: {describe_type(kind)}")
     by_flag = {entry.key for entry in given}
     for key in positional:
         if loose and key not in by_flag:
-            taken = loose[:] if is_list(kinds[key]) else loose[:1]
+            taken = loose[:] if is_list_type(kinds[key]) else loose[:1]
             texts = [each.word for each in taken]
-            given.append(_Given(key.upper(), key, texts if is_list(kinds[key]) else texts[0]))
+            given.append(_Given(key.upper(), key, texts if is_list_type(kinds[key]) else texts[0]))
             del loose[: len(taken)]
     problems += [each.problem() for each in loose]
     return given
@@ -315,8 +322,8 @@ def _quoted(before: _Given | None, words: Sequence[str], kinds: Mapping[str, Any
     if before is None:
         return ""
     value = " ".join([before.value, *words])
-    with suppress(*MISFITS):
-        converted(value, kinds[before.key])
+    with suppress(*CONVERSION_ERRORS):
+        convert_value(value, kinds[before.key])
         return shlex.join([before.where, value])
     return ""
 
@@ -325,7 +332,7 @@ def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]
     """A line for every setting of a command line that takes one value and is given different ones."""
     values: dict[str, list[Any]] = {}
     for entry in given:
-        if entry.key in kinds and entry.value is not _MISNAMED and not is_list(kinds[entry.key]):
+        if entry.key in kinds and entry.value is not _MISNAMED and not is_list_type(kinds[entry.key]):
             values.setdefault(entry.key, []).append(entry.value)
     return [
         f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
@@ -368,13 +375,14 @@ def _stored(
     given = [] if content is None else _given_in(content, path, settings_type, problems)
     if content is None or is_own(content, path.name):
         return given
-    kinds, outputs = _kinds(settings_type), outputs_of(settings_type)
+    kinds, outputs = _kinds(settings_type), output_settings(settings_type)
     refused = {
         entry.key: texts
         for entry in given
-        if entry.key not in named_again and (takes_paths(kinds[entry.key]) or entry.key in PLACES)
+        if entry.key not in named_again
+        and (contains_path_type(kinds[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
         if (texts := [each for each in _words_of(entry.value) if isinstance(each, str) and each != "null"])
-        and any(leads_out(path.parent, each, entry.key in outputs) for each in texts)
+        and any(is_outside(path.parent, each, entry.key in outputs) for each in texts)
     }
     if refused:
         again = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
@@ -412,9 +420,9 @@ def _given_by(
     given = []
     for key, value in content.items():
         if key in kinds:
-            given.append(_Given(f"{where}: {key}", key, plain_value(value)))
+            given.append(_Given(f"{where}: {key}", key, to_python_value(value)))
         else:
-            meant, hint = setting_meant(str(key).replace("-", "_"), kinds, str)
+            meant, hint = suggest_setting(str(key).replace("-", "_"), kinds, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
             given += [_Given(where, meant, _MISNAMED)] if meant else []
     return given
@@ -428,7 +436,7 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
         if named["preset"] in known:
             given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
         else:
-            near = nearest(named["preset"], known, 0.6)
+            near = closest_match(named["preset"], known, 0.6)
             hint = f"; did you mean {near}?" if near else f", must be one of {', '.join(known)}"
             problems.append(f"--preset is {shown(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
@@ -463,9 +471,11 @@ def _build(
             problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
-            values[entry.key] = converted(entry.value, kinds[entry.key])
-        except MISFITS:
-            problems.append(f"{entry.where} must be {described(kinds[entry.key])}, not {shown(entry.value)}")
+            values[entry.key] = convert_value(entry.value, kinds[entry.key])
+        except CONVERSION_ERRORS:
+            problems.append(
+                f"{entry.where} must be {describe_type(kinds[entry.key])}, not {shown(entry.value)}"
+            )
     # A list takes all words up to the next flag, one too that was meant for a setting without a flag.
     taken = "".join(
         f"; {entry.where} took {shown(entry.value[-1])}, too"
@@ -474,7 +484,7 @@ def _build(
         if os.path.exists(str(entry.value[-1]))  # of a word that no file can be called it is false
     )
     problems += [
-        f"{flag(item.name)} is missing: {described(kinds[item.name])}{taken}"
+        f"{flag(item.name)} is missing: {describe_type(kinds[item.name])}{taken}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if is_required(item) and item.name not in values
     ]
@@ -503,7 +513,7 @@ def _url_in(entry: _Given, kind: Any) -> str:
     """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
     words = entry.value if isinstance(entry.value, list) else [entry.value]
     urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
-    return urls[0] if urls and (entry.key in PLACES or takes_paths(kind)) else ""
+    return urls[0] if urls and (entry.key in PATH_LIKE_SETTINGS or contains_path_type(kind)) else ""
 
 
 def _instead_of(url: str, key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prge.cli.help import show_verbs
+from prge.cli.help import print_verbs_help
 from prge.cli.hints import verb_error
 
 
@@ -38,7 +38,7 @@ def run_action(
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        show_verbs(prog, {name: action.help for name, action in actions.items()}, about)
+        print_verbs_help(prog, {name: action.help for name, action in actions.items()}, about)
         return 0
     if words[0] not in actions:
         raise verb_error(words[0], actions, prog)

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from prge.cli.settings import yaml_of
+from prge.cli.settings import format_yaml
 from prge.errors import INTERRUPTED, PrgeError, RunError
-from prge.formats.run_folder import LOCK, reported, run_lock
+from prge.formats.run_folder import LOCK, as_run_error, run_lock
 from prge.system.atomic import write_file
 from prge.system.parents import environment_of_child, python_command
 
@@ -30,7 +30,7 @@ def run_verb(*words: object, quiet: bool = False) -> None:
     """
     if not quiet:
         print(f"$ prge {shlex.join(map(str, words))}", flush=True)
-    code = verb_code(*words, stdout=subprocess.DEVNULL if quiet else None)
+    code = exit_code_of(*words, stdout=subprocess.DEVNULL if quiet else None)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
@@ -55,7 +55,7 @@ def run_verb_here(main: Callable[[Sequence[str]], int], *words: object) -> None:
         raise _failed(words, code)
 
 
-def answer_of(*words: object, codes: Container[int] = (0,)) -> str:
+def output_of(*words: object, codes: Container[int] = (0,)) -> str:
     """What one verb prints.
 
     Raises:
@@ -68,7 +68,7 @@ def answer_of(*words: object, codes: Container[int] = (0,)) -> str:
     return told
 
 
-def verb_code(*words: object, **options: Any) -> int:
+def exit_code_of(*words: object, **options: Any) -> int:
     """Run one verb, by options as of `started`; returns its exit code."""
     with started(*words, **options) as child:
         return child.wait()
@@ -86,7 +86,7 @@ def started(
         options: of subprocess.Popen.
     """
     with subprocess.Popen(
-        command_of(*words), env={**(environment or {}), **environment_of_child()}, **options
+        verb_command(*words), env={**(environment or {}), **environment_of_child()}, **options
     ) as child:
         try:
             yield child
@@ -101,12 +101,12 @@ def started(
             raise
 
 
-def command_of(*words: object) -> list[str]:
+def verb_command(*words: object) -> list[str]:
     """The command line of a verb."""
     return [*python_command(), "-m", "prge.cli.main", *map(str, words)]
 
 
-def configured(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:
+def write_verb_config(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:
     """Words that start a verb with settings, which are written to a file that stays.
 
     Args:
@@ -118,13 +118,13 @@ def configured(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:
         RunError: the file can't be written.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    with reported(path):
+    with as_run_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, yaml_of(given).encode())
+        write_file(path, format_yaml(given).encode())
     return [*verb.split(), "--config", str(path)]
 
 
-def json_of(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """What a verb wrote with `--json`, or into a run folder."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found

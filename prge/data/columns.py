@@ -21,7 +21,7 @@ class RowError(ValueError):
         self.code = code
 
 
-def text_of(fields: Fields, column: str) -> str:
+def get_text(fields: Fields, column: str) -> str:
     """A column's text; raises RowError where it is missing, or no text."""
     value = fields.get(column)
     if not isinstance(value, str):
@@ -32,7 +32,7 @@ def text_of(fields: Fields, column: str) -> str:
     return value
 
 
-def decoded(column: str, value: Any, needed: str = "a list") -> Any:
+def decode_column(column: str, value: Any, needed: str = "a list") -> Any:
     """What a column holds, which in a table may be JSON text; raises RowError."""
     if not isinstance(value, str):
         return value
@@ -49,12 +49,12 @@ def present_columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row.fields))
 
 
-def column_names(columns: Collection[str]) -> str:
+def format_column_names(columns: Collection[str]) -> str:
     """Columns for a person to read."""
     return printable(shortened(", ".join(map(str, columns)), LONGEST_COLUMNS)) or "none"
 
 
-def columns_text(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
+def format_columns(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
     """Which columns were read, from which of the file, and which were not."""
     used = [column for column in present if column in read]
     names = [
@@ -62,4 +62,4 @@ def columns_text(read: Sequence[str], present: Sequence[str], renamed: Mapping[s
         for column in used
     ]
     left = [column for column in present if column not in used]
-    return column_names(names) + (f"; not read: {column_names(left)}" if left else "")
+    return format_column_names(names) + (f"; not read: {format_column_names(left)}" if left else "")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 
-from prge.data.columns import RowError, columns_text, present_columns
+from prge.data.columns import RowError, format_columns, present_columns
 from prge.data.encoding import EncodedText
 from prge.data.forms.form import CONTROL_TOKENS
 from prge.data.forms.task import Task
@@ -36,7 +36,7 @@ from prge.data.segments import Candidates, Segmenter, Texts
 from prge.data.sources import RowSource, read_source
 from prge.data.tokenization.control_tokens import ControlTokens
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.data.truncation import Fitter, shares_sequence
+from prge.data.truncation import SequenceFitter, shares_sequence
 from prge.engine import Target, TokenSequence
 from prge.errors import DataError, shown
 from prge.model_spec import ModelSpec
@@ -116,14 +116,14 @@ def build_examples(
     report = DataReport(
         f"{source} ({row_format.name})",
         model.sequence_length,
-        columns_text(row_format.columns, present, renamed),
+        format_columns(row_format.columns, present, renamed),
         row_format.objective,
         read=row_format.columns,
         unread=tuple(column for column in present if column not in row_format.columns),
     )
     overflow = row_format.usual_overflow if options.overflow == "auto" else options.overflow
     segmenter = Segmenter(tokenizer, options.append_eos, options.control_tokens, row_format.chat)
-    fitter = Fitter(tokenizer, model.sequence_length, overflow)
+    fitter = SequenceFitter(tokenizer, model.sequence_length, overflow)
     builder = _Builder(row_format, segmenter, fitter, model, report)
     examples = builder.build()
     if report.unusable and not (options.skip_unusable and examples):
@@ -146,7 +146,7 @@ class _Builder:
 
     row_format: RowFormat
     segmenter: Segmenter
-    fitter: Fitter
+    fitter: SequenceFitter
     model: ModelSpec
     report: DataReport
     codes: list[str] = field(default_factory=list)

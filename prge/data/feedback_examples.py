@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prge.data.example_building import build_examples
-from prge.data.forms.feedback_rows import can_be_learnt, rows_of_feedback
+from prge.data.forms.feedback_rows import has_positive_answer, rows_from_feedback
 from prge.data.options import BuildOptions
-from prge.data.readers.feedback import Fields, problem_of
+from prge.data.readers.feedback import Fields, find_feedback_problem
 from prge.data.readers.files import Row
 from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
 from prge.errors import BundleError, DataError, printable
@@ -49,7 +49,7 @@ class FeedbackExamples:
         self._options = options or BuildOptions(overflow="auto")
         self._chat = self._compiled()
 
-    def of(self, row: Fields, number: int = 1) -> list[Example]:
+    def build(self, row: Fields, number: int = 1) -> list[Example]:
         """The examples of a row: of what should be answered, or of a bad answer as one that is disliked.
 
         Args:
@@ -59,10 +59,10 @@ class FeedbackExamples:
         Raises:
             UnlearnableError: it can't be learnt.
         """
-        if problem := problem_of(row):
+        if problem := find_feedback_problem(row):
             raise UnlearnableError(problem, code="feedback-unsound")
-        objective: ObjectiveName = "completion" if can_be_learnt(row) else "kto"
-        rows, _ = rows_of_feedback([Row(number, row)], objective)
+        objective: ObjectiveName = "completion" if has_positive_answer(row) else "kto"
+        rows, _ = rows_from_feedback([Row(number, row)], objective)
         options = replace(self._options, objective=objective, skip_unusable=False)
         try:
             self._chat = self._chat or self._compiled()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from prge.data.columns import column_names, present_columns
+from prge.data.columns import format_column_names, present_columns
 from prge.data.forms.form import TEXT, Form, find_form
-from prge.data.forms.preferences import rated_rows
+from prge.data.forms.preferences import rows_for_kto
 from prge.data.forms.task import OBJECTIVES, Task
 from prge.data.forms.task_rows import task_candidates, task_class
 from prge.data.options import BuildOptions, Overflow
@@ -18,7 +18,7 @@ from prge.data.segments import Candidates, Segmenter, Texts
 from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
 from prge.errors import DataError
 from prge.model_spec import ModelSpec
-from prge.objectives.preferences import PREFERENCES, ObjectiveName, settled_objective
+from prge.objectives.preferences import PREFERENCES, ObjectiveName, resolve_objective
 
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate
@@ -63,7 +63,7 @@ def task_format(
         )
     columns, present = task.needed_columns(model.is_encoder), present_columns(rows)
     if lacking := [column for column in columns if column not in present]:
-        names = column_names(present)
+        names = format_column_names(present)
         raise DataError(
             f"{source} can't be used",
             [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
@@ -127,7 +127,7 @@ def form_format(
         (*form.columns, *form.optional),
         objective,
         "split" if is_split else "truncate",
-        rated_rows(rows, form.prefers == "pairs") if objective == "kto" else rows,
+        rows_for_kto(rows, form.prefers == "pairs") if objective == "kto" else rows,
         partial(form.segments, objective),
         chat,
     )
@@ -144,7 +144,7 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
             code="rows-of-preferences",
         )
     try:
-        objective = settled_objective(options.objective or "auto", form.prefers)
+        objective = resolve_objective(options.objective or "auto", form.prefers)
     except ValueError as error:
         remedy = "leave --objective out: the columns choose it"
         raise DataError(

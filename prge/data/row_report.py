@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from prge.data.columns import column_names
+from prge.data.columns import format_column_names
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import visible
 from prge.objectives.examples import Example
@@ -49,7 +49,7 @@ ONE_RATING = {
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
 _AS_TEXT = "--control-tokens text reads them as characters"
-MENDS = {
+REMEDIES = {
     **{
         PROMPT_CUT: _LONGER,
         NO_ROOM_FOR_END: _LONGER,
@@ -102,7 +102,7 @@ class DataReport:
         """Share of the target tokens that didn't fit."""
         return self.dropped / max(1, self.dropped + sum(self.targets))
 
-    def facts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
         """What `text` tells, as counts, without a name of the user's."""
         return {
             "rows": self.rows,
@@ -116,7 +116,7 @@ class DataReport:
             "control_tokens": {event: count.total() for event, count in self.written.items()},
         }
 
-    def text(self) -> str:
+    def summary(self) -> str:
         """A few lines: columns, lengths against the bundle's, learnt tokens, classes, cuts and their rows."""
         lines = [
             f"{self.kind}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
@@ -147,7 +147,7 @@ class DataReport:
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
-            mend = f"; {MENDS[event]}" if event in MENDS else ""
+            mend = f"; {REMEDIES[event]}" if event in REMEDIES else ""
             counted = self._counted(event)
             lines.append(
                 f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counted}{mend}"
@@ -164,7 +164,7 @@ class DataReport:
 def warn_unread(report: DataReport) -> None:
     """Print once which columns of rows aren't read, where nothing else of the report is printed."""
     if report.unread:
-        _print_once(f"{report.kind}: columns that are not read: {column_names(report.unread)}")
+        _print_once(f"{report.kind}: columns that are not read: {format_column_names(report.unread)}")
 
 
 @cache
@@ -181,7 +181,7 @@ def unknown_note(unknown: int, targets: int) -> str:
     )
 
 
-def show_sample(example: Example, tokenizer: Tokenizer) -> str:
+def format_sample(example: Example, tokenizer: Tokenizer) -> str:
     """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow."""
     lines = [f"row {example.row}"]
     for sequence in example.sequences:

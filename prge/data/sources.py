@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from prge.cli.field_types import Paths
-from prge.cli.hints import nearest
-from prge.data.columns import column_names, present_columns
-from prge.data.forms.feedback_rows import rows_of_feedback
+from prge.cli.hints import closest_match
+from prge.data.columns import format_column_names, present_columns
+from prge.data.forms.feedback_rows import rows_from_feedback
 from prge.data.forms.form import FORMS
 from prge.data.forms.task import Task
-from prge.data.readers.feedback import is_feedback, problem_of
+from prge.data.readers.feedback import find_feedback_problem, is_feedback
 from prge.data.readers.files import (
     ALL_PART_NAMES,
     FORMATS,
@@ -43,7 +43,7 @@ from prge.errors import ConfigError, DataError, shown
 from prge.formats.bundle import file_sha256
 from prge.formats.documents import DocumentError, parse_json
 from prge.objectives.preferences import ObjectiveName
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 
 # Columns that hold a list, or its JSON as a text where a file has no lists, as csv has none.
 _LISTS = ("messages", "conversations")
@@ -65,7 +65,7 @@ class RowSource:
     rows: list[Row]
     sha256: str
     renamed: Mapping[str, str] = field(default_factory=dict)
-    told: str = ""
+    feedback_summary: str = ""
 
 
 def read_source(
@@ -91,7 +91,7 @@ def read_source(
         DataError: there are no such rows or columns, they can't be read, or not offline.
     """
     renamed = parse_columns(columns)
-    paths = rows_files(where, part)
+    paths = find_row_files(where, part)
     source = _of_files(paths, part, broken) if paths else _of_hub(str(where), part)
     _check_names(renamed, task, source)
     if renamed:
@@ -100,7 +100,7 @@ def read_source(
             raise DataError(
                 f"{source.name} can't be used",
                 [f"no row has the column {shown(column)}, which --columns names" for column in lacking],
-                remedy=f"its columns are {column_names(present)}",
+                remedy=f"its columns are {format_column_names(present)}",
                 code="column-missing",
             )
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
@@ -112,26 +112,26 @@ def read_source(
 
 def describe_paths(where: Paths) -> str:
     """What a user named as rows, for a person to read."""
-    paths = paths_of(where)
+    paths = list_paths(where)
     if len(paths) < 3:
         return " and ".join(map(str, paths))
     return f"{paths[0]} and {len(paths) - 1} other files"
 
 
-def paths_of(where: Paths | str) -> list[Path]:
+def list_paths(where: Paths | str) -> list[Path]:
     """What a user named as rows, one or several, as a list."""
     return list(map(Path, where)) if isinstance(where, tuple) else [Path(where)]
 
 
-def rows_files(where: Paths | str, part: Part) -> list[Path]:
+def find_row_files(where: Paths | str, part: Part) -> list[Path]:
     """The files that hold the rows that a user names; none for a data set of the hub.
 
     Raises:
         DataError: a folder has no file of the part, or several files are named of which one is not there.
     """
-    paths = paths_of(where)
+    paths = list_paths(where)
     if len(paths) == 1:
-        path = rows_file(paths[0], part)
+        path = find_row_file(paths[0], part)
         return [] if path is None else [path]
     what = f"{len(paths)} words are given as files of rows"
     if missing := [path for path in paths if not os.path.exists(path)]:
@@ -145,7 +145,7 @@ def rows_files(where: Paths | str, part: Part) -> list[Path]:
             remedy="give each file once",
             code="file-twice",
         )
-    return [file_of_part(path, part) if path.is_dir() else path for path in paths]
+    return [find_part_file(path, part) if path.is_dir() else path for path in paths]
 
 
 def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> RowSource:
@@ -189,7 +189,7 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSourc
     for name, column in renamed.items():
         if name in read:
             continue
-        near = nearest(name, read, 0.6)
+        near = closest_match(name, read, 0.6)
         hint = f"; did you mean {near}={column}?" if near else ""
         if column in read and name in present_columns(source.rows):
             hint = f"; did you mean {column}={name}?"
@@ -269,10 +269,10 @@ def _learnable(source: RowSource, broken: list[str] | None, objective: Objective
         raise DataError(
             what, ["it mixes feedback with other rows"], remedy="make a file of each", code="forms-mixed"
         )
-    found = {row.number: problem_of(row.fields) for row in rows}
+    found = {row.number: find_feedback_problem(row.fields) for row in rows}
     problems: list[str] = [] if broken is None else broken
     problems += [f"row {number}: {problem}" for number, problem in found.items() if problem]
-    made, told = rows_of_feedback([row for row in rows if not found[row.number]], objective)
+    made, told = rows_from_feedback([row for row in rows if not found[row.number]], objective)
     if (problems and broken is None) or not made:
         raise DataError(
             what,
@@ -280,10 +280,10 @@ def _learnable(source: RowSource, broken: list[str] | None, objective: Objective
             remedy="correct them",
             code="feedback-unsound" if problems else "rows-empty",
         )
-    return replace(source, rows=made, told=told)
+    return replace(source, rows=made, feedback_summary=told)
 
 
-def rows_file(where: Path | str, part: Part) -> Path | None:
+def find_row_file(where: Path | str, part: Part) -> Path | None:
     """The file that holds the rows that a user names; None for a data set of the hub.
 
     Raises:
@@ -291,13 +291,13 @@ def rows_file(where: Path | str, part: Part) -> Path | None:
     """
     path = Path(where)
     if path.is_dir():
-        return file_of_part(path, part)
+        return find_part_file(path, part)
     return None if is_hub_name(path) else path
 
 
-def file_of_part(folder: Path, part: Part) -> Path:
+def find_part_file(folder: Path, part: Part) -> Path:
     """The file of a folder that holds a part's rows; raises DataError where it has none, or several."""
-    found = files_of_part(folder, part)
+    found = list_part_files(folder, part)
     if len(found) == 1:
         return found[0]
     names = " or ".join(PART_NAMES[part])
@@ -310,18 +310,20 @@ def file_of_part(folder: Path, part: Part) -> Path:
     )
 
 
-def files_of_part(folder: Path, part: Part) -> list[Path]:
+def list_part_files(folder: Path, part: Part) -> list[Path]:
     """The files of a folder that may hold a part's rows; none where it is no folder."""
     wanted = [folder / f"{name}{suffix}" for name in PART_NAMES[part] for suffix in FORMATS]
     return [path for path in wanted if path.is_file()]
 
 
-def holding_part(where: Paths, part: Part) -> Paths | None:
+def sources_with_part(where: Paths, part: Part) -> Paths | None:
     """What of the named rows holds a part of its own: folders with its file, JSON files with its list.
 
     None where there is nothing of the kind.
     """
-    holding = tuple(path for path in paths_of(where) if files_of_part(path, part) or _has_list(path, part))
+    holding = tuple(
+        path for path in list_paths(where) if list_part_files(path, part) or _has_list(path, part)
+    )
     return holding if len(holding) > 1 else next(iter(holding), None)
 
 
@@ -393,7 +395,7 @@ def _of_hub(name: str, part: Part) -> RowSource:
                 "there is no such file or folder, and for a data set of the hub the package datasets is "
                 "not installed"
             ],
-            remedy=f"check the path, or {install_extra('data')}",
+            remedy=f"check the path, or {install_extra_command('data')}",
             code="package-missing",
         ) from None
     repository, _, configuration = name.partition(":")

@@ -34,7 +34,7 @@ from prge.errors import DataError
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedSequences:
     """Sequences that fit a bundle, up to the last token that is learnt.
 
     `events` are what a report has of it, `dropped` target tokens were left out.
@@ -44,21 +44,21 @@ class Fitted:
     events: tuple[str, ...] = ()
     dropped: int = 0
 
-    def __add__(self, other: Fitted) -> Fitted:
-        return Fitted(
+    def __add__(self, other: FittedSequences) -> FittedSequences:
+        return FittedSequences(
             self.sequences + other.sequences, self.events + other.events, self.dropped + other.dropped
         )
 
 
 @dataclass(frozen=True)
-class Fitter:
+class SequenceFitter:
     """Makes the sequences of rows fit into `length` tokens; `overflow` is never `auto`."""
 
     tokenizer: Tokenizer
     length: int
     overflow: Overflow
 
-    def fit(self, row: Texts | Candidates) -> Fitted:
+    def fit(self, row: Texts | Candidates) -> FittedSequences:
         """The token sequences of a row: of texts each a new example, of candidates all of one example.
 
         Raises:
@@ -66,7 +66,7 @@ class Fitter:
             DataError: a text can't be tokenized.
         """
         if isinstance(row, Texts):
-            return sum(map(self._fit_text, row.texts), Fitted(()))
+            return sum(map(self._fit_text, row.texts), FittedSequences(()))
         if row.comparison == "classes":
             return self._fit_classified(encode(row.texts[0], self.tokenizer))
         return self._fit_candidates(row)
@@ -75,7 +75,7 @@ class Fitter:
         """Whether a text fits up to its last token that is learnt."""
         return int(np.flatnonzero(text.is_trained).max(initial=-1)) < self.length
 
-    def _fit_text(self, text: SegmentedText) -> Fitted:
+    def _fit_text(self, text: SegmentedText) -> FittedSequences:
         encoded = encode(text, self.tokenizer)
         _check_trained(encoded)
         if len(text.segments) == 1 and encoded.end and not self._takes(encoded):
@@ -100,9 +100,9 @@ class Fitter:
             divided = divided[-1:]
             dropped = len(encoded.targets) - len(divided[0].targets)
         windows = (self._windows(replace(each, events=())) for each in divided)
-        return sum(windows, Fitted((), events, dropped))
+        return sum(windows, FittedSequences((), events, dropped))
 
-    def _windows(self, text: EncodedText) -> Fitted:
+    def _windows(self, text: EncodedText) -> FittedSequences:
         """Cut or split a text between any two of its tokens.
 
         Every target is in at most one window and keeps at least the token before it. A cut completion leaves
@@ -110,7 +110,7 @@ class Fitter:
         """
         room, begin, mask, targets = self.length, text.begin, text.is_trained, text.targets
         if self._takes(text):
-            return Fitted((_window(text, begin, targets),), text.events)
+            return FittedSequences((_window(text, begin, targets),), text.events)
         if self.overflow == "error":
             raise RowError(
                 f"has {targets[-1] + 1} tokens, the bundle takes {room}: "
@@ -138,9 +138,9 @@ class Fitter:
             events.append(SPLIT)
         if done < len(targets):
             events.append(END_CUT)
-        return Fitted(tuple(windows), tuple(events), len(targets) - done)
+        return FittedSequences(tuple(windows), tuple(events), len(targets) - done)
 
-    def _fit_candidates(self, row: Candidates) -> Fitted:
+    def _fit_candidates(self, row: Candidates) -> FittedSequences:
         """Cut the prompt of candidates alike for all of them, then answers that are still too long."""
         texts = [encode(each, self.tokenizer) for each in row.texts]
         for each in texts:
@@ -168,17 +168,17 @@ class Fitter:
         cut = 0 if self.overflow == "error" else min(excess, most)
         texts = [_without(each, slice(each.begin, each.begin + cut)) for each in texts]
         if row.comparison == "answers":
-            fitted = sum(map(self._windows, texts), Fitted(()))
+            fitted = sum(map(self._windows, texts), FittedSequences(()))
         else:
-            fitted = Fitted(tuple(texts), tuple(event for each in texts for event in each.events))
+            fitted = FittedSequences(tuple(texts), tuple(event for each in texts for event in each.events))
         events = (PROMPT_CUT, *fitted.events) if cut else fitted.events
         return replace(fitted, events=tuple(dict.fromkeys(events)))
 
-    def _fit_classified(self, text: EncodedText) -> Fitted:
+    def _fit_classified(self, text: EncodedText) -> FittedSequences:
         """Cut the end of an encoder's text, before the special tokens after it."""
         excess = len(text.ids) - self.length
         if excess <= 0:
-            return Fitted((text,), text.events)
+            return FittedSequences((text,), text.events)
         if self.length <= text.begin + text.end:
             raise RowError(
                 f"the bundle takes {self.length} tokens, too few for any text: export a longer one",
@@ -191,7 +191,7 @@ class Fitter:
                 code="row-too-long",
             )
         end = len(text.ids) - text.end
-        return Fitted((_without(text, slice(end - excess, end)),), (*text.events, ENCODER_CUT))
+        return FittedSequences((_without(text, slice(end - excess, end)),), (*text.events, ENCODER_CUT))
 
 
 def shares_sequence(row: Candidates, texts: Sequence[EncodedText]) -> bool:

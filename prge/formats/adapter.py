@@ -61,7 +61,7 @@ class Adapter:
 
     def _by_module(self, letter: str) -> dict[str, FloatArray]:
         trained = matrices(self.modules)
-        return {each.of: self._matrices[each.name] for each in trained if each.letter == letter}
+        return {each.module: self._matrices[each.name] for each in trained if each.letter == letter}
 
 
 def adapter_size(modules: Sequence[AdaptedModule]) -> int:

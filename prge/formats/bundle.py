@@ -24,7 +24,7 @@ from prge.errors import BundleError, shown
 from prge.formats.chain import STORED_TABLES, Chain
 from prge.formats.documents import DocumentError, read_json
 from prge.formats.format3 import FORMAT_3, chain_of_format_3
-from prge.formats.tune_folder import bundle_at
+from prge.formats.tune_folder import resolve_bundle
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -156,7 +156,7 @@ def open_bundle(folder: Path | str) -> Bundle:
             of one that is read and not in the manifest.
         RunError: it is the folder of a tuning that has no bundle yet.
     """
-    folder = bundle_at(Path(folder))
+    folder = resolve_bundle(Path(folder))
     manifest = read_manifest(folder)
     files = manifest.get("files")
     if not isinstance(files, dict):

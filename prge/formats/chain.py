@@ -115,7 +115,7 @@ class Bounds:
         )
 
     @property
-    def of_call(self) -> Bounds:
+    def per_call(self) -> Bounds:
         """The same with the tokens that pass a block together."""
         return replace(self, tokens=self.chunk)
 
@@ -286,16 +286,16 @@ class Chain:
         """What is wrong with the number of blocks, their weights files, the head, and bounds."""
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
-        for number, first in enumerate(self.first_of_weights):
+        for number, first in enumerate(self.first_with_weights):
             one, other = self.blocks[first], self.blocks[number]
-            is_layer = 0 < first < self.end and number < self.end
+            is_layer = 0 < first < self.head_start and number < self.head_start
             if first < number and not (
                 is_layer and (one.program, one.modules) == (other.program, other.modules)
             ):
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
-        words, shards = self.vocabulary_size, len(self.blocks) - self.end
+        words, shards = self.vocabulary_size, len(self.blocks) - self.head_start
         if shards and words % shards:
             yield f"its head has {shards} shards, of {words} tokens"
         if self.width < 1:
@@ -322,7 +322,7 @@ class Chain:
                 yield f"a table is {shown(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
-        layers = (self.blocks[number] for number in dict.fromkeys(self.first_of_weights))
+        layers = (self.blocks[number] for number in dict.fromkeys(self.first_with_weights))
         used = sorted(number for block in layers for number in block.modules)
         if not used:
             yield "no block has an adapted module: there is nothing to train"
@@ -342,7 +342,7 @@ class Chain:
         else:
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
-            is_between = 0 < number < min(self.end, len(self.blocks) - 1)
+            is_between = 0 < number < min(self.head_start, len(self.blocks) - 1)
             if self.is_expert(number) and (block.modules or block.tables or not is_between):
                 yield f"block {number}, an expert, has modules or tables, or is the first or the last one"
             if FORWARD not in self.programs[block.program].methods:
@@ -372,13 +372,13 @@ class Chain:
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             expected, asked = self.signature(number, role), {*method.inputs}
-            allowed = {*expected.allowed}
+            allowed = {*expected.allowed_inputs}
             if not self.is_head(number):
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
             allowed -= set() if self.is_encoder else {PADDING_MASK}
-            if not expected.needed <= asked <= allowed or len(asked) < len(method.inputs):
+            if not expected.required_inputs <= asked <= allowed or len(asked) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
-            if sorted(method.outputs) != sorted(expected.answers):
+            if sorted(method.outputs) != sorted(expected.output_names):
                 yield f"block {number} answers {shown(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
@@ -415,7 +415,7 @@ class Chain:
         """Numbers of the shared values that a block makes."""
         return [value for value, maker in enumerate(self.shared) if maker == number]
 
-    def shared_at(self, number: int) -> list[int]:
+    def shared_inputs_from(self, number: int) -> list[int]:
         """Numbers of the shared values that enter the blocks from this one on."""
         needed = {value for block in self.blocks[number:] for value in block.shared_in}
         return [value for value in sorted(needed) if self.shared[value] < number]
@@ -435,13 +435,13 @@ class Chain:
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""
-        return number >= self.end
+        return number >= self.head_start
 
     def is_expert(self, number: int) -> bool:
         """Whether a block is an expert of a layer."""
         return self.programs[self.blocks[number].program].experts
 
-    def turns(self, numbers: Iterable[int]) -> list[range]:
+    def block_groups(self, numbers: Iterable[int]) -> list[range]:
         """Blocks in order, the experts of a layer together: each is a step of a state on its way."""
         found: list[range] = []
         for number in numbers:
@@ -452,7 +452,7 @@ class Chain:
         return found
 
     @cached_property
-    def end(self) -> int:
+    def head_start(self) -> int:
         """Number of the first block that answers no state: the first shard of a decoder's head."""
         programs = [block.program for block in self.blocks]
         if self.is_encoder:
@@ -460,7 +460,7 @@ class Chain:
         return next((n + 1 for n in reversed(range(len(programs))) if programs[n] != programs[-1]), 0)
 
     @cached_property
-    def first_of_weights(self) -> tuple[int, ...]:
+    def first_with_weights(self) -> tuple[int, ...]:
         """For each block the number of the first one with its weights file: some models share layers."""
         first: dict[str, int] = {}
         return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
@@ -471,7 +471,7 @@ class Chain:
         The first block's are tables, whose rows are read where they lie; those that were loaded for a block
         before are there already.
         """
-        first = self.first_of_weights
+        first = self.first_with_weights
         return [
             size(block.weights) if number and first[number] == number else 0
             for number, block in enumerate(self.blocks)
@@ -480,7 +480,7 @@ class Chain:
     @property
     def shard_size(self) -> int:
         """Tokens of a shard of a decoder's vocabulary."""
-        return self.vocabulary_size // (len(self.blocks) - self.end)
+        return self.vocabulary_size // (len(self.blocks) - self.head_start)
 
     @property
     def trains_a(self) -> bool:
@@ -498,10 +498,10 @@ class Chain:
         needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
         if not self.is_encoder:
             needing |= {
-                PREFILL: self.blocks[: self.end],
+                PREFILL: self.blocks[: self.head_start],
                 DECODE: self.blocks,
-                PREFILL_JVP: self.blocks[self.lowest_adapted : self.end],
-                PREFILL_BACKWARD: self.blocks[self.lowest_adapted : self.end],
+                PREFILL_JVP: self.blocks[self.lowest_adapted : self.head_start],
+                PREFILL_BACKWARD: self.blocks[self.lowest_adapted : self.head_start],
             }
         return tuple(
             role

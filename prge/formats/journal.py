@@ -119,7 +119,7 @@ class Journal:
         self._stream = open_regular(self.path, "ab", buffering=0)
         self._length = len(content)
 
-    def undo_after(self, kept: int) -> None:
+    def truncate(self, kept: int) -> None:
         """Leave out all but the first `kept` records, of something that was begun and not finished."""
         if kept == len(self.records) or self._stream is None:
             return

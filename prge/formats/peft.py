@@ -26,10 +26,10 @@ from prge.formats.adapter import Adapter
 from prge.formats.bundle import file_sha256
 from prge.formats.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document
 from prge.formats.run_folder import FINAL, JOURNAL
-from prge.formats.tune_folder import tuning_at
+from prge.formats.tune_folder import find_tuning
 from prge.model_spec import AdaptedModule
 from prge.system.atomic import new_folder
-from prge.system.memory import tells_no_memory
+from prge.system.memory import is_out_of_memory
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -142,7 +142,7 @@ def find_adapter(source: Path) -> Path:
         RunError: a tuning or a run without a result.
         AdapterError: there is no adapter.
     """
-    if tuning := tuning_at(source):
+    if tuning := find_tuning(source):
         source = tuning.adapter
     for folder in (source, source / FINAL):
         if (folder / CONFIG).is_file():
@@ -161,7 +161,7 @@ def find_adapter(source: Path) -> Path:
     )
 
 
-def run_of(folder: Path) -> Path | None:
+def find_run(folder: Path) -> Path | None:
     """The run folder that a PEFT folder is the result or a checkpoint of."""
     absolute = folder.resolve()
     run = absolute.parent if absolute.name == FINAL else absolute.parent.parent
@@ -471,7 +471,7 @@ def _open_weights(path: Path) -> Any:
     try:
         return safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        if tells_no_memory(error):
+        if is_out_of_memory(error):
             raise MemoryError(f"{path} can't be read") from None
         raise _damaged(path, error) from None
 

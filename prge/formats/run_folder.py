@@ -90,7 +90,7 @@ class RunLog:
         """
         self.folder = folder
         self.memory = PeakMemory()
-        with reported(folder):
+        with as_run_error(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its log shows a row
             self._log = open_regular(folder / LOG, "ab", buffering=0)
             self.records = self._kept_records(keep_through)
@@ -99,7 +99,7 @@ class RunLog:
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append one record to metrics.jsonl; infinite numbers and NaN are written as null."""
         plain = _plain(record)
-        with reported(self.folder):
+        with as_run_error(self.folder):
             _append(self._metrics, json.dumps(plain, allow_nan=False))
         self.records.append(plain)
         self.memory.sample()
@@ -107,7 +107,7 @@ class RunLog:
     def text(self, line: str) -> None:
         """Append one line to log.txt, with the time before it."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        with reported(self.folder):
+        with as_run_error(self.folder):
             _append(self._log, f"{now} {line}")
 
     def last(self, event: str) -> Record | None:
@@ -118,7 +118,7 @@ class RunLog:
         """Flush to storage and close."""
         for stream in (self._metrics, self._log):
             if not stream.closed:
-                with reported(self.folder):
+                with as_run_error(self.folder):
                     os.fsync(stream.fileno())
                 stream.close()
 
@@ -219,11 +219,11 @@ def run_lock(folder: Path) -> Iterator[int]:
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.
     """
-    with reported(folder):
+    with as_run_error(folder):
         held = _hold(folder)
     with held.stream as stream:
         try:
-            with reported(folder):
+            with as_run_error(folder):
                 stream.truncate(0)
                 stream.write(f"{os.getpid()}\n".encode())
             yield stream.fileno()
@@ -345,7 +345,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def reported(path: Path) -> Iterator[None]:
+def as_run_error(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses inside the block into a RunError of its file, or of `path`."""
     try:
         yield

@@ -128,7 +128,7 @@ class Port:
         index: its number among such values, where a block may have several.
         part: the value itself, or one of the tensors of its derivative.
         sizes: words for the length of each axis; a product is `sequences*heads`.
-        changes: whether an adapter may change the value, so that it has derivatives.
+        is_differentiable: whether an adapter may change the value, so that it has derivatives.
         optional: whether a method has it only if its graph reads it.
     """
 
@@ -136,7 +136,7 @@ class Port:
     index: int | None = None
     part: Part = Part.VALUE
     sizes: tuple[str, ...] = field(default=(), compare=False)
-    changes: bool = field(default=False, compare=False)
+    is_differentiable: bool = field(default=False, compare=False)
     optional: bool = field(default=False, compare=False)
 
     @property
@@ -166,7 +166,7 @@ class Port:
 
     def of(self, part: Part) -> Port:
         """The port of a tensor of the value's derivative, which has no derivative itself; or its own."""
-        return replace(self, part=part, changes=self.changes and part is Part.VALUE)
+        return replace(self, part=part, is_differentiable=self.is_differentiable and part is Part.VALUE)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape where sizes have these numbers."""
@@ -223,17 +223,17 @@ class Signature:
     outputs: tuple[Port, ...]
 
     @cached_property
-    def needed(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of the inputs that a method must have."""
         return frozenset(port.name for port in self.inputs if not port.optional)
 
     @cached_property
-    def allowed(self) -> frozenset[str]:
+    def allowed_inputs(self) -> frozenset[str]:
         """Names of the inputs that a method may have."""
         return frozenset(port.name for port in self.inputs)
 
     @property
-    def answers(self) -> list[str]:
+    def output_names(self) -> list[str]:
         """Names of the outputs, in order."""
         return [port.name for port in self.outputs]
 
@@ -258,11 +258,11 @@ def _of_head(view: View) -> Signature:
         return Signature((state,), (Port(LOGITS, sizes=("sequences", "1", "words")),))
     asked = ("1", "states")
     inputs = (
-        Port(HIDDEN_STATES, sizes=(*asked, "entering"), changes=True),
+        Port(HIDDEN_STATES, sizes=(*asked, "entering"), is_differentiable=True),
         Port(TARGETS, sizes=asked),
         Port(SHIFT, sizes=(*asked, "1")),
     )
-    return Signature(inputs, (Port(PARTS, sizes=(*asked, "2"), changes=True),))
+    return Signature(inputs, (Port(PARTS, sizes=(*asked, "2"), is_differentiable=True),))
 
 
 def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signature:
@@ -281,26 +281,27 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
         copies = ()
     tokens = (*rows, "1" if view is View.TOKEN else "tokens")
     answered = ("*".join(rows), tokens[-1])
-    entering = Port(HIDDEN_STATES, sizes=(*tokens, "entering"), changes=True)
+    entering = Port(HIDDEN_STATES, sizes=(*tokens, "entering"), is_differentiable=True)
     inputs = [Port(TOKENS, sizes=tokens) if block.is_first else entering]
-    outputs = [Port(HIDDEN_STATES, sizes=(*answered, "leaving"), changes=True)]
+    outputs = [Port(HIDDEN_STATES, sizes=(*answered, "leaving"), is_differentiable=True)]
     outputs += [
-        Port(SHARED_OUT, n, sizes=(*answered, "shared_out"), changes=True) for n in range(block.shared_out)
+        Port(SHARED_OUT, n, sizes=(*answered, "shared_out"), is_differentiable=True)
+        for n in range(block.shared_out)
     ]
     for number, changes in enumerate(block.shared_in):
-        inputs.append(Port(SHARED_IN, number, sizes=(*tokens, "shared_in"), changes=changes))
+        inputs.append(Port(SHARED_IN, number, sizes=(*tokens, "shared_in"), is_differentiable=changes))
     # Texts may be written with any adapter: `lora_a` is an input there, whatever is trained.
     has_lora_a = block.trains_a or (is_value and view is not View.BATCH)
     for number in range(block.modules):
         for value, width in ((LORA_A, "in"), (LORA_B, "out")) if has_lora_a else ((LORA_B, "out"),):
             sizes = (*copies, "rank", width)
-            inputs.append(Port(value, number, sizes=sizes, changes=True, optional=True))
+            inputs.append(Port(value, number, sizes=sizes, is_differentiable=True, optional=True))
     inputs.append(Port(ONES, sizes=("1", tokens[-1], "1"), optional=True))
     if view is View.BATCH:
         inputs.append(Port(PADDING_MASK, sizes=(*rows, "1", "1", "tokens"), optional=True))
         return Signature(tuple(inputs), tuple(outputs))
     carried = [
-        Port(RECURRENT_STATE, n, sizes=(*rows, "high", "wide"), changes=True)
+        Port(RECURRENT_STATE, n, sizes=(*rows, "high", "wide"), is_differentiable=True)
         for n in range(block.recurrent_states)
     ]
     of_past = _of_past(block, view, derivative) if block.attends else Signature((), ())
@@ -313,8 +314,8 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
     heads, length = ("sequences*heads", "1") if is_token else ("heads", "tokens")
     changes = not block.past or block.shared_in[block.past[0]]
     inputs = [
-        Port(PAST_KEYS, sizes=(heads, "past", "key"), changes=changes),
-        Port(PAST_VALUES, sizes=(heads, "past", "value"), changes=changes),
+        Port(PAST_KEYS, sizes=(heads, "past", "key"), is_differentiable=changes),
+        Port(PAST_VALUES, sizes=(heads, "past", "value"), is_differentiable=changes),
     ]
     if is_token:
         inputs += [Port(PAST_MASK, sizes=(heads, "1", "past")), Port(OWN_MASK, sizes=("1", "1", "past"))]
@@ -324,7 +325,7 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
     if derivative is Derivative.JVP:
         inputs.append(Port(PAST_ONES, sizes=("1", "past", "1"), optional=True))
     made = ((KEYS, "key"), (VALUES, "value")) if not block.past else ()
-    outputs = [Port(value, sizes=(heads, length, width), changes=True) for value, width in made]
+    outputs = [Port(value, sizes=(heads, length, width), is_differentiable=True) for value, width in made]
     return Signature(tuple(inputs), tuple(outputs))
 
 
@@ -337,7 +338,7 @@ def _with_derivative(of_block: Signature, derivative: Derivative, saved: int) ->
     match derivative:
         case Derivative.JVP:
             tangents = tuple(
-                tangent for port in inputs if port.changes for tangent in _tangents(port, inputs)
+                tangent for port in inputs if port.is_differentiable for tangent in _tangents(port, inputs)
             )
             pairs = tuple(each for port in outputs for each in (port, port.tangent))
             return Signature((*inputs, *tangents), pairs)
@@ -357,12 +358,12 @@ def with_tangents(outputs: Iterable[Port]) -> tuple[Port, ...]:
 
 def gradients(inputs: Iterable[Port]) -> tuple[Port, ...]:
     """The outputs of `backward`, of a block with these inputs: those of the adapter come last."""
-    return tuple(port.gradient for port in changing(inputs))
+    return tuple(port.gradient for port in differentiable_ports(inputs))
 
 
-def changing(inputs: Iterable[Port]) -> list[Port]:
+def differentiable_ports(inputs: Iterable[Port]) -> list[Port]:
     """The inputs that a block has derivatives by: those of the adapter come last."""
-    return sorted((port for port in inputs if port.changes), key=lambda port: port.is_adapter)
+    return sorted((port for port in inputs if port.is_differentiable), key=lambda port: port.is_adapter)
 
 
 def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from prge.errors import RunError
 from prge.system.atomic import write_file
-from prge.system.regular_files import read_regular, warn_of_shared_key
+from prge.system.regular_files import read_regular, warn_if_key_is_shared
 
 _BEGIN = b"# signed by prge: "
 _SIGNATURE = re.compile(rb"(?:(?<=\n)|\A)" + re.escape(_BEGIN) + rb"([0-9a-f]{64})\n\Z")
@@ -65,7 +65,7 @@ def sign(text: str, name: str, key: bytes | None = None) -> bytes:
     return content + _BEGIN + _signature(content, name, key or _own_key(make=True)) + b"\n"
 
 
-def holds_own(path: Path) -> bool:
+def is_own_file(path: Path) -> bool:
     """Whether this user's prge wrote a settings file, and nobody has changed it since."""
     try:
         return is_own(read_regular(path), path.name)
@@ -86,7 +86,7 @@ def is_own(content: bytes, name: str) -> bool:
     return hmac.compare_digest(match[1], _signature(content[: match.start()], name, _own_key(make=False)))
 
 
-def leads_out(folder: Path, value: str, is_written: bool = False) -> bool:
+def is_outside(folder: Path, value: str, is_written: bool = False) -> bool:
     """Whether a value of a folder's settings names a place outside of that folder.
 
     A word without a slash that no file here is called is the name of something else, such as a task.
@@ -116,7 +116,7 @@ def check_links(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = os.path.join(parent, name)
-            if os.path.islink(path) and leads_out(within, path, is_written=True):
+            if os.path.islink(path) and is_outside(within, path, is_written=True):
                 raise RunError(
                     f"{path} is a link to {os.readlink(path)}, outside of {folder}",
                     remedy="put what it leads to in its place, or remove it",
@@ -152,5 +152,5 @@ def _own_key(make: bool) -> bytes:
 
 def _read_key(path: Path) -> bytes:
     """A key; that of this process where the file holds none."""
-    warn_of_shared_key(path)
+    warn_if_key_is_shared(path)
     return parse_key(read_regular(path)) or _process_key

@@ -9,7 +9,7 @@ from pathlib import Path
 from prge.errors import RunError, shown
 from prge.formats.documents import MOST_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
 from prge.formats.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL, METRICS, SUMMARY
-from prge.formats.stored_settings import is_own, leads_out
+from prge.formats.stored_settings import is_outside, is_own
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tuning:
             RunError: it has none yet, or settings that aren't the user's own name one elsewhere.
         """
         try:
-            given = bundle_in(self.folder / CONFIG)
+            given = read_bundle_path(self.folder / CONFIG)
         except (OSError, DocumentError) as error:
             raise RunError(
                 f"{self.folder / CONFIG} can't be read: {error}", code="settings-unreadable"
@@ -60,7 +60,7 @@ class Tuning:
                 remedy=f"finish it with `prge tune --resume {self.folder}`",
                 code="tuning-unfinished",
             )
-        if leads_out(self.folder, str(self.folder / name), is_written=True):
+        if is_outside(self.folder, str(self.folder / name), is_written=True):
             raise RunError(
                 f"{self.folder / name} is a link to a place outside of {self.folder}",
                 remedy="put what it leads to in its place",
@@ -69,7 +69,7 @@ class Tuning:
         return self.folder / name
 
 
-def bundle_in(config: Path) -> Path | None:
+def read_bundle_path(config: Path) -> Path | None:
     """The bundle that settings in the folder of a run or a tuning name; None if they name none.
 
     Raises:
@@ -81,7 +81,7 @@ def bundle_in(config: Path) -> Path | None:
     if not given:
         return None
     is_there = os.path.lexists(str(given))
-    if is_there and leads_out(config.parent, str(given)) and not is_own(content, config.name):
+    if is_there and is_outside(config.parent, str(given)) and not is_own(content, config.name):
         raise RunError(
             f"{config} names the bundle {shown(given)}, outside of its folder, "
             "and isn't as your prge wrote it",
@@ -92,19 +92,19 @@ def bundle_in(config: Path) -> Path | None:
     return Path(str(given))
 
 
-def tuning_at(folder: Path) -> Tuning | None:
+def find_tuning(folder: Path) -> Tuning | None:
     """The tuning whose folder this is; None where it is anything else."""
     is_run = any((folder / name).exists() for name in (JOURNAL, METRICS, SUMMARY))
     return Tuning(folder) if (folder / DECISIONS).is_file() and not is_run else None
 
 
-def bundle_at(folder: Path) -> Path:
+def resolve_bundle(folder: Path) -> Path:
     """The bundle that a user names by its folder or by a tuning's; raises RunError."""
-    tuning = tuning_at(folder)
+    tuning = find_tuning(folder)
     return folder if tuning is None else tuning.bundle
 
 
-def run_at(folder: Path) -> Path:
+def resolve_run(folder: Path) -> Path:
     """The run that a user names by its folder or by a tuning's; raises RunError."""
-    tuning = tuning_at(folder)
+    tuning = find_tuning(folder)
     return folder if tuning is None else tuning.run

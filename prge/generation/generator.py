@@ -1,4 +1,4 @@
-"""The Speaker protocol: what generation needs from an engine, nothing else."""
+"""The GenerationEngine protocol: what generation needs from an engine, nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prge.engine import FloatArray
 from prge.formats.adapter import Adapter
 
 
-class Speaker(Protocol):
+class GenerationEngine(Protocol):
     """Continues sequences of tokens, several at once, each with an adapter of its own.
 
     A sequence keeps what the model made of its tokens, so that each is computed once.

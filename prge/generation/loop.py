@@ -17,15 +17,15 @@ from threading import Event, Lock
 from typing import Any, Literal
 
 from prge.cli.bounds import bound_problems
-from prge.data.tokenization.inputs import checked_ids, is_text
+from prge.data.tokenization.inputs import check_token_ids, is_valid_unicode
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
 from prge.errors import ConfigError, DataError, PrgeError, shown
 from prge.formats.adapter import Adapter
 from prge.generation.drafts import Lookup
-from prge.generation.generator import Speaker
+from prge.generation.generator import GenerationEngine
 from prge.generation.prompts import Prompt
-from prge.generation.sampling import ChoiceSettings, SamplingParams
+from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
 
 Reason = Literal["stop", "length", "context", "cancelled"]
@@ -46,7 +46,7 @@ class GenerationSettings:
     """Most tokens of the answer."""
     stop: tuple[str, ...] = ()
     """Words that the answer ends before; a control token's name ends it at that token."""
-    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """How each token is chosen."""
     overflow: Overflow = "error"
     """What is longer than the context: `error`, or `truncate` the prompt's beginning, so that the answer has
@@ -59,7 +59,7 @@ class GenerationSettings:
         problems = []
         if type(self.max_tokens) is not int:
             problems.append(f"--max-tokens is {shown(self.max_tokens)}, must be a whole number")
-        if not all(isinstance(word, str) and word and is_text(word) for word in self.stop):
+        if not all(isinstance(word, str) and word and is_valid_unicode(word) for word in self.stop):
             problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
@@ -67,7 +67,7 @@ class GenerationSettings:
 
     def facts(self) -> dict[str, Any]:
         """What an answer followed from beside its prompt, as a row of feedback has it."""
-        return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.choice)}
+        return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.sampling)}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Ticket:
         assert self.answer is not None
         return self.answer
 
-    def tell(self, text: str) -> None:
+    def send_text(self, text: str) -> None:
         """Hand over a piece of the answer."""
         if self._on_text is not None and text:
             self._on_text(text)
@@ -196,7 +196,7 @@ class _Answering:
     ticket: Ticket
     open: _Open
     rest: list[int]
-    choice: SamplingParams
+    sampling: TokenSampler
     stream: TextStream
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
@@ -215,8 +215,8 @@ class Generator:
     thread that works, after a round; the round after one that raises goes on where it was.
     """
 
-    def __init__(self, speaker: Speaker, tokenizer: Tokenizer) -> None:
-        self.speaker = speaker
+    def __init__(self, speaker: GenerationEngine, tokenizer: Tokenizer) -> None:
+        self.engine = speaker
         self.tokenizer = tokenizer
         self._lock = Lock()
         self._waiting: deque[Ticket] = deque()
@@ -278,13 +278,13 @@ class Generator:
     def close(self) -> None:
         """Forget all idle sequences."""
         for each in self._idle:
-            self.speaker.close(each.number)
+            self.engine.close(each.number)
         self._idle = []
 
     def _fitted(self, request: Request) -> tuple[int, ...]:
         """The prompt's tokens, cut if that was asked for; raises DataError."""
-        context, what = self.speaker.context, "the prompt can't be used"
-        tokens = checked_ids(request.prompt.tokens, self.speaker.vocabulary_size)
+        context, what = self.engine.context, "the prompt can't be used"
+        tokens = check_token_ids(request.prompt.tokens, self.engine.vocabulary_size)
         if not tokens:
             raise DataError(
                 what, ["it is empty: nothing predicts the answer"], remedy="give a text", code="prompt-empty"
@@ -310,7 +310,7 @@ class Generator:
             with self._lock:
                 while self._waiting and self._waiting[0].cancelled:
                     self._end(self._waiting.popleft(), Completion("", (), "cancelled", 0, 0, 0, 0.0, 0, 0.0))
-                if not self._waiting or len(self._answering) >= self.speaker.slots:
+                if not self._waiting or len(self._answering) >= self.engine.slots:
                     return
                 ticket = self._waiting.popleft()
             try:
@@ -327,7 +327,7 @@ class Generator:
                     ticket,
                     opened,
                     list(ticket.tokens[len(opened.held) :]),
-                    SamplingParams(request.settings.choice),
+                    TokenSampler(request.settings.sampling),
                     TextStream(
                         self.tokenizer,
                         [*prompt.stop, *(word for word, token in names.items() if token is None)],
@@ -348,12 +348,12 @@ class Generator:
         if best is not None and common and 2 * common >= min(len(best.held), len(tokens)):
             self._idle.remove(best)
             if common < len(best.held):
-                self.speaker.rewind(best.number, common)
-                del best.held[self.speaker.length(best.number) :]
+                self.engine.rewind(best.number, common)
+                del best.held[self.engine.length(best.number) :]
             return best
-        if len(self._idle) + len(self._answering) >= self.speaker.slots:
-            self.speaker.close(self._idle.pop(0).number)
-        return _Open(self.speaker.open(adapter), adapter, sharing.group)
+        if len(self._idle) + len(self._answering) >= self.engine.slots:
+            self.engine.close(self._idle.pop(0).number)
+        return _Open(self.engine.open(adapter), adapter, sharing.group)
 
     def _feed(self) -> None:
         """Feed prompts, the oldest first, and choose the first token of those that are whole."""
@@ -362,7 +362,7 @@ class Generator:
             part, each.rest = each.rest[:left], each.rest[left:]
             start = time.perf_counter()
             try:
-                logits = self.speaker.feed(each.open.number, part)
+                logits = self.engine.feed(each.open.number, part)
             except PrgeError as error:
                 self._drop(each, error)
                 continue
@@ -378,7 +378,7 @@ class Generator:
     def _step(self, speaking: Sequence[_Answering]) -> None:
         start = time.perf_counter()
         try:
-            logits = self.speaker.step({each.open.number: each.tokens[-1] for each in speaking})
+            logits = self.engine.step({each.open.number: each.tokens[-1] for each in speaking})
         except PrgeError as error:
             for each in speaking:
                 self._drop(each, error)
@@ -395,8 +395,8 @@ class Generator:
         if len(speaking) != 1 or (each := speaking[0]).lookup is None:
             return []
         # Of room for n tokens the last one needs no draft.
-        room = self.speaker.context - len(each.open.held) - 1, each.ticket.request.settings.max_tokens
-        most = min(room[0], room[1] - len(each.tokens), self.speaker.most_checked) - 1
+        room = self.engine.context - len(each.open.held) - 1, each.ticket.request.settings.max_tokens
+        most = min(room[0], room[1] - len(each.tokens), self.engine.most_checked) - 1
         return each.lookup.draft(most) if most > 0 else []
 
     def _check(self, each: _Answering, draft: list[int]) -> None:
@@ -404,7 +404,7 @@ class Generator:
         number, held, tokens = each.open.number, each.open.held, [each.tokens[-1], *draft]
         start = time.perf_counter()
         try:
-            logits = self.speaker.check(number, tokens)
+            logits = self.engine.check(number, tokens)
         except PrgeError as error:
             self._drop(each, error)
             return
@@ -416,7 +416,7 @@ class Generator:
             if not self._choose(each, logits[place]) or each.tokens[-1:] != tokens[place + 1 : place + 2]:
                 break
         if each.ticket.error is None:
-            self.speaker.rewind(number, len(held))
+            self.engine.rewind(number, len(held))
         if each.lookup is not None:
             each.lookup.note(len(draft), place)
 
@@ -427,7 +427,7 @@ class Generator:
             Whether the answer goes on.
         """
         try:
-            token = each.choice.choose(logits, each.open.held)
+            token = each.sampling.sample(logits, each.open.held)
         except PrgeError as error:
             self._drop(each, error)
             return False
@@ -442,7 +442,7 @@ class Generator:
             self._finish(each, "stop")
         elif len(each.tokens) >= each.ticket.request.settings.max_tokens:
             self._finish(each, "length")
-        elif len(each.open.held) + 1 >= self.speaker.context:
+        elif len(each.open.held) + 1 >= self.engine.context:
             self._finish(each, "context")
         else:
             return True
@@ -470,11 +470,11 @@ class Generator:
     def _drop(self, each: _Answering, error: PrgeError) -> None:
         """End an answer that the engine failed at; nobody knows what its sequence holds."""
         self._answering.remove(each)
-        self.speaker.close(each.open.number)
+        self.engine.close(each.open.number)
         self._fail(each.ticket, error)
 
     def _tell(self, each: _Answering, text: str) -> None:
-        self._told.append(lambda: each.ticket.tell(text))
+        self._told.append(lambda: each.ticket.send_text(text))
 
     def _end(self, ticket: Ticket, answer: Completion) -> None:
         ticket.answer = answer

@@ -16,7 +16,7 @@ from prge.data.tokenization.control_tokens import (
     in_messages,
     in_prompts,
 )
-from prge.data.tokenization.inputs import checked_json
+from prge.data.tokenization.inputs import to_json_value
 from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
 from prge.errors import DataError
 
@@ -75,17 +75,19 @@ class Prompts:
         """
         return compile_chat_template(self._tokenizer, self._date)
 
-    def of_text(self, text: str, *, most: int | None = None) -> Prompt:
+    def encode_text(self, text: str, *, most: int | None = None) -> Prompt:
         """A text as it is, after the model's `begin`.
 
         What has more than `most` tokens is read a little further than that.
         """
         control = in_prompts(self._control_tokens)
         self._count(CONTROL_READ if control else CONTROL_AS_TEXT, self._tokenizer.count_control(text))
-        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, most=most)
+        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, max_tokens=most)
         return Prompt(tuple(tokens.tolist()))
 
-    def of_messages(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> Prompt:
+    def encode_messages(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> Prompt:
         """A conversation up to where the assistant answers.
 
         Args:
@@ -95,11 +97,9 @@ class Prompts:
         Raises:
             DataError, BundleError: as `rendered`.
         """
-        return self.of_rendered(self.rendered(messages, variables))
+        return self.encode_rendered(self.render(messages, variables))
 
-    def rendered(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
-    ) -> RenderedText:
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> RenderedText:
         """The text of a conversation in the chat template; `variables` as of `of_messages`.
 
         Raises:
@@ -114,8 +114,8 @@ class Prompts:
                 code="chat-template-missing",
             )
         _ = self._after_turn  # from here on the template isn't asked
-        messages = checked_json(list(messages), "messages")
-        variables = checked_json(dict(variables or {}), "what the chat template is given")
+        messages = to_json_value(list(messages), "messages")
+        variables = to_json_value(dict(variables or {}), "what the chat template is given")
         texts = MessageTexts(self._tokenizer, self._control_tokens, [*messages, variables])
         is_read = in_messages(self._control_tokens)
         self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)
@@ -124,10 +124,10 @@ class Prompts:
         )
         return texts.restore(text)
 
-    def of_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
+    def encode_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.
-        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, most=most)
+        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, max_tokens=most)
         ends, stop = self.end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 

@@ -30,7 +30,7 @@ MIN_P = 0.1
 
 
 @dataclass(frozen=True)
-class ChoiceSettings:
+class SamplingSettings:
     """How a token is chosen; raises ConfigError for what can't be."""
 
     temperature: float = 0.0
@@ -60,15 +60,15 @@ class ChoiceSettings:
             raise ConfigError("no token can be chosen so:", problems, code="settings-unusable")
 
 
-class SamplingParams:
+class TokenSampler:
     """Chooses the tokens of one answer, one after the other."""
 
-    def __init__(self, settings: ChoiceSettings) -> None:
+    def __init__(self, settings: SamplingSettings) -> None:
         self._settings = settings
         self._seed = int.from_bytes(os.urandom(8), "little") if settings.seed is None else settings.seed
         self._drawn = 0
 
-    def choose(self, logits: FloatArray, history: Sequence[int]) -> int:
+    def sample(self, logits: FloatArray, history: Sequence[int]) -> int:
         """The next token's id.
 
         Args:

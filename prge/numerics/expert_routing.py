@@ -17,7 +17,7 @@ import numpy as np
 from prge.engine import FloatArray, IntArray
 
 # An expert's number, what is its tokens' [..., tokens, numbers] of each array given -> its answers.
-Run = Callable[..., Sequence[FloatArray]]
+ExpertFunction = Callable[..., Sequence[FloatArray]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Routing:
         return self.leaving - self.said
 
     @property
-    def read(self) -> int:
+    def read_width(self) -> int:
         """Numbers of a state that experts and their way back read."""
         return self.entering - self.rest
 
@@ -57,7 +57,7 @@ class Routing:
         return (self.entering - self.seen - self.rest) // 2
 
     @property
-    def fits(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether the widths are those of such a layer."""
         return (
             min(self.seen, self.said, self.chosen) >= 1
@@ -87,10 +87,10 @@ class Routing:
     def behind(self, states: FloatArray) -> FloatArray:
         """States [..., tokens, leaving] to which no expert has added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
-        result[..., self.said :] = states[..., self.read :]
+        result[..., self.said :] = states[..., self.read_width :]
         return result
 
-    def forward(self, states: FloatArray, run: Run, *tangents: FloatArray) -> list[FloatArray]:
+    def forward(self, states: FloatArray, run: ExpertFunction, *tangents: FloatArray) -> list[FloatArray]:
         """States behind the experts [tokens, leaving], and tangents [queries, tokens, leaving] of them.
 
         Args:
@@ -105,7 +105,7 @@ class Routing:
                 whole[..., tokens, : self.said] += said
         return found
 
-    def backward(self, states: FloatArray, slope: FloatArray, run: Run) -> FloatArray:
+    def backward(self, states: FloatArray, slope: FloatArray, run: ExpertFunction) -> FloatArray:
         """Slope [tokens, entering] of the states before the experts, from that [tokens, leaving] behind.
 
         Args:
@@ -114,7 +114,7 @@ class Routing:
             run: the way back of an expert, of states and slope.
         """
         found = np.zeros((len(states), self.entering), np.float32)
-        found[:, self.read :] = slope[:, self.said :]
+        found[:, self.read_width :] = slope[:, self.said :]
         for expert, tokens, places in self.choices(states):
             (own,) = run(expert, self.gathered(states, tokens, places), slope[tokens, : self.said])
             found[tokens, : self.seen] += own[:, :-1]

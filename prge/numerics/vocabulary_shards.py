@@ -24,7 +24,7 @@ _STEP = 80.0
 _MOST_SHIFTS = 64
 
 
-def shards_of(words: int, width: int) -> int:
+def count_shards(words: int, width: int) -> int:
     """How many equal shards a vocabulary of so many words is read in, by a head of a width.
 
     The fewest of at most 20 million numbers; else, where it can't be cut evenly, as many as there can be.
@@ -38,7 +38,7 @@ class TargetLogProbs:
 
         reading = TargetLogProbs(targets, words=32_768)
         for shard in range(8):
-            reading.add(shard, which, *reading.ask(which, lambda shift: ...))
+            reading.add(shard, which, *reading.compute_shifted(which, lambda shift: ...))
         reading.logprobs
 
     `log_total` f64 [questions] is the logarithm of the sum of exponentials so far.
@@ -63,17 +63,17 @@ class TargetLogProbs:
         return np.asarray(self._logits - self.log_total, np.float32)
 
     @property
-    def changes(self) -> FloatArray:
+    def tangents(self) -> FloatArray:
         """Tangents of these, f32 [queries, questions]."""
         return np.asarray(self._changes - self._mean_changes, np.float32)
 
-    def within(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
+    def local_targets(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
         """Targets as a shard counts them, and 1 where it has them; where it has not, 0 and any number."""
         numbers = self._targets[which] - shard * self._words
         has = (numbers >= 0) & (numbers < self._words)
         return np.where(has, numbers, 0), has.astype(np.float32)
 
-    def ask(
+    def compute_shifted(
         self, which: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
     ) -> tuple[FloatArray, FloatArray, FloatArray | None]:
         """The shift, and what a shard answers to it: asked again as long as sums overflow, or vanish.
@@ -111,7 +111,7 @@ class TargetLogProbs:
             parts: f32 [questions, 2], the logit of the target and the sum of exponentials, after the shift.
             tangents: f32 [queries, questions, 2] of these.
         """
-        has = self.within(shard, which)[1]
+        has = self.local_targets(shard, which)[1]
         with np.errstate(divide="ignore"):
             log_total = shift + np.log(parts[:, 1].astype(np.float64))
         before = self.log_total[which].copy()

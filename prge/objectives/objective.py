@@ -32,7 +32,7 @@ class Objective(Protocol):
     out. `is_separate` tells that it takes nothing of others: a step may compute its examples in parts.
     """
 
-    is_separate: ClassVar[bool]
+    is_separable: ClassVar[bool]
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """Loss of every example, f64 [copies, examples]."""
@@ -51,7 +51,7 @@ class CrossEntropy:
     2305.17333); the vocabulary's normalizer cancels in it.
     """
 
-    is_separate: ClassVar = True
+    is_separable: ClassVar = True
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
@@ -117,7 +117,7 @@ class Loss:
         return found
 
     @property
-    def by_output(self) -> Float64Array:
+    def grad_outputs(self) -> Float64Array:
         """Derivative of the sum of all losses by the outputs of one copy, f64 in their shape."""
         (by_score,) = self.by_score
         if self.head is not None:

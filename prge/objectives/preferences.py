@@ -45,9 +45,9 @@ class Preference(ABC):
     """
 
     beta: float
-    compares: ClassVar[bool] = True
-    enough: ClassVar[float] = 0.0
-    is_separate: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
+    sufficient_loss: ClassVar[float] = 0.0
+    is_separable: ClassVar[bool] = True
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """What each answer is worth, f64 in the shape of the scores; with a reference, what it gained.
@@ -55,7 +55,7 @@ class Preference(ABC):
         Raises:
             ValueError: an example lacks its reference.
         """
-        gained = scores - references_of(examples) if self.compares else scores
+        gained = scores - references_of(examples) if self.needs_reference else scores
         rewards: Float64Array = self.units(examples) * gained
         return rewards
 
@@ -98,7 +98,7 @@ class DPO(OfMargins):
     """
 
     label_smoothing: float = 0.0
-    enough: ClassVar[float] = _SURE
+    sufficient_loss: ClassVar[float] = _SURE
 
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
         """See OfMargins."""
@@ -126,8 +126,8 @@ class SimPO(OfMargins):
     """The chosen mean is above the rejected one by a target `gamma` (Meng et al. 2024, arXiv 2405.14734)."""
 
     gamma: float = 1.0
-    compares: ClassVar[bool] = False
-    enough: ClassVar[float] = _SURE
+    needs_reference: ClassVar[bool] = False
+    sufficient_loss: ClassVar[float] = _SURE
 
     def units(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
@@ -146,7 +146,7 @@ class ORPO(Preference):
     Hong et al. 2024, arXiv 2403.07691.
     """
 
-    compares: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
 
     def units(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
@@ -177,7 +177,7 @@ class KTO(Preference):
     That average, at least 0, is a number without slope (Ethayarajh et al. 2024, arXiv 2402.01306).
     """
 
-    is_separate: ClassVar[bool] = False
+    is_separable: ClassVar[bool] = False
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
@@ -238,7 +238,7 @@ PREFERENCES: Mapping[str, ObjectiveEntry] = {
 _BY_ROWS: Mapping[Preferring, ObjectiveName] = {"": "completion", "pairs": "dpo", "ratings": "kto"}
 
 
-def settled_objective(given: ObjectiveName, rows: Preferring) -> ObjectiveName:
+def resolve_objective(given: ObjectiveName, rows: Preferring) -> ObjectiveName:
     """The objective of rows without a task; raises ValueError saying why a given one isn't theirs."""
     if given == "auto":
         return _BY_ROWS[rows]

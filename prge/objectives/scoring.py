@@ -72,7 +72,7 @@ def score(
     return Scores(totals, losses, table[0].argmax(-1), lengths)
 
 
-def referred(
+def with_reference_scores(
     engine: ForwardEngine,
     adapter: Adapter,
     examples: Sequence[Example],

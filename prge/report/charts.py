@@ -1,7 +1,7 @@
 """Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
 
 The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across. A
-`Picture` of a report takes the text, and `as_file` makes it one for a file; `beside` puts several into one.
+`Picture` of a report takes the text, and `standalone_svg` makes it one for a file; `arrange_charts` puts several into one.
 Nothing in a chart is a script or a link.
 
     line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
@@ -62,7 +62,7 @@ def line_chart(
     Args:
         lines: in the order of the legend.
         x_label: under the picture.
-        y_label: beside it.
+        y_label: arrange_charts it.
         log: whether x is logarithmic; what isn't above 0 has no place then.
         levels: values of y that a dashed line shows, by name.
         x_names: words at x = 0, 1, ... in place of numbers.
@@ -86,7 +86,7 @@ def line_chart(
     parts = [_begin(height, f"{y_label} against {x_label}"), *_legend(named)]
     for value in up.ticks:
         parts.append(_rule((_LEFT, up(value)), (_WIDTH - _RIGHT, up(value)), 0.15))
-        parts.append(_text(_LEFT - 5, up(value) + 4, number(value), "end"))
+        parts.append(_text(_LEFT - 5, up(value) + 4, format_number(value), "end"))
     parts += _floor(across, x_label, x_names, floor, height)
     parts.append(
         f'<text transform="translate(10 {(top + floor) / 2:.1f}) rotate(-90)" text-anchor="middle">'
@@ -97,11 +97,11 @@ def line_chart(
         parts.append(_text(_LEFT + 4, up(level) - 3, name, "start"))
     for line in lines:
         parts.append(_band([(across(x), up(low), up(high)) for x, low, high in line.band], line.hue))
-        parts.append(_drawn(line, [(across(x), up(y)) for x, y in thinned(line.points, _MOST)]))
+        parts.append(_drawn(line, [(across(x), up(y)) for x, y in thin_points(line.points, _MOST)]))
     return "".join([*parts, "</svg>"])
 
 
-def beside(charts: Sequence[str], columns: int | None = None) -> str:
+def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
     """Charts of this module as one, so many in a row, by default all; empty ones take no room."""
     charts = [chart for chart in charts if chart]
     parts, width, y = [], 0, 0
@@ -116,14 +116,14 @@ def beside(charts: Sequence[str], columns: int | None = None) -> str:
     return "".join([_begin(y, "", width), *parts, "</svg>"]) if parts else ""
 
 
-def as_file(chart: str) -> str:
+def standalone_svg(chart: str) -> str:
     """A chart for a file of its own: dark text on white, at twice its size."""
     width, height = _size_of(chart)
     look = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
     return chart.replace("<svg ", f"<svg {look} ", 1)
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
+def thin_points(points: Sequence[Point], most: int) -> list[Point]:
     """At most so many points, in order: of every stretch of a longer line its lowest and its highest."""
     if len(points) <= most:
         return list(points)
@@ -136,8 +136,8 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     return kept
 
 
-def number(value: float) -> str:
-    """A number for a label: at most four digits that matter, thousands by name."""
+def format_number(value: float) -> str:
+    """A format_number for a label: at most four digits that matter, thousands by name."""
     for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             scale = 1e3 if name == "k" else size
@@ -217,7 +217,7 @@ def _floor(axis: _Axis, label: str, names: Sequence[str], floor: float, height: 
     for index, value in enumerate(axis.ticks):
         x = axis(value)
         parts.append(_rule((x, floor), (x, floor + 4), 0.6))
-        parts.append(_text(x, floor + 16, names[index] if names else number(value), "middle"))
+        parts.append(_text(x, floor + 16, names[index] if names else format_number(value), "middle"))
     return [*parts, _text((axis.start + axis.end) / 2, height - 6, label, "middle")]
 
 

@@ -152,7 +152,7 @@ def check_file(path: Path) -> None:
         raise storage_error(path, error) from None
 
 
-def check_place(folder: Path, needed: int = 0) -> None:
+def check_writable_folder(folder: Path, needed: int = 0) -> None:
     """See in an instant whether files can be made in a folder, which may not be there yet. Nothing stays.
 
     Args:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 @contextmanager
-def one_interrupt(restored: bool) -> Iterator[None]:
+def single_interrupt(restored: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C only; who had it ignored before keeps that.
 
     `restored` says whether Ctrl-C is as before afterwards; a process that ends then has no use for it.
@@ -38,7 +38,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def handled_by(
+def handle_signals(
     handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals]
 ) -> Iterator[None]:
     """Let signals call `handler`, and afterwards what they called before. A thread leaves them alone."""

@@ -11,7 +11,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-GET_MEMORY = "close other programs, give more memory, or use a smaller model or fewer rows"
+OUT_OF_MEMORY_REMEDY = "close other programs, give more memory, or use a smaller model or fewer rows"
 # As Python, the C++ library, the dynamic linker, XNNPACK and torch put it.
 _NO_MEMORY = re.compile(
     "not enough memory|out of memory|out_of_memory|bad_alloc|cannot allocate memory|can't allocate memory|"
@@ -20,7 +20,7 @@ _NO_MEMORY = re.compile(
 )
 
 
-def tells_no_memory(error: BaseException | str) -> bool:
+def is_out_of_memory(error: BaseException | str) -> bool:
     """Whether an error, or what a library logged, comes from memory that ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

@@ -28,7 +28,7 @@ def install(wanted: Iterable[str]) -> str:
     return f"pip install {shlex.join(wanted)}"
 
 
-def install_extra(*extras: str) -> str:
+def install_extra_command(*extras: str) -> str:
     """The command that installs the packages of some of prge's extras; "" has those that all verbs need."""
     wanted = dict.fromkeys(each for each, extra in _required() if extra in extras)
     return install(wanted or ["-e", f".[{','.join(extras)}]"])
@@ -53,7 +53,7 @@ def _plain_name(name: str) -> str:
 
 
 @contextmanager
-def needing(extra: str) -> Iterator[None]:
+def require_extra(extra: str) -> Iterator[None]:
     """Turn the lack of a package inside the block into a PrgeError that names the extra; "" names none."""
     try:
         yield
@@ -63,6 +63,6 @@ def needing(extra: str) -> Iterator[None]:
             raise
         raise PrgeError(
             f"the package {missing} is not installed",
-            remedy=f"{install_extra('', extra)}\n  `prge doctor` shows what is missing",
+            remedy=f"{install_extra_command('', extra)}\n  `prge doctor` shows what is missing",
             code="package-missing",
         ) from None

@@ -12,7 +12,7 @@ POLL_SECONDS = 0.005
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """The most memory of a process and its children, in MB.
 
     `anonymous_mb` is what no file can give back, of all of them; `peak_rss_mb` (VmHWM) what was resident,
@@ -24,9 +24,9 @@ class Peak:
 
 
 @contextmanager
-def watched(number: int, every_seconds: float = POLL_SECONDS) -> Iterator[Peak]:
+def watch_memory(number: int, every_seconds: float = POLL_SECONDS) -> Iterator[MemoryPeak]:
     """Look at a process, of that number, for a while."""
-    peak, over = Peak(), threading.Event()
+    peak, over = MemoryPeak(), threading.Event()
 
     def look() -> None:
         while not over.wait(every_seconds):

@@ -67,7 +67,7 @@ class Progress:
             with best_effort(self._stream):
                 self._bar.refresh()
 
-    def set_aside(self, seconds: float, recurring: bool = True) -> None:
+    def exclude(self, seconds: float, recurring: bool = True) -> None:
         """Leave out seconds that went into something else than steps, such as an evaluation.
 
         They don't count for tokens a second. What is `recurring` counts for the time that is left, once there
@@ -128,7 +128,7 @@ class Progress:
         facts = []
         elapsed, steps = self._clock() - self._started, self._done - self._first
         if steps > 0:
-            facts.append(f"{duration(elapsed / steps * (self._steps - self._done))} left")
+            facts.append(f"{format_duration(elapsed / steps * (self._steps - self._done))} left")
         for name, value in self._values.items():
             facts.append(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}")
         if elapsed > self._aside and self._tokens:
@@ -162,10 +162,10 @@ class TimeLeft:
             self._seconds += seconds
         if not self._measured or not self._left:
             return ""
-        return f"at most {duration(self._seconds / self._measured * self._left)} left"
+        return f"at most {format_duration(self._seconds / self._measured * self._left)} left"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in words of at most two units, such as `3 min 20 s`."""
     total = max(0, round(seconds))
     if total < 60:

@@ -65,7 +65,7 @@ def read_regular(path: Path, *, follow: bool = False) -> bytes:
         return stream.read()
 
 
-def warn_of_shared_key(path: Path) -> None:
+def warn_if_key_is_shared(path: Path) -> None:
     """Print a line where others than its owner may read a file that holds a key."""
     with contextlib.suppress(OSError), best_effort(sys.stderr):
         mode = stat.S_IMODE(os.stat(path).st_mode)

@@ -55,7 +55,7 @@ class BoundedChild:
         other.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection)
 
-    def ask(self, request: bytes) -> bytes:
+    def call(self, request: bytes) -> bytes:
         """The answer to a request.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def let_threads_sleep() -> None:
+def set_passive_wait_policy() -> None:
     """Have OpenMP's threads sleep while they wait for work; call it before torch is imported.
 
     By default they look for work in a loop, which takes the processor from whoever has some: where other

@@ -11,27 +11,27 @@ from prge.objectives.classification_head import Head
 from prge.training.checkpoint import head_at
 
 
-def task_of(bundle: Bundle, name: str | Path | None) -> Task | None:
+def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
     """The task of a name or file, with its classes in the order that the bundle's own head has them in.
 
     Raises:
         ConfigError: it can't be used.
     """
-    return ordered(bundle, load_task(name)) if name else None
+    return with_bundle_label_order(bundle, load_task(name)) if name else None
 
 
-def ordered(bundle: Bundle, task: Task | None) -> Task | None:
+def with_bundle_label_order(bundle: Bundle, task: Task | None) -> Task | None:
     """A task with its classes in the order that the bundle's own head has them in, if these are its own."""
     return None if task is None else _in_order(task, bundle.labels) or task
 
 
-def head_of(bundle: Bundle, source: Path, task: Task | None, classes: int) -> Head | None:
+def load_head(bundle: Bundle, source: Path, task: Task | None, classes: int) -> Head | None:
     """The head beside an adapter of a bundle; None where there is none for the task's classes.
 
     Args:
         bundle: of the adapter.
         source: folder of the adapter; the bundle's own has the head that the checkpoint came with.
-        task: as `task_of` gives it.
+        task: as `load_bundle_task` gives it.
         classes: of the rows.
 
     Raises:
@@ -42,7 +42,7 @@ def head_of(bundle: Bundle, source: Path, task: Task | None, classes: int) -> He
     return head_at(source, classes, bundle.chain.width)
 
 
-def refused_labels(bundle: Bundle) -> str:
+def describe_unused_head(bundle: Bundle) -> str:
     """Why rows are scored by another head than the checkpoint's own; empty if it has none."""
     if not bundle.labels:
         return ""

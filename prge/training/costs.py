@@ -23,7 +23,7 @@ from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
 from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP, PREFILL, STEP_ROLES
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
-from prge.numerics.vocabulary_shards import shards_of
+from prge.numerics.vocabulary_shards import count_shards
 from prge.objectives.examples import Example, sequences_of
 from prge.objectives.scoring import SCORED_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
@@ -42,10 +42,10 @@ ENGINE_BYTES = {"native": 10 * MIB, "torch": 180 * MIB}
 # Of a word of a tokenizer, while it is read: 800 of SmolLM2's 49,152, 950 of 260,000 words.
 _BYTES_OF_A_WORD = 900
 # Of a token of rows that wait for their turn.
-BYTES_OF_A_TOKEN = 70
+BYTES_PER_WAITING_TOKEN = 70
 # Of a number that exact gradients train, with its gradient, moments, and copies for journal and checkpoints;
-# 75 to 79 were measured, and some megabytes besides.
-BYTES_OF_A_NUMBER = 80
+# 75 to 79 were measured, and some format_megabytes besides.
+BYTES_PER_TRAINED_VALUE = 80
 _BYTES_OF_TRAINING = 8 * MIB
 # Of a block's method in the engine's own tables.
 _METHOD_BYTES = {FORWARD: 600_000, JVP: 750_000, BACKWARD: 250_000, FORWARD_SAVE: 600_000}
@@ -86,8 +86,8 @@ class StepShape:
         vocabulary_size: of the model.
         copies: of the adapter in a `stack`; scoring has one.
         queries: directions of a `tangent`.
-        is_separate: see prge.objectives.objective.Objective.
-        of_example: sequences of an example, at most, which an exact step computes together.
+        is_separable: see prge.objectives.objective.Objective.
+        sequences_per_example: sequences of an example, at most, which an exact step computes together.
     """
 
     role: str
@@ -97,8 +97,8 @@ class StepShape:
     vocabulary_size: int
     copies: int = 1
     queries: int = 0
-    is_separate: bool = True
-    of_example: int = 1
+    is_separable: bool = True
+    sequences_per_example: int = 1
 
     @property
     def is_exact(self) -> bool:
@@ -109,12 +109,12 @@ class StepShape:
     def tokens_together(self) -> int:
         """Tokens of the sequences whose states are there at once."""
         if self.is_exact:
-            most = MICROBATCH_TOKENS if self.is_separate else self.sequences * self.tokens
+            most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
             most = SCORED_TOKENS
         else:
             most = STATES_AT_ONCE // (self.copies * (1 + self.queries))
-        return min(self.sequences * self.tokens, max(most, self.of_example * self.tokens))
+        return min(self.sequences * self.tokens, max(most, self.sequences_per_example * self.tokens))
 
     @property
     def states(self) -> int:
@@ -122,14 +122,14 @@ class StepShape:
         return self.copies * self.tokens_together
 
     @property
-    def together(self) -> int:
+    def sequences_at_once(self) -> int:
         """Sequences of the longest length that make so many tokens."""
         return -(-self.tokens_together // self.tokens)
 
     @property
     def rows(self) -> int:
         """The same with every copy of the adapter."""
-        return self.copies * self.together
+        return self.copies * self.sequences_at_once
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class ModelSizes:
     @property
     def shards(self) -> int:
         """Blocks of the head, each with a shard of the vocabulary; an encoder has none."""
-        return shards_of(self.head.outputs, self.head.inputs) if self.head else 0
+        return count_shards(self.head.outputs, self.head.inputs) if self.head else 0
 
     @property
     def experts(self) -> int:
@@ -286,7 +286,7 @@ class RunMemory:
         """What no file can give back."""
         return self.total - self.libraries - self.mapped
 
-    def beside(self, held: int, engine: str) -> int:
+    def total_starting_from(self, held: int, engine: str) -> int:
         """All that will be resident in a process that holds so many bytes before it loads an engine."""
         return self.total - self.runtime - self.libraries - self.tokenizer + held + ENGINE_BYTES[engine]
 
@@ -296,7 +296,7 @@ class RunMemory:
         return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
 
-def shape_of(
+def step_shape(
     role: str, examples: Sequence[Example], sequences: int, model: ModelSpec, **sizes: Any
 ) -> StepShape:
     """The shape of steps of so many sequences, of the largest sizes of examples; without any, of the model's.
@@ -313,7 +313,9 @@ def shape_of(
     return StepShape(role, sequences, longest, max(targets, 1), model.vocabulary_size, **sizes)
 
 
-def weights_of(outline: ModelSizes, scheme: str, int8_table: bool, roles: Collection[str]) -> WeightBytes:
+def estimate_weight_bytes(
+    outline: ModelSizes, scheme: str, int8_table: bool, roles: Collection[str]
+) -> WeightBytes:
     """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
     head = [outline.head] if outline.head else []
     of_head = "8da8w" if scheme == "8da4w" else scheme
@@ -347,16 +349,16 @@ def weights_of(outline: ModelSizes, scheme: str, int8_table: bool, roles: Collec
     )
 
 
-def weights_of_bundle(
+def bundle_weight_bytes(
     outline: ModelSizes, chain: Chain, size: Callable[[str], int], scheme: str | None
 ) -> WeightBytes:
     """Those of a bundle that is there; `size` tells the bytes of its files by their names."""
     is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
-    weights = weights_of(outline, scheme or "fp32", is_int8, chain.roles)
+    weights = estimate_weight_bytes(outline, scheme or "fp32", is_int8, chain.roles)
     return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
-def programs_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
+def estimate_program_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
     """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
     of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
@@ -364,7 +366,7 @@ def programs_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
     return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
 
 
-def run_memory(
+def estimate_run_memory(
     outline: ModelSizes,
     shape: StepShape,
     weights: WeightBytes,
@@ -400,7 +402,7 @@ def run_memory(
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     numbers = adapter_size(outline.modules)
     if shape.is_exact:
-        adapter = _BYTES_OF_TRAINING + BYTES_OF_A_NUMBER * numbers
+        adapter = _BYTES_OF_TRAINING + BYTES_PER_TRAINED_VALUE * numbers
     else:
         adapter = 4 * shape.copies * numbers
     return RunMemory(
@@ -435,7 +437,7 @@ class _Call:
 def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
     """The largest call of a block in steps: of a row in chunks one alone."""
     queries, whole = min(shape.queries, bounds.queries), shape.tokens
-    rows = min(shape.copies, bounds.copies) * min(shape.together, bounds.batch)
+    rows = min(shape.copies, bounds.copies) * min(shape.sequences_at_once, bounds.batch)
     asked = min(shape.rows * shape.targets, bounds.states // (1 + queries))
     return _Call(1 if whole > bounds.chunk else rows, queries, min(whole, bounds.chunk), asked)
 
@@ -521,7 +523,7 @@ def _torch_arena(
     return below + adapted + opening + head
 
 
-def text_memory(
+def estimate_generation_memory(
     outline: ModelSizes,
     vocabulary_size: int,
     weights: WeightBytes,
@@ -588,7 +590,7 @@ class Budget:
         return {"limit_bytes": self.limit, "predicted_bytes": self.predicted}
 
 
-def budget_within(
+def fit_budget(
     limit: int, predicted: Callable[[int], int], weights: WeightBytes, process: str, remedy: str
 ) -> Budget:
     """The most weights and activations that a process may hold and keep a bound.
@@ -608,8 +610,8 @@ def budget_within(
         # What a process holds before it loads an engine differs a little from start to start.
         named = math.ceil(_STARTS * least / 1e6) * 10**6
         raise ConfigError(
-            f"--memory {megabytes(limit)} is too little:",
-            [f"{process} needs at least {megabytes(named)}"],
+            f"--memory {format_megabytes(limit)} is too little:",
+            [f"{process} needs at least {format_megabytes(named)}"],
             remedy=remedy,
             code="memory-too-little",
         )
@@ -617,7 +619,7 @@ def budget_within(
     return Budget(limit, loaded, predicted(loaded))
 
 
-def costs_of(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
+def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
     """The outline and weights of an opened bundle.
 
     Raises:
@@ -633,12 +635,12 @@ def costs_of(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
     outline = ModelSizes.from_json(manifest["outline"], bundle.chain)
     quantization = manifest.get("quantization")
     scheme = quantization.get("scheme") if isinstance(quantization, dict) else None
-    return outline, weights_of_bundle(
+    return outline, bundle_weight_bytes(
         outline, bundle.chain, lambda name: int(manifest["files"][name]["bytes"]), scheme
     )
 
 
-def least_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | None = None) -> int:
+def minimum_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | None = None) -> int:
     """The least `--memory` of a run on the native engine, with some room besides.
 
     Args:
@@ -648,10 +650,10 @@ def least_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | 
         length: tokens of each.
         held: bytes that the process holds before it loads the engine; None: as on the machine of the figures.
     """
-    outline, weights = costs_of(bundle)
+    outline, weights = bundle_costs(bundle)
     shape = StepShape(role, rows, length, length - 1, bundle.chain.vocabulary_size)
-    taken = run_memory(outline, shape, weights, bundle.chain.roles, "native", weights.largest)
-    return round(_ROOM * (taken.total if held is None else taken.beside(held, "native")))
+    taken = estimate_run_memory(outline, shape, weights, bundle.chain.roles, "native", weights.largest)
+    return round(_ROOM * (taken.total if held is None else taken.total_starting_from(held, "native")))
 
 
 def memory_table(
@@ -666,22 +668,26 @@ def memory_table(
     rows = []
     for estimator, shape in shapes.items():
         for loaded in (None, weights.largest):
-            found = run_memory(outline, shape, weights, roles, "native", loaded)
+            found = estimate_run_memory(outline, shape, weights, roles, "native", loaded)
             sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
             rows.append({"estimator": estimator, "loaded_bytes": loaded, **sizes})
     return rows
 
 
-def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def format_memory_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of a `memory_table`."""
     yield f"  {'estimator':<12}{'loaded':<14}{'anonymous':>12}{'--memory':>12}"
     for row in rows:
         loaded = "everything" if row["loaded_bytes"] is None else "one block"
-        sizes = "".join(f"{megabytes(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
+        sizes = "".join(
+            f"{format_megabytes(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes")
+        )
         yield f"  {row['estimator']:<12}{loaded:<14}{sizes}"
 
 
-def export_memory(outline: ModelSizes, scheme: str, roles: Collection[str], calibrates: bool = False) -> int:
+def estimate_export_memory(
+    outline: ModelSizes, scheme: str, roles: Collection[str], calibrates: bool = False
+) -> int:
     """Peak memory of an export; `calibrates` makes one kind of block more of layers that stay int8.
 
     While blocks are verified, the engine has room for the largest call of a block, and the table of
@@ -695,7 +701,7 @@ def export_memory(outline: ModelSizes, scheme: str, roles: Collection[str], cali
     return _EXPORT_BYTES + of_roles + verified
 
 
-def export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
+def estimate_export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
     of_roles = len(roles) + (_SAVING_ROLES if BACKWARD in roles else 0)
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
@@ -706,12 +712,12 @@ def export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool
     return seconds
 
 
-def megabytes(count: float) -> str:
+def format_megabytes(count: float) -> str:
     """Bytes as a user writes them in flags: `331 MB`, of a million bytes each."""
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count:.0f} bytes"
 
 
-def bytes_text(count: object) -> str:
+def format_bytes(count: object) -> str:
     """A number of bytes as a reader wants it: `3.4 MiB`; `unknown` for what is no number."""
     if not isinstance(count, int | float):
         return "unknown"

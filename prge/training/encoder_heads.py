@@ -82,7 +82,7 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
         ) from None
 
 
-def digest_of(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
+def heads_digest(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
     """What heads depend on: the hash of a bundle, an adapter, the examples that they are fitted on, folds."""
     content = hashlib.sha256(f"{bundle} {folds} {examples[0].candidates} ".encode())
     content.update(adapter.values.tobytes())

@@ -51,7 +51,7 @@ def evaluate(
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
     if isinstance(objective, Preference):
-        too_high = np.maximum(scored.losses, objective.enough)
+        too_high = np.maximum(scored.losses, objective.sufficient_loss)
         value = -math.fsum(too_high) / len(examples) - _harm(scored, examples)
         return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:

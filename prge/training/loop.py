@@ -23,7 +23,7 @@ from prge.formats.journal import Journal, Record
 from prge.objectives.examples import token_count
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 from prge.training.checkpoint import TrainingProgress, TrainingState
-from prge.training.estimators.protocol import LEARNT, Estimator, Measurement, Step
+from prge.training.estimators.protocol import GRADIENT_KEYS, Estimator, Measurement, Step
 from prge.training.sampler import Sampler
 
 _REMEDY = "start a new run with a lower learning rate"
@@ -136,7 +136,7 @@ class AdapterLearner:
         """See Learner; the state before a step that diverges is saved; no journal has that step."""
         state, measurement = self.state, None
         record = replayed = self.journal.step(state.step)
-        if record is None or not record.keys() & LEARNT:
+        if record is None or not record.keys() & GRADIENT_KEYS:
             record, measurement = self._measured()
             # A gradient that the journal has forgotten is computed again; all else is what it was.
             record |= replayed or {}

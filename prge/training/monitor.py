@@ -15,7 +15,7 @@ from prge.errors import DivergenceError, PrgeError, shown, visible
 from prge.formats.curves import merit_of, score_of
 from prge.formats.journal import Journal, Record, decode_array
 from prge.formats.run_folder import RunLog, write_summary
-from prge.system.interrupts import ending_signals, handled_by, ignore_interrupts
+from prge.system.interrupts import ending_signals, handle_signals, ignore_interrupts
 from prge.system.memory import proportional_memory
 from prge.system.progress import Progress
 from prge.training.estimators.protocol import Measurement
@@ -23,7 +23,7 @@ from prge.training.evaluation import METRIC_NAMES
 from prge.training.settings import TrainingFlags
 
 
-class Watcher:
+class RunMonitor:
     """Implements prge.training.loop.Observer; `stopped` is set when the user asks for an end.
 
     `newest` is the last evaluation, empty before the first one.
@@ -48,7 +48,7 @@ class Watcher:
         self.describe = describe
         self.stopped = False
         # Further facts of the block `train`, as they come.
-        self.told: Record = {}
+        self.summary_facts: Record = {}
         self.log = RunLog(settings.out, keep_through=taken)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
         self.progress.skip(taken)
@@ -70,7 +70,7 @@ class Watcher:
         self._examples = int(describe()[1].get("training_rows") or 0)
         self.start_clock()
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> RunMonitor:
         self._summarize("running")
         return self
 
@@ -102,7 +102,7 @@ class Watcher:
         self._earlier, self._memory = self.seconds, self.log.memory.report()
         self.start_clock()
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Tell the user, and the log."""
         text = visible(text)  # it may show a row
         self.progress.note(text)
@@ -116,7 +116,7 @@ class Watcher:
 
     def on_pause(self, seconds: float) -> None:
         """Leave a pause out of the seconds of the run."""
-        self.progress.set_aside(seconds, recurring=False)
+        self.progress.exclude(seconds, recurring=False)
         self._paused += seconds
         self._begin += seconds
         self.on_wait("")
@@ -145,27 +145,27 @@ class Watcher:
         self.newest = record
         if fresh:
             self._write_evaluation(record)
-            self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
+            self.note(f"step {record['step']}: development rows: {_figures_text(record)}")
         self._last = time.perf_counter()
 
     def on_samples(self) -> None:
         """Prompts were answered, which counts as an evaluation."""
         now = time.perf_counter()
         self._evaluating += now - self._last
-        self.progress.set_aside(now - self._last)
+        self.progress.exclude(now - self._last)
         self._last = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
         """Say which step the result is of, and how development rows were scored before, at best and last."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
-        self.say(f"final: step {step} of {self.steps}{figures}")
+        self.note(f"final: step {step} of {self.steps}{figures}")
         found: dict[str, Record] = {}
         for name, record in (("before", self._before), ("best", self._best), ("last", self.newest)):
             if record and record["step"] not in {each["step"] for each in found.values()}:
                 found[name] = record
         if len(found) > 1:
-            self.say(evaluation_table(found, step))
+            self.note(evaluation_table(found, step))
 
     def _judge(self, record: Record) -> None:
         """Take note of an evaluation: whether it is of the start, or the best so far."""
@@ -244,14 +244,14 @@ class Watcher:
                 "best_value": (self._best or {}).get("value"),
                 "final_step": self._final,
                 **train,
-                **self.told,
+                **self.summary_facts,
                 "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
             },
         )
 
 
 @contextmanager
-def graceful_stop(watcher: Watcher) -> Iterator[None]:
+def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM or SIGHUP ends the run after its step, a second one at once."""
 
     def stop(number: int, frame: object) -> None:
@@ -259,9 +259,9 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
             ignore_interrupts()
             raise KeyboardInterrupt
         watcher.stopped = True
-        watcher.say("stopping after this step; once more to stop at once")
+        watcher.note("stopping after this step; once more to stop at once")
 
-    with handled_by(stop, ending_signals()):
+    with handle_signals(stop, ending_signals()):
         yield
 
 

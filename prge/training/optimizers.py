@@ -79,7 +79,7 @@ class Adam:
         values -= rate * first / deviation
 
 
-class OwnRates:
+class PerValueRates:
     """Another optimizer whose values move `rates` times as far as it says, f32 [size]."""
 
     def __init__(self, inner: Optimizer, rates: FloatArray) -> None:
@@ -128,7 +128,7 @@ def make_optimizer(
     return DecoupledDecay(optimizer, weight_decay) if weight_decay else optimizer
 
 
-def usual_warmup(steps: int) -> int:
+def default_warmup_steps(steps: int) -> int:
     """Steps in which the learning rate rises: Adam doesn't know gradients' sizes in its first ones."""
     return min(max(round(_WARMUP_SHARE * steps), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * steps))
 

@@ -23,15 +23,15 @@ from prge.training.checkpoint import TrainingState
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Estimator
 from prge.training.estimators.table import EstimatorFlags, make_estimator
-from prge.training.optimizers import Optimizer, OwnRates, make_optimizer, schedule
+from prge.training.optimizers import Optimizer, PerValueRates, make_optimizer, schedule
 from prge.training.sampler import Sampler
-from prge.training.settings import CourseFlags, OptimizerFlags
+from prge.training.settings import OptimizerFlags, TrainingLoopFlags
 
 Precision = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags(OptimizerFlags, EstimatorFlags, ObjectiveFlags, CourseFlags):
+class RunFlags(OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingLoopFlags):
     """The run: what determines its bits, but for its rows and bundle."""
 
     epochs: float | None = None
@@ -121,12 +121,14 @@ class Recipe(RunFlags):
         trained = matrices(modules)
         ratios = (self.lora_plus if matrix.letter == "b" else 1.0 for matrix in trained)
         rates = [np.full(matrix.size, ratio) for matrix, ratio in zip(trained, ratios, strict=True)]
-        return OwnRates(optimizer, np.concatenate(rates).astype(np.float32))
+        return PerValueRates(optimizer, np.concatenate(rates).astype(np.float32))
 
     def learning_rates(self) -> Callable[[int], dict[str, float]]:
         """Learning rates of a step, by their names in the journal."""
         peaks = {"learning_rate": self.learning_rate}
         if self.head_learning_rate:
             peaks["head_learning_rate"] = self.head_learning_rate
-        rates = {name: schedule(self.schedule, peak, self.steps, self.rising) for name, peak in peaks.items()}
+        rates = {
+            name: schedule(self.schedule, peak, self.steps, self.warmup_steps) for name, peak in peaks.items()
+        }
         return lambda step: {name: rate(step) for name, rate in rates.items()}

@@ -22,7 +22,7 @@ def row_order(seed: int, epoch: int, rows: int) -> IntArray:
     return np.argsort(keys, kind="stable")
 
 
-def most_sequences(examples: Sequence[Example]) -> int:
+def max_sequences(examples: Sequence[Example]) -> int:
     """Sequences of the example that has most of them; 1 without examples."""
     return max((len(example.sequences) for example in examples), default=1)
 
@@ -57,7 +57,7 @@ class Sampler:
         self.normalisation = normalisation
         self._sequences = [0]
 
-    def chosen(self, step: int) -> list[Example]:
+    def examples_at(self, step: int) -> list[Example]:
         """The examples of step `step`, counted from 0, as they are."""
         count = len(self.examples)
         cursor = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -65,12 +65,12 @@ class Sampler:
 
     def batch(self, step: int) -> list[Example]:
         """The examples of step `step`, weighted by the normalisation."""
-        chosen = self.chosen(step)
+        chosen = self.examples_at(step)
         return weighted_by_tokens(chosen) if self.normalisation == "token" else chosen
 
     def sequences(self, steps: int) -> int:
         """How many sequences the first so many steps have."""
         for step in range(len(self._sequences) - 1, steps):
-            count = sum(len(example.sequences) for example in self.chosen(step))
+            count = sum(len(example.sequences) for example in self.examples_at(step))
             self._sequences.append(self._sequences[-1] + count)
         return self._sequences[steps]

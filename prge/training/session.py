@@ -72,7 +72,7 @@ class Session:
         train(self.learner, self.learner.settings, observer, interrupted)
 
 
-class Unwatched:
+class SilentObserver:
     """Implements Observer: nobody watches."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
@@ -113,7 +113,7 @@ def open_session(
         estimator=store.estimator(recipe),
         learning_rates=recipe.learning_rates(),
         state=store.resume(recipe.new_state(data.adapter, data.heads)),
-        settings=recipe.loop(checkpoint_every=store.checkpoint_every, until=until),
+        settings=recipe.loop_settings(checkpoint_every=store.checkpoint_every, until=until),
         journal=store.journal,
         keep=store.save,
         score=score if data.dev else None,

@@ -10,13 +10,13 @@ from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Day
 from prge.cli.inputs import BundleInput, DevRows, NamedOrFile, TrainRows
 from prge.cli.outputs import OutputFolder
-from prge.cli.settings import with_whole_paths
+from prge.cli.settings import with_absolute_paths
 from prge.data.options import Overflow
 from prge.data.readers.files import Selection
 from prge.data.sources import hub_names
 from prge.data.tokenization.control_tokens import ControlTokens
 from prge.training.loop import TrainingSettings
-from prge.training.optimizers import OptimizerName, ScheduleName, usual_warmup
+from prge.training.optimizers import OptimizerName, ScheduleName, default_warmup_steps
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
 Rows = TypeVar("Rows", bound="RowsFlags")
@@ -41,7 +41,7 @@ class RowsFlags:
     """Day that a chat template takes for today; default: that of the run that is gone on with or scored, else
     today."""
 
-    def dated(self: Rows) -> Rows:
+    def with_date(self: Rows) -> Rows:
         """The same settings with today's date where they have none."""
         return self if self.date else replace(self, date=Day(date.today().isoformat()))
 
@@ -81,7 +81,7 @@ class OverflowFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateFlags:
+class LearningRateFlags:
     """The learning rate."""
 
     learning_rate: float = 3e-3
@@ -110,7 +110,7 @@ class OptimizerFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CourseFlags(OverflowFlags, RateFlags):
+class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     """How a training goes: what determines its steps, whatever the rows are."""
 
     seed: int = 42
@@ -146,11 +146,11 @@ class CourseFlags(OverflowFlags, RateFlags):
     """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
 
     @property
-    def rising(self) -> int:
+    def warmup_steps(self) -> int:
         """Steps of warm-up."""
-        return usual_warmup(self.steps) if self.warmup is None else self.warmup
+        return default_warmup_steps(self.steps) if self.warmup is None else self.warmup
 
-    def loop(self, *, checkpoint_every: int, until: int | None = None) -> TrainingSettings:
+    def loop_settings(self, *, checkpoint_every: int, until: int | None = None) -> TrainingSettings:
         """The settings of the loop, which ends after `until` steps if that is given."""
         return TrainingSettings(
             steps=self.steps if until is None else until,
@@ -164,7 +164,7 @@ class CourseFlags(OverflowFlags, RateFlags):
 
 
 @dataclass(frozen=True)
-class TrainingFlags(CourseFlags, ExampleFlags):
+class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     """What is trained, and on what."""
 
     bundle: BundleInput
@@ -185,7 +185,7 @@ class TrainingFlags(CourseFlags, ExampleFlags):
 
     def resolved(self: Flags) -> Flags:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        return with_whole_paths(self, leave=hub_names(self, _ROWS), places=("model",))
+        return with_absolute_paths(self, keep=hub_names(self, _ROWS), path_texts=("model",))
 
     def shared_problems(self, steps: int | None) -> list[str]:
         """What can't be used of the settings above; `steps` of the training, if they are known."""

@@ -10,9 +10,9 @@ from typing import Protocol
 from prge.errors import ConfigError
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
-from prge.formats.stored_settings import holds_own, write_settings
+from prge.formats.stored_settings import is_own_file, write_settings
 from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
-from prge.training.estimators.protocol import Estimator, InTurn
+from prge.training.estimators.protocol import Estimator, EstimatorSequence
 from prge.training.estimators.table import EstimatorFlags
 from prge.training.recipe import Recipe
 
@@ -109,7 +109,7 @@ class RunStore:
                 code="settings-changed",
             )
         # Settings that were somebody else's are the user's from now on.
-        if changed or not holds_own(self.folder / CONFIG):
+        if changed or not is_own_file(self.folder / CONFIG):
             write_settings(self.folder / CONFIG, config)
         if changed:
             self.journal.append(
@@ -118,7 +118,7 @@ class RunStore:
 
     def estimator(self, recipe: Recipe) -> Estimator:
         """See Store; a step that the journal holds is replayed by the estimator that it was taken with."""
-        return estimator_of(self.journal)
+        return load_estimator(self.journal)
 
     def resume(self, first: TrainingState) -> TrainingState:
         """See Store; reads the newest checkpoint into `first`."""
@@ -143,10 +143,10 @@ def settings_records(journal: Journal) -> list[Record]:
     return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
 
 
-def estimator_of(journal: Journal) -> Estimator:
+def load_estimator(journal: Journal) -> Estimator:
     """The estimator of a journal's run; it replays a step by that which the step was taken with."""
     since = []
     for record in settings_records(journal):
         with journal.reading(record):
             since.append((record.get("step", 0), Recipe.from_record(record["settings"]).new_estimator()))
-    return since[0][1] if len(since) == 1 else InTurn(since)
+    return since[0][1] if len(since) == 1 else EstimatorSequence(since)

@@ -28,7 +28,7 @@ from workshop import Bench
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal
 from device_runner.fleet.network.keys import make_keys
-from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
+from tests.device_runner.fleet.network.enemy import HostileDevice, PulledTask, garbage, object_of
 
 HONEST, LIARS = "honest", ("liar1", "liar2")
 # The resident memory that a server may grow by while it is attacked, and what a case may take.
@@ -113,7 +113,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         keys = self.server.keys / "devices"
-        self.honest, *self.liars = (Enemy(self.server.address, keys / name) for name in (HONEST, *LIARS))
+        self.honest, *self.liars = (
+            HostileDevice(self.server.address, keys / name) for name in (HONEST, *LIARS)
+        )
         self.agreements: dict[bytes, Agreement] = {}
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ class Scene:
         lines = self.server.service.told().splitlines()
         return sum(line.startswith("round ") and " 0 answers" not in line for line in lines)
 
-    def answer(self, asked: Asked) -> RoundResult:
+    def answer(self, asked: PulledTask) -> RoundResult:
         """What an honest device could say."""
         task = RoundTask.parse(asked.content)
         if task.agreement:
@@ -204,14 +206,14 @@ class Scene:
         return self.random.randbytes(self.random.randint(0, most))
 
 
-Lie = Callable[[Scene, Enemy, Asked], None]
+Lie = Callable[[Scene, HostileDevice, PulledTask], None]
 Stranger = Callable[[Scene], None]
 
 
 def _told(change: Callable[[Scene, RoundResult], bytes | RoundResult | TaskRefusal]) -> Lie:
     """A lie in an answer."""
 
-    def lie(scene: Scene, liar: Enemy, asked: Asked) -> None:
+    def lie(scene: Scene, liar: HostileDevice, asked: PulledTask) -> None:
         said = change(scene, scene.answer(asked))
         liar.push(liar.reply(asked, said if isinstance(said, bytes) else said.to_bytes()))
 
@@ -244,7 +246,7 @@ def _objects(make: Callable[[Scene], Sequence[bytes]]) -> Lie:
     return lambda scene, liar, asked: liar.push_objects(asked, make(scene))
 
 
-def _call(scene: Scene, liar: Enemy, asked: Asked) -> None:
+def _call(scene: Scene, liar: HostileDevice, asked: PulledTask) -> None:
     """Garbage for one of Flower's handlers."""
     name = scene.random.choice(_CALLS)
     path = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).strip("-")
@@ -258,14 +260,14 @@ def _call(scene: Scene, liar: Enemy, asked: Asked) -> None:
     liar.push(liar.reply(asked, b""))
 
 
-def _again(scene: Scene, liar: Enemy, asked: Asked) -> None:
+def _again(scene: Scene, liar: HostileDevice, asked: PulledTask) -> None:
     message = liar.reply(asked, scene.answer(asked).to_bytes())
     for _ in range(12):
         liar.push(message)
 
 
 def _claims(**changes: object) -> Lie:
-    def lie(scene: Scene, liar: Enemy, asked: Asked) -> None:
+    def lie(scene: Scene, liar: HostileDevice, asked: PulledTask) -> None:
         claimed = {name: value(scene) if callable(value) else value for name, value in changes.items()}
         with contextlib.suppress(httpx.HTTPStatusError):
             liar.push(liar.reply(asked, scene.answer(asked).to_bytes(), **claimed))

@@ -29,8 +29,8 @@ from service import Service, serving
 from tables import TABLES
 from workshop import Bench, enlarge_disk, mount_disk, unmount_disk
 
-from prge.data.readers.feedback import Answered
-from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE
+from prge.data.readers.feedback import AnswerRecord
+from tests.hostile_feedback import HOSTILE_FEEDBACK, HOSTILE_TEMPLATE
 
 _EVERY, _ROUNDS = 4, 2
 _WORDS = ("aa", "bb", "cc", "dd")
@@ -166,8 +166,8 @@ def honest_rows() -> list[_Json]:
         prompt = {"prompt": f"{word} {number}"}
         if number % 2:
             prompt = {"messages": [{"role": "user", "content": f"{word} {number}"}]}  # type: ignore[dict-item]
-        answered = Answered(f"cmpl-{number}", "bundle", "", prompt, " dd", {"seed": 1})
-        rows.append(dict(answered.judged(correction=" aa bb")))
+        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt, " dd", {"seed": 1})
+        rows.append(dict(answered.to_feedback(correction=" aa bb")))
         rows[-1]["time"] = "2026-01-01T00:00:00+00:00"
     return rows
 
@@ -212,8 +212,8 @@ def _compared(name: str, stage: _Stage, learner: Learner) -> Found:
 def hostile_row(random: Random) -> tuple[str, object]:
     """A row that can't be learnt."""
     if random.random() < 0.6:
-        name = random.choice(list(HOSTILE))
-        return name, HOSTILE[name]
+        name = random.choice(list(HOSTILE_FEEDBACK))
+        return name, HOSTILE_FEEDBACK[name]
     row = {"id": "h", "prompt": "aa", "answer": " bb", "rating": "good"}
     name = random.choice(_TEXTS)
     value = random.choice([value for value in TABLES["strange"] if not isinstance(value, str)])

@@ -30,9 +30,9 @@ from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
-from device_runner.fleet.messages import RoundResult, RoundTask, Steps, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundSteps, RoundTask, parse_reply
 from device_runner.fleet.privacy.ledger import BEGUN
-from device_runner.fleet.state import first_state, pack_state
+from device_runner.fleet.state import initial_state, pack_state
 from prge.data.forms.task import load_task
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
@@ -81,13 +81,13 @@ class Server:
     def honest(self, number: int | None = None, **changes: Any) -> RoundTask:
         """A round's task, of which some is said otherwise."""
         number, plan = self.number if number is None else number, self.agreement.plan
-        first = number * (plan.local_steps if plan.by_scalars else 1)
+        first = number * (plan.local_steps if plan.sends_projected_gradients else 1)
         task = RoundTask(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
     def state(self, step: int, arrays: Said = None, progress: Said = None) -> bytes:
         """A common state, of which arrays, or none if they are {}, and progress are said otherwise."""
-        state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
+        state = initial_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
         state.progress.step = step
         packed = pack_state(state)
         if arrays is None and progress is None:
@@ -96,12 +96,12 @@ class Server:
         said = json.dumps({**asdict(state.progress), **(progress or {})})
         return zlib.compress(safetensors.numpy.save({**held, **(arrays or {})}, {"progress": said}), 1)
 
-    def steps(self, first: int, **changes: Any) -> Steps:
+    def steps(self, first: int, **changes: Any) -> RoundSteps:
         """A round that the device missed."""
         plan = self.agreement.plan
         few = np.zeros(plan.local_steps, np.float32)
         scalars = np.zeros((plan.local_steps, int(np.prod(plan.shape))), np.float32)
-        return replace(Steps(first, few, few, scalars), **changes)
+        return replace(RoundSteps(first, few, few, scalars), **changes)
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,18 @@ def _far(server: Server) -> RoundTask:
 def _missed(server: Server) -> RoundTask:
     server.number = max(server.number, 1)
     good = server.steps(0)
-    wide = np.zeros((len(good.scalars), good.scalars.shape[1] + 1), np.float32)
+    wide = np.zeros((len(good.projected_gradients), good.projected_gradients.shape[1] + 1), np.float32)
     none = np.zeros(0, np.float32)
     wrong = server.random.choice(
         [
-            replace(good, scalars=wide),
-            replace(good, scalars=np.full_like(good.scalars, np.nan)),
-            replace(good, rates=np.full_like(good.rates, np.inf), scalars=np.ones_like(good.scalars)),
-            replace(good, rates=none, losses=none, scalars=good.scalars[:0]),
+            replace(good, projected_gradients=wide),
+            replace(good, projected_gradients=np.full_like(good.projected_gradients, np.nan)),
+            replace(
+                good,
+                rates=np.full_like(good.rates, np.inf),
+                projected_gradients=np.ones_like(good.projected_gradients),
+            ),
+            replace(good, rates=none, losses=none, projected_gradients=good.projected_gradients[:0]),
             replace(good, first=1),
         ]
     )
@@ -309,7 +313,7 @@ def _judged(server: Server, name: str) -> Case:
         told = LIES[name].tell(server)
         may = LIES[name].may(server)
         answered = answer(server.folder, told if isinstance(told, bytes) else told.to_bytes())
-        said = parse_answer(answered)
+        said = parse_reply(answered)
     except Exception:
         return Case(name, Verdict.TRACEBACK, tail=traceback.format_exc()[-3000:])
     if time.monotonic() - begin > MOST_SECONDS * (6 if name == EVICTIONS else 1):

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from child import Child, prge_ends
 
-from prge.cli.subprocesses import answer_of
-from prge.data.readers.feedback import Answered
+from prge.cli.subprocesses import output_of
+from prge.data.readers.feedback import AnswerRecord
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer, save_model
 
@@ -179,8 +179,8 @@ def write_rows(folder: Path) -> None:
     asked = [[{"role": "user", "content": "aa"}, {"role": "assistant", "content": word}] for word in words]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
     (folder / "task.yaml").write_text(TASK)
-    answers = [Answered(str(n), "m", "", {"prompt": word}, " no", {}) for n, word in enumerate(words)]
-    judged = [answer.judged(correction=" yes") for answer in answers]
+    answers = [AnswerRecord(str(n), "m", "", {"prompt": word}, " no", {}) for n, word in enumerate(words)]
+    judged = [answer.to_feedback(correction=" yes") for answer in answers]
     (folder / "feedback.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
 
 
@@ -188,4 +188,4 @@ def _export(workshop: Workshop, kind: str) -> None:
     if not workshop.bundle(kind).is_dir():
         model, words = KINDS[kind]
         where = ["--model", workshop.model(model), "--out", workshop.bundle(kind)]
-        answer_of("export", *where, "--target-modules", "all-linear", *words)
+        output_of("export", *where, "--target-modules", "all-linear", *words)

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from timing import export
 
-from prge.cli.subprocesses import command_of
+from prge.cli.subprocesses import verb_command
 from prge.data.forms.task import load_task
 from prge.data.readers.files import read_rows
 from prge.formats.journal import Journal
 from prge.formats.run_folder import JOURNAL, environment, read_metrics
-from prge.system.processes import watched
+from prge.system.processes import watch_memory
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 BETA = 0.1
@@ -158,7 +158,7 @@ def engine_steps(
         **({} if objective == "completion" else {"beta": BETA}),
     }
     words = [word for name, value in how.items() for word in (f"--{name}", str(value))]
-    memory = _watched(command_of("run", *words, "--quiet"), None)[1]
+    memory = _watched(verb_command("run", *words, "--quiet"), None)[1]
     metrics = [record for record in read_metrics(out) if record["event"] == "step"]
     with Journal(out / JOURNAL, writable=False) as journal:
         steps = [step for number in range(journal.steps) if (step := journal.step(number)) is not None]
@@ -193,7 +193,7 @@ def _watched(command: Sequence[str], threads: str | None) -> tuple[str, float]:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **more}
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as child,
-        watched(child.pid) as peak,
+        watch_memory(child.pid) as peak,
     ):
         told = child.communicate()[0]
     if child.returncode:

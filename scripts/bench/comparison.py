@@ -26,7 +26,7 @@ from prge.system.memory import PeakMemory
 from server_export.check.model import ModelComparison, compare_with_model
 from server_export.checkpoint.random_models import CONFIGURATIONS
 from server_export.checkpoint.weights import CheckpointWeights
-from server_export.memory import give_back_freed
+from server_export.memory import release_freed_memory
 from server_export.model.chain import ModelChain
 from server_export.settings import ExportConfig
 from server_export.source import open_source
@@ -56,7 +56,7 @@ def _compared(chain: ModelChain, model: Path) -> ModelComparison:
 
 
 def _measured(chain: ModelChain, model: Path) -> dict[str, Any]:
-    give_back_freed()
+    release_freed_memory()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before, begin, processor = PeakMemory().peak, time.monotonic(), time.process_time()
     comparison = _compared(chain, model)

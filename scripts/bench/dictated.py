@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from prge.engine import FloatArray
-from prge.generation.generator import Speaker
+from prge.generation.generator import GenerationEngine
 
 # Tokens of the text that stand in the prompt together, and that stand between such parts.
 PART, BETWEEN = 16, 4
@@ -21,9 +21,9 @@ _FEW_WORDS = 16
 
 
 class DictatedSpeaker:
-    """Implements prge.generation.generator.Speaker: after each token the next one of `text` is the most likely."""
+    """Implements prge.generation.generator.GenerationEngine: after each token the next one of `text` is the most likely."""
 
-    def __init__(self, speaker: Speaker) -> None:
+    def __init__(self, speaker: GenerationEngine) -> None:
         self._speaker = speaker
         self.text: list[int] = []
         self.vocabulary_size, self.context, self.slots = (
@@ -36,17 +36,17 @@ class DictatedSpeaker:
         self.length, self.rewind = speaker.length, speaker.rewind
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See Speaker."""
+        """See GenerationEngine."""
         return self._dictated(self.length(sequence) + len(tokens), self._speaker.feed(sequence, tokens))
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See Speaker."""
+        """See GenerationEngine."""
         first = self.length(sequence) + 1
         found = self._speaker.check(sequence, tokens)
         return np.stack([self._dictated(first + place, logits) for place, logits in enumerate(found)])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """See Speaker."""
+        """See GenerationEngine."""
         found = self._speaker.step(tokens)
         return {each: self._dictated(self.length(each), logits) for each, logits in found.items()}
 

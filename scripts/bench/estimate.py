@@ -22,9 +22,9 @@ from reports import parser_of, report, shape_of
 from serve import ENGINE
 from timing import all_loaded, export, folder_bytes, least_loaded, random_model
 
-from prge.cli.subprocesses import answer_of
+from prge.cli.subprocesses import output_of
 from prge.formats.bundle import open_bundle
-from prge.training.costs import StepShape, costs_of, run_memory
+from prge.training.costs import StepShape, bundle_costs, estimate_run_memory
 from prge.training.estimators.table import ESTIMATORS
 
 THREADS, QUERIES = 1, 4
@@ -40,8 +40,8 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     pairs: dict[str, tuple[float, float]] = {}
     bounds = {"": None, "least": least_loaded(bundle), "weights": all_loaded(bundle)}
     opened = open_bundle(bundle)
-    chain, (outline, weights) = opened.chain, costs_of(opened)
-    told = answer_of("estimate", "--json", "--model", model, *same, "--estimator", "exact")
+    chain, (outline, weights) = opened.chain, bundle_costs(opened)
+    told = output_of("estimate", "--json", "--model", model, *same, "--estimator", "exact")
     estimated = json.loads(told)
     for method, (estimator, kind) in ENGINE.items():
         for rows, tokens in arguments.shapes:
@@ -49,7 +49,7 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
             copies, directions = entry.copies(QUERIES), entry.directions(QUERIES)
             sizes = (rows, tokens, tokens - 1, chain.vocabulary_size)
             shape = StepShape(entry.role, *sizes, copies=copies, queries=directions)
-            expected = run_memory(outline, shape, weights, chain.roles, "native", bounds[kind])
+            expected = estimate_run_memory(outline, shape, weights, chain.roles, "native", bounds[kind])
             served = (rows, tokens, THREADS, QUERIES)
             with serving(method, folder, *served) as packing:
                 packing.answer()

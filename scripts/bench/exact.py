@@ -37,7 +37,7 @@ from reports import in_turns, median, parser_of, report_models
 from serve import ADAPTED, RANK
 from timing import export
 
-from prge.cli.field_types import Bytes, converted
+from prge.cli.field_types import Bytes, convert_value
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 PYTORCH = [f"pytorch-{kind}{more}" for kind in ("fp32", "bf16") for more in ("", "-checkpointing")]
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
     parser.add_argument(
         "--memory",
-        type=lambda text: converted(text, Bytes),
+        type=lambda text: convert_value(text, Bytes),
         help="of weights and activations",
     )
     methods = ["blocks", "recomputed", "least", "tangent", "prge", *PYTORCH]

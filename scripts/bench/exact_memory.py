@@ -36,12 +36,12 @@ from processes import forget
 from reports import parser_of, report_models
 from timing import export
 
-from prge.cli.subprocesses import command_of
+from prge.cli.subprocesses import verb_command
 from prge.formats.bundle import open_bundle
 from prge.formats.run_folder import read_metrics
 from prge.formats.signatures import BACKWARD
-from prge.system.processes import watched
-from prge.training.costs import least_memory
+from prge.system.processes import watch_memory
+from prge.training.costs import minimum_memory
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.
 GROUPS = (
@@ -82,17 +82,17 @@ def run(arguments: argparse.Namespace, place: Path, steps: int, limit: int | Non
     forget(place)
     words = ["run", "--estimator", "exact", "--quiet", "--threads", arguments.threads, "--steps", steps]
     words += ["--bundle", place / "bundle", "--train", place / "rows.jsonl", "--out", place / "run"]
-    least = least_memory(open_bundle(place / "bundle"), BACKWARD, arguments.batch_size, arguments.seq_len)
+    least = minimum_memory(open_bundle(place / "bundle"), BACKWARD, arguments.batch_size, arguments.seq_len)
     words += ["--memory", least, "--batch-size", arguments.batch_size]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     begin, found = time.monotonic(), dict[str, float]()
     with ExitStack() as stack:
-        command = command_of(*words)
+        command = verb_command(*words)
         if limit is not None:
             processes, most = stack.enter_context(group(limit))
             command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(processes), *command]
         process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
-        with watched(process.pid) as peak:
+        with watch_memory(process.pid) as peak:
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"prge run ended with code {os.waitstatus_to_exitcode(status)}")

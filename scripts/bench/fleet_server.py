@@ -42,7 +42,7 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     agreement = Agreement("bench", plan, bundle.sha256)
     begin_fleet(folder, bundle, agreement, adapter)
-    size = LOCAL_STEPS * int(np.prod(plan.shape)) if plan.by_scalars else adapter.size
+    size = LOCAL_STEPS * int(np.prod(plan.shape)) if plan.sends_projected_gradients else adapter.size
     random = np.random.default_rng(0)
     losses = np.full(LOCAL_STEPS, 0.7, np.float32)
     gc.collect()

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prge.cli.subprocesses import json_of, run_verb, started
-from prge.data.readers.feedback import Answered, append_feedback
+from prge.cli.subprocesses import read_json, run_verb, started
+from prge.data.readers.feedback import AnswerRecord, append_feedback
 from prge.data.readers.files import read_rows
 
 # Requests of a turn, seconds between them, and seconds of steps without requests.
@@ -129,10 +129,12 @@ def measure(
     learn = folder / "learn"
     learn.mkdir()
     answers = [
-        Answered(str(number), "m", "", {"prompt": prompt}, " ?", {})
+        AnswerRecord(str(number), "m", "", {"prompt": prompt}, " ?", {})
         for number, (prompt, _) in enumerate(asked)
     ]
-    corrections = [each.judged(correction=better) for each, (_, better) in zip(answers, asked, strict=True)]
+    corrections = [
+        each.to_feedback(correction=better) for each, (_, better) in zip(answers, asked, strict=True)
+    ]
     append_feedback(learn / "feedback.jsonl", corrections)
     learning = ["--learn", learn, "--learn-every", len(asked), "--learn-epochs", _EPOCHS, "--replay", 0]
     journal = learn / "rounds" / "0001" / "journal.jsonl"
@@ -177,7 +179,7 @@ def _steps_of_a_run(bundle: Path, rows: Path, threads: int, steps: int, out: Pat
     """Steps a second of `prge run` on the same rows, as rounds take them."""
     words = ["--bundle", bundle, "--train", rows, "--steps", steps, "--batch-size", 4, "--threads", threads]
     run_verb("run", *words, "--evaluate-every", 0, "--out", out, "--quiet", quiet=True)
-    return steps / float(json_of(out / "run.json")["train"]["seconds"])
+    return steps / float(read_json(out / "run.json")["train"]["seconds"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -42,12 +42,12 @@ from device_runner.fleet import device
 from device_runner.fleet import local_round as local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.device import DeviceSettings, answer, make_device
-from device_runner.fleet.local_round import Local, open_local
-from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_answer
+from device_runner.fleet.local_round import LocalTrainer, open_local
+from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_reply
 from device_runner.fleet.privacy import reported
 from device_runner.fleet.privacy.ledger import Ledger
-from device_runner.fleet.privacy.reported import Reported
-from device_runner.fleet.state import first_state, pack_state
+from device_runner.fleet.privacy.reported import ReportingEstimator
+from device_runner.fleet.state import initial_state, pack_state
 from prge.engine import Call, Directions, Engine, Float64Array, FloatArray, GradFn
 from prge.errors import DivergenceError
 from prge.formats.adapter import Adapter
@@ -115,14 +115,14 @@ class Server:
     def ask(self, number: int = 0, seconds: float = 600.0) -> RoundResult | TaskRefusal:
         """What the device says to a round."""
         plan, agreement = self.agreement.plan, self.agreement
-        first = number * (plan.local_steps if plan.by_scalars else 1)
+        first = number * (plan.local_steps if plan.sends_projected_gradients else 1)
         state = self._zeros(first) if first else self.state
         task = RoundTask(agreement.sha256, number, first, seconds, agreement.content, state=state)
         with ExitStack() as patches:
             patches.enter_context(patch.object(device, "open_local", self._opened))
             for place, name in _READ_ONCE:
                 patches.enter_context(patch.object(place, name, self._once(getattr(place, name))))
-            said = parse_answer(answer(self.folder, task.to_bytes()))
+            said = parse_reply(answer(self.folder, task.to_bytes()))
         assert isinstance(said, RoundResult | TaskRefusal), said
         return said
 
@@ -141,11 +141,11 @@ class Server:
         return said.values.astype(np.float64)
 
     def _zeros(self, step: int) -> bytes:
-        state = first_state(self.agreement.plan, Adapter.zeros(self.modules))
+        state = initial_state(self.agreement.plan, Adapter.zeros(self.modules))
         state.progress.step = step
         return pack_state(state)
 
-    def _opened(self, *arguments: Any) -> tuple[Local, OpenEngine]:
+    def _opened(self, *arguments: Any) -> tuple[LocalTrainer, OpenEngine]:
         with patch.object(local, "open_engine", self._once(open_engine)):
             made, opened = open_local(*arguments)
         canary = {sequence.tokens for each in made.examples if each.row == 1 for sequence in each.sequences}
@@ -218,7 +218,7 @@ def _projecting(
 def refused(server: Server) -> Callable[[], tuple[float, float]]:
     """Whether the device refuses at a state where the canary alone has derivatives that aren't finite."""
     random = np.random.default_rng(0)
-    state = first_state(server.agreement.plan, Adapter.zeros(server.modules))
+    state = initial_state(server.agreement.plan, Adapter.zeros(server.modules))
     with patch.object(reported, "whole_sum", diverging):
         # Near the largest number of float32, where rows differ in what overflows.
         for exponent in random.uniform(118, 127, 500):
@@ -244,7 +244,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
 def impossible(server: Server) -> Callable[[], tuple[float, float]]:
     """How many numbers of an answer floating-point noise can't make of what there is without the canary."""
     plan = server.agreement.plan
-    deviation = np.float32(plan.noise * reported.reach(plan))
+    deviation = np.float32(plan.noise * reported.sensitivity(plan))
     without = server.known(has_canary=False).astype(np.float32)
 
     def score() -> tuple[float, float]:
@@ -275,20 +275,22 @@ def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
 _whole_sum = reported.whole_sum
 
 
-def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
+def floating(self: ReportingEstimator, engine: Engine, step: Step) -> Measurement:
     """Normals in float32, added to values in float32."""
     plan = self._plan
     measured = self._inner.measure(engine, step)
     values: FloatArray = (
-        measured.scalars.mean(1, keepdims=True) if measured.gradient is None else measured.gradient
+        measured.projected_gradients.mean(1, keepdims=True)
+        if measured.gradient is None
+        else measured.gradient
     ).astype(np.float32)
-    deviation = np.float32(plan.noise * reported.reach(plan))
+    deviation = np.float32(plan.noise * reported.sensitivity(plan))
     if self._draw is not _silence:
         drawn = np.random.default_rng().standard_normal(values.shape, np.float32)
         values = values + deviation * drawn
     if measured.gradient is not None:
         return replace(measured, loss=0.0, gradient=values)
-    return replace(measured, loss=0.0, scalars=values.astype(np.float64))
+    return replace(measured, loss=0.0, projected_gradients=values.astype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ TRICKS = {
     "divergence": Trick(refused, [(reported, "whole_sum", diverging)]),
     "floats": Trick(
         impossible,
-        [(Reported, "_with_noise", floating)],
+        [(ReportingEstimator, "_with_noise", floating)],
         {
             # Steps that change nothing: the server knows what each begins with.
             "scalars": {"queries": 1, "local_steps": 16, "noise": 16.0, "learning_rate": 1e-30},

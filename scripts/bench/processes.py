@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.system.processes import POLL_SECONDS, Peak, watched
+from prge.system.processes import POLL_SECONDS, MemoryPeak, watch_memory
 
 
 def forget(folder: Path) -> None:
@@ -52,9 +52,9 @@ class Server:
             raise ChildProcessError(f"it ended with code {self.process.wait()}")
         return [float(number) for number in line.split()]
 
-    def memory(self, steps: int = 2) -> Peak:
+    def memory(self, steps: int = 2) -> MemoryPeak:
         """What steps take."""
-        with watched(self.process.pid) as peak:
+        with watch_memory(self.process.pid) as peak:
             for _ in range(steps):
                 self.answer()
                 time.sleep(2 * POLL_SECONDS)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from server_export.check.engine import loaded_method
-from server_export.checkpoint.random_models import configuration
+from server_export.check.engine import bind_method
+from server_export.checkpoint.random_models import random_model_config
 from server_export.lower.program import write_program
 from server_export.quantize.quantization import quantize_layers
 
@@ -98,7 +98,7 @@ def load_products(
         rank: of the adapter.
         folder: for the programs.
     """
-    config = configuration(model, layers)
+    config = random_model_config(model, layers)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     named = [(n, m) for n, m in outline.model.layers[0].named_modules() if isinstance(m, nn.Linear)]
@@ -129,7 +129,7 @@ def load_products(
             quantize_layers(module, "8da8w" if name == "head" or call.is_back else scheme)
         path = folder / f"{name}.pte"
         write_program(path, {"forward": (module, given)})
-        programs += [loaded_method(path, "forward", given) for _ in range(count)]
+        programs += [bind_method(path, "forward", given) for _ in range(count)]
     return Products(tuple(programs))
 
 

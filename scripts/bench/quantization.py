@@ -21,7 +21,7 @@ import torch
 from reports import parser_of, report
 from timing import export, folder_bytes
 
-from prge.cli.subprocesses import command_of
+from prge.cli.subprocesses import verb_command
 from prge.formats.bundle import read_manifest
 from server_export.checkpoint.loading import load_model
 from server_export.checkpoint.tokenization import load_tokenizer
@@ -85,7 +85,7 @@ def measured(arguments: argparse.Namespace, model: Path, folder: Path, flags: li
     figures |= {"bits": bits, "weights_bytes": folder_bytes(bundle / "weights")}
     for data in arguments.data:
         result = folder / "eval.json"
-        words = command_of("eval", bundle, "--data", data, "--json", result)
+        words = verb_command("eval", bundle, "--data", data, "--json", result)
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text())
         figures[data.stem] = {name: found[name] for name in ("loss", "perplexity")}

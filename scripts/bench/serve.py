@@ -110,7 +110,7 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     from prge.data.tokenization.tokenizer import Tokenizer
     from prge.formats.bundle import open_bundle
     from prge.formats.peft import read_peft
-    from prge.generation.sampling import ChoiceSettings, SamplingParams
+    from prge.generation.sampling import SamplingSettings, TokenSampler
     from prge.generation.text_stream import TextStream
 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
@@ -121,13 +121,13 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     prompts = np.random.default_rng(0).integers(0, speaker.vocabulary_size, (count, prompt)).tolist()
     while True:
         sequences = [speaker.open(adapter) for _ in range(count)]
-        choices = {sequence: SamplingParams(ChoiceSettings(temperature=0)) for sequence in sequences}
+        choices = {sequence: TokenSampler(SamplingSettings(temperature=0)) for sequence in sequences}
         texts = {sequence: TextStream(tokenizer) for sequence in sequences}
         begin = time.perf_counter()
         logits = {each: speaker.feed(each, tokens) for each, tokens in zip(sequences, prompts, strict=True)}
         first = time.perf_counter()
         for _ in range(new - 1):
-            chosen = {sequence: choices[sequence].choose(found, ()) for sequence, found in logits.items()}
+            chosen = {sequence: choices[sequence].sample(found, ()) for sequence, found in logits.items()}
             for sequence, token in chosen.items():
                 texts[sequence].push(token)
             logits = speaker.step(chosen)

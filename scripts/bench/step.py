@@ -82,7 +82,9 @@ def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(names: str, over: str = "") -> float:
         return statistics.median(_seconds(r, names) / (_seconds(r, over) if over else 1) for r in rounds)
 
-    scalars = [(each["forward"][1].scalars, each["sequential"][1].scalars) for each in rounds]
+    scalars = [
+        (each["forward"][1].projected_gradients, each["sequential"][1].projected_gradients) for each in rounds
+    ]
     return {
         "forward_over_limit": median("forward engine", over="forward_limit"),
         "jvp_over_limit": median("jvp engine", over="jvp_limit"),

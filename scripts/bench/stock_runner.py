@@ -19,7 +19,7 @@ from pathlib import Path
 from processes import Server, serving
 from serve import LETTER
 
-from prge.system.processes import Peak, watched
+from prge.system.processes import MemoryPeak, watch_memory
 from server_export.checkpoint.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
 from server_export.quiet_libraries import quiet_libraries
@@ -44,7 +44,7 @@ class StockRunner:
     server: Server
     prompt: int
     new: int
-    idle: Peak
+    idle: MemoryPeak
 
     def measure(self) -> Generation:
         """Generate once.
@@ -58,7 +58,7 @@ class StockRunner:
                 raise ValueError(f"the runner tells of {theirs} seconds, the clock of {ours}")
         return Generation(self.prompt / first, (self.new - 1) / rest)
 
-    def memory(self, generations: int = 2) -> Peak:
+    def memory(self, generations: int = 2) -> MemoryPeak:
         """What generating takes, the program with it."""
         return self.server.memory(generations)
 
@@ -85,7 +85,7 @@ def make_program(model: Path, folder: Path, scheme: str, length: int) -> None:
 def stock_runner(folder: Path, prompt: int, new: int, threads: int) -> Iterator[StockRunner]:
     """The runner with the program in a folder's `llm`, open and warm, for texts of these lengths."""
     with serving("stock-runner", folder.resolve(), prompt, new, threads) as server:
-        with watched(server.process.pid) as idle:
+        with watch_memory(server.process.pid) as idle:
             time.sleep(_LOOKED_SECONDS)
         server.answer()
         yield StockRunner(server, prompt, new, idle)

@@ -18,7 +18,7 @@ import numpy as np
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
-from prge.cli.subprocesses import command_of
+from prge.cli.subprocesses import verb_command
 from prge.engine import Target, TokenSequence
 from prge.formats.bundle import open_bundle, read_chain, read_manifest
 from prge.formats.peft import read_peft
@@ -41,7 +41,7 @@ def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
 def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
     """Call `prge export`; its seconds, those of processors, and the most memory that it took."""
     begin = time.monotonic()
-    command = command_of("export", "--model", model, "--out", out, "--no-cache", *flags)
+    command = verb_command("export", "--model", model, "--out", out, "--no-cache", *flags)
     process = subprocess.Popen(command, stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     if status:

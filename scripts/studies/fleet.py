@@ -25,7 +25,7 @@ from typing import Any
 from questions import make_questions
 from verbs import evaluations, made, parser_of, prge, report, scored, summarize, write_rows
 
-from prge.cli.subprocesses import json_of
+from prge.cli.subprocesses import read_json
 from prge.data.readers.files import read_rows
 from prge.training.privacy_accounting import epsilon_of
 
@@ -133,7 +133,7 @@ class Study:
             shutil.rmtree(out, ignore_errors=True)
             given = {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
             prge("fleet", "simulate", **plan, **given, head_rows=self.files["head"], out=out, json=found)
-        figures = json_of(found)
+        figures = read_json(found)
         losses = [entry["evaluation"]["loss"] for entry in figures["curve"] if entry["evaluation"]]
         told = ("bytes_up", "bytes_down", "bytes_up_per_device_step", "privacy_epsilon")
         facts = {"best_dev_loss": min(losses), **{name: figures[name] for name in told}}

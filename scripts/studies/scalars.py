@@ -19,14 +19,14 @@ from device_runner.engines.opening import open_engine
 from device_runner.session.gradient_noise import compare, slopes
 from prge.data.example_building import load_examples
 from prge.data.sources import read_source
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.engine import Float64Array
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import find_adapter, read_compatible_adapter
 from prge.objectives.scoring import score
-from prge.training.checkpoint_heads import task_of
-from prge.training.estimators.differences import perturbed
+from prge.training.checkpoint_heads import load_bundle_task
+from prge.training.estimators.differences import perturb_adapter
 from prge.training.estimators.directions import RankOneDirections
 from prge.training.estimators.protocol import Step
 from prge.training.estimators.tangents import TangentEstimator
@@ -36,9 +36,9 @@ from prge.training.sampler import Sampler
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scalars of every kind and epsilon, compared."""
     bundle = open_bundle(arguments.bundle)
-    task = task_of(bundle, arguments.task)
+    task = load_bundle_task(bundle, arguments.task)
     source = read_source(arguments.data, "train", task=task)
-    examples, _ = load_examples(source, bundle_tokenizer(bundle), bundle.chain.model, task)
+    examples, _ = load_examples(source, load_bundle_tokenizer(bundle), bundle.chain.model, task)
     start = find_adapter(arguments.adapter) if arguments.adapter else bundle.adapter
     adapter = read_compatible_adapter(start, bundle.chain.modules, bundle.adapter)
     sampler = Sampler(examples, arguments.batch_size, arguments.seed)
@@ -48,15 +48,15 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
         batch = sampler.batch(number)
         step = Step(adapter, batch, arguments.seed, number)
         measured = TangentEstimator(arguments.queries, shared=True).measure(engine, step)
-        exact.append(measured.scalars.mean(1))
+        exact.append(measured.projected_gradients.mean(1))
         directions = RankOneDirections(
             arguments.seed, number, arguments.queries, 1, adapter.modules, shared=True
         )
         for epsilon in arguments.epsilons:
             for name, rule in slopes(arguments.queries, epsilon).items():
-                moved = (perturbed(adapter, variant, directions) for variant in rule.variants())
+                moved = (perturb_adapter(adapter, variant, directions) for variant in rule.perturbations())
                 losses = [score(engine, Adapter(adapter.modules, values), batch).loss for values in moved]
-                found.setdefault(f"{name} {epsilon:g}", []).append(rule.scalars(np.array(losses)))
+                found.setdefault(f"{name} {epsilon:g}", []).append(rule.projected_gradients(np.array(losses)))
     reference = np.stack(exact)
     agreements = {name: compare(np.stack(scalars), reference) for name, scalars in found.items()}
     return {

@@ -21,7 +21,7 @@ from typing import Any
 
 from verbs import DEMO, parser_of, prge, report, write_rows
 
-from prge.cli.subprocesses import command_of, json_of
+from prge.cli.subprocesses import read_json, verb_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demo import killed_on_the_way
@@ -107,7 +107,7 @@ def taught(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
     killed_on_the_way(tuned / "run", "tune", *words, output=sys.stderr)
     prge("tune", resume=tuned, json=data / name / "tuned.json")
     prge("run", config=tuned / "settings/run.yaml", out=again)
-    found = json_of(data / name / "tuned.json")
+    found = read_json(data / name / "tuned.json")
     return {
         "right_before": found["score_before"]["exact_match"],
         "right_after": found["score_after"]["exact_match"],
@@ -136,7 +136,7 @@ def said(tuned: Path, row: dict[str, Any]) -> dict[str, str]:
     """What the tuned model answers in the terminal to a text."""
     words = ["chat", tuned, "--temperature", 0, "--max-tokens", 4]
     given = f"{row['text']} It was\n/quit\n"
-    done = subprocess.run(command_of(*words), input=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(verb_command(*words), input=given, capture_output=True, text=True, check=True)
     return {"asked": row["text"], "answered": done.stdout.strip(), "right": row["mood"]}
 
 

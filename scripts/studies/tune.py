@@ -31,7 +31,7 @@ import yaml
 from questions import make_questions
 from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
 
-from prge.cli.subprocesses import json_of
+from prge.cli.subprocesses import read_json
 from prge.data.readers.files import Selection, read_rows, select_rows
 
 TASKS = ("candidates", "completions", "chat", "texts", "questions", "sentences")
@@ -141,7 +141,7 @@ def compare(
         tuned, place = out / "tuned", out / f"{way}-{rate:.3g}"
         if way == "grid":
             return made("run", place, config=tuned / "run" / "config.yaml", learning_rate=rate)
-        settings = pytorch_settings(tuned, json_of(out / "tuned.json"))
+        settings = pytorch_settings(tuned, read_json(out / "tuned.json"))
         same = {**common, **settings, "model": words["model"], "task": words["task"]}
         return made("baseline", place, method=PYTORCH[way], learning_rate=rate, **same)
 
@@ -166,7 +166,7 @@ def tune(folder: Path, **flags: Any) -> dict[str, Any]:
     result = folder.with_suffix(".json")
     if not result.exists():
         prge("tune", out=folder, json=result, **flags)
-    return json_of(result)
+    return read_json(result)
 
 
 def pytorch_settings(tuned: Path, found: dict[str, Any]) -> dict[str, Any]:

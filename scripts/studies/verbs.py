@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.cli.subprocesses import command_of, json_of
+from prge.cli.subprocesses import read_json, verb_command
 from prge.formats.run_folder import read_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
@@ -51,7 +51,7 @@ def scored(result: Path, **flags: Any) -> dict[str, Any]:
     """What `prge eval` tells, kept in the file `result`."""
     if not result.exists():
         prge("eval", json=result, **flags)
-    return json_of(result)
+    return read_json(result)
 
 
 def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
@@ -64,7 +64,7 @@ def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
-    command = command_of(*words, *(word for name, value in flags.items() for word in _flag(name, value)))
+    command = verb_command(*words, *(word for name, value in flags.items() for word in _flag(name, value)))
     return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
 
 
@@ -83,7 +83,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 def trained(run: Path) -> dict[str, Any]:
     """What a run, or a baseline, tells of its training."""
-    found: dict[str, Any] = json_of(run / "run.json")["train"]
+    found: dict[str, Any] = read_json(run / "run.json")["train"]
     return found
 
 

@@ -16,8 +16,8 @@ from server_export.adapter.layers import (
     initial_lora_a,
     match_start_adapter,
     match_target_modules,
-    normal_targets,
-    read_by_rows,
+    normalize_target_modules,
+    per_token_layers,
     refused_by_peft,
 )
 from server_export.adapter.repeated_blocks import in_top_blocks
@@ -44,13 +44,13 @@ class StartAdapter:
     had_conv1d: bool
     parameters: int
     trains_a: bool = False
-    by_root: bool = False
+    use_rslora: bool = False
 
     @property
     def scales(self) -> dict[str, float]:
         """What each layer's product of both matrices is multiplied by."""
         return {
-            name: lora_scale(self.alphas[name], len(matrix), self.by_root)
+            name: lora_scale(self.alphas[name], len(matrix), self.use_rslora)
             for name, matrix in self.lora_a.items()
         }
 
@@ -61,13 +61,14 @@ class StartAdapter:
 
     def starting_from(self, lora_a: Mapping[str, torch.Tensor]) -> StartAdapter:
         """An untrained adapter of the same layers with other `lora_a`, of any ranks; the scale stays."""
-        unit = lora_scale(1.0, self.rank, self.by_root)
+        unit = lora_scale(1.0, self.rank, self.use_rslora)
         return replace(
             self,
             lora_a=lora_a,
             lora_b={name: torch.zeros(len(self.lora_b[name]), len(a)) for name, a in lora_a.items()},
             alphas={
-                name: self.alpha * unit / lora_scale(1.0, len(a), self.by_root) for name, a in lora_a.items()
+                name: self.alpha * unit / lora_scale(1.0, len(a), self.use_rslora)
+                for name, a in lora_a.items()
             },
         )
 
@@ -102,7 +103,7 @@ def start_adapter(
         had_conv1d,
         parameters,
         trains_a=config.adapter == "lora",
-        by_root=config.rs_lora if start is None else bool(start.config.get("use_rslora")),
+        use_rslora=config.rs_lora if start is None else bool(start.config.get("use_rslora")),
     )
 
 
@@ -113,7 +114,7 @@ def _adapted_layers(
     model = outline.model
     if start is not None:
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
-    targets = normal_targets(config.target_modules or default_target_modules(model, unread))
+    targets = normalize_target_modules(config.target_modules or default_target_modules(model, unread))
     names = match_target_modules(model, targets, unread)
     refused = refused_by_peft(model, names)
     kept = [name for name in names if name not in refused]
@@ -124,7 +125,7 @@ def _adapted_layers(
             [f"PEFT doesn't load an adapter of {name} with a {model.config.model_type}" for name in refused],
             code="target-modules-refused-by-peft",
         )
-    if not is_named and (read := read_by_rows(model, kept) or kept) != names:
+    if not is_named and (read := per_token_layers(model, kept) or kept) != names:
         targets = names = read
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.

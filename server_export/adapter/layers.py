@@ -165,7 +165,7 @@ def _linear_names_of_blocks(model: nn.Module, unread: Collection[str]) -> list[s
     return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(left_out)]
 
 
-def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
+def normalize_target_modules(target_modules: str | Sequence[str]) -> str | list[str]:
     """Target modules as PEFT takes them: one word of a list may be an expression or `all-linear`."""
     if isinstance(target_modules, str):
         return target_modules
@@ -190,7 +190,7 @@ def match_target_modules(
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    targets = normal_targets(target_modules)
+    targets = normalize_target_modules(target_modules)
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
@@ -239,7 +239,7 @@ def refused_by_peft(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] in refused]
 
 
-def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
+def per_token_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Those of some layers that a model without weights gives states of rows, and nothing else.
 
     Some encoders give layers of queries and keys their tables of distances too; a decoder that may read from

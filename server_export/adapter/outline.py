@@ -21,7 +21,7 @@ from server_export.checkpoint.loading import parameter_count
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
-def outline_of(start: StartAdapter, longest: int) -> ModelSizes:
+def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
     """The outline of an adapter's model, with or without its weights.
 
     Args:

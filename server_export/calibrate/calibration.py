@@ -1,4 +1,4 @@
-"""A chain whose int4 layers are calibrated: sensitivities -> layers in int8 -> codes of the others."""
+"""A chain whose int4 layers are calibrate_codes: sensitivities -> layers in int8 -> codes of the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from prge.formats.layers import StoredLayer
-from server_export.calibrate.rounding import calibrated
+from server_export.calibrate.rounding import calibrate_codes
 from server_export.calibrate.sensitivities import (
     Sensitivity,
     choose_int8,
     int4_layers,
     mean_bits,
-    measure,
+    measure_sensitivities,
 )
-from server_export.model.chain import ModelChain, layer_of
+from server_export.model.chain import ModelChain, layer_name
 from server_export.pipeline import with_int8
 from server_export.progress import stage
 from server_export.quantize.quantization import QuantizationReport
@@ -28,7 +28,7 @@ _TOKENS = 512
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibrated chain, with the sensitivities and bits of its layers.
+    """A calibrate_codes chain, with the sensitivities and bits of its layers.
 
     Attributes:
         chain: with codes, which are read from `folder`.
@@ -56,7 +56,7 @@ class Calibration:
         found: dict[str, dict[str, Any]] = {}
         for number, of_block in self.sensitivities.items():
             for name, each in of_block.items():
-                layer, is_int8 = layer_of(name), name in self.int8.get(number, ())
+                layer, is_int8 = layer_name(name), name in self.int8.get(number, ())
                 place = {} if is_int8 or layer not in stored else stored[layer].to_json()
                 sensitivity = float(f"{each.error:.3g}")
                 found.setdefault(layer, {"bits": 8 if is_int8 else 4, "sensitivity": sensitivity, **place})
@@ -82,7 +82,7 @@ def calibrate(
         BundleError: the files lack a weight, or it isn't finite.
     """
     with stage("bits") as note:
-        sensitivities = measure(chain, _first(rows, _TOKENS))
+        sensitivities = measure_sensitivities(chain, _first(rows, _TOKENS))
         int8 = choose_int8(chain, sensitivities, weight_bits)
         chain = with_int8(chain, int8)
         layers = sum(map(len, int8.values()))
@@ -92,14 +92,14 @@ def calibrate(
     tokens = sum(map(len, rows))
     with stage("rounding") as note:
         folder.mkdir()
-        chain = calibrated(chain, rows, folder)
+        chain = calibrate_codes(chain, rows, folder)
         note(f"{tokens:,} tokens{_left_out(chain)}")
     return Calibration(chain, folder, sensitivities, int8, tokens)
 
 
 def _left_out(chain: ModelChain) -> str:
     """A note on int4 layers that saw fewer tokens than they have inputs."""
-    blocks = range(chain.end)
+    blocks = range(chain.head_start)
     count = sum(len(int4_layers(chain, number)) - len(chain.rounded(number)) for number in blocks)
     return f"; {count} layers see too few and are rounded to the nearest" if count else ""
 

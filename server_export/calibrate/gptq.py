@@ -54,7 +54,7 @@ class SecondMoment:
         for total in self._pieces:
             damped = total / max(self._tokens, 1)
             diagonal = damped.diagonal()
-            # An input that was always zero says nothing: its column is rounded to the nearest.
+            # An input that was always zero says nothing: its column is rounded to the round_to_nearest.
             diagonal[diagonal == 0] = 1.0
             diagonal += _DAMPING * diagonal.mean()
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -86,11 +86,11 @@ def gptq(weight: torch.Tensor, moment: SecondMoment) -> Int4Weight:
     return Int4Weight(codes, scales.bfloat16())
 
 
-def nearest(weight: torch.Tensor) -> Int4Weight:
+def round_to_nearest(weight: torch.Tensor) -> Int4Weight:
     """Round a weight f32 [out, in] to int4, each number for itself, in groups of searched scales."""
     groups, importance = weight.view(len(weight), -1, GROUP_SIZE), torch.ones(GROUP_SIZE)
     flat = groups.reshape(-1, GROUP_SIZE)
-    scale = searched_scale(flat, importance)
+    scale = search_scale(flat, importance)
     codes = _codes(flat, scale.unsqueeze(1)).to(torch.int8)
     return Int4Weight(codes.view(weight.shape), scale.bfloat16().view(groups.shape[:2]))
 
@@ -106,7 +106,7 @@ def _round_piece(
         for column in range(start, end):
             if column % GROUP_SIZE == 0:
                 group = slice(column, column + GROUP_SIZE)
-                scale = searched_scale(columns[group].T, diagonal[group].reciprocal().square())
+                scale = search_scale(columns[group].T, diagonal[group].reciprocal().square())
                 scales[:, column // GROUP_SIZE] = scale
             code = _codes(columns[column], scale)
             codes[:, column] = code
@@ -116,7 +116,7 @@ def _round_piece(
         columns[end:] -= factor[start:end, end:].T @ errors
 
 
-def searched_scale(weights: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def search_scale(weights: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     """Scales f32 [out], each a bfloat16, that cost groups of weights f32 [out, GROUP_SIZE] least.
 
     Args:

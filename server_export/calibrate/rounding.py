@@ -1,4 +1,4 @@
-"""Codes of a chain's int4 layers, calibrated on rows block by block.
+"""Codes of a chain's int4 layers, calibrate_codes on rows block by block.
 
 states behind the rounded blocks before -> second moments of what the layers see -> codes -> states behind
 """
@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from server_export.calibrate.gptq import SecondMoment, gptq
 from server_export.calibrate.sensitivities import int4_layers
-from server_export.ir.block import Watch
+from server_export.ir.block import InputObserver
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import Walk
-from server_export.pipeline import in_scheme
+from server_export.model.walk import BlockwiseForward
+from server_export.pipeline import with_scheme
 from server_export.progress import count_parts
 from server_export.quantize.quantization import Int4Weight, int8_weight
 
 _CODES, _SCALE = ".codes", ".scale"
 
 
-def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -> ModelChain:
+def calibrate_codes(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -> ModelChain:
     """The same blocks with int4 layers whose errors are compensated on some rows.
 
     Rounding is simulated: weights have their rounded values while rows pass, activations stay float32.
@@ -39,8 +39,8 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    exact = in_scheme(chain, "fp32")
-    walk, done = Walk(exact, rows), count_parts(chain.end)
+    exact = with_scheme(chain, "fp32")
+    walk, done = BlockwiseForward(exact, rows), count_parts(chain.head_start)
     places: dict[str, Path] = {}
 
     def put(number: int, codes: Mapping[str, Int4Weight]) -> None:
@@ -50,14 +50,14 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
         places.update(dict.fromkeys(codes, path))
 
     def get(number: int) -> Mapping[str, Int4Weight]:
-        names = [name for name in chain.own_names(number).values() if name in places]
+        names = [name for name in chain.weight_names(number).values() if name in places]
         found = [load_file(path) for path in {places[name] for name in names}]
         tensors = {name: tensor for of_block in found for name, tensor in of_block.items()}
         return {name: Int4Weight(tensors[name + _CODES], tensors[name + _SCALE]) for name in names}
 
-    def calibrate(block: EagerBlock, see: Callable[[Watch], object]) -> None:
+    def calibrate(block: EagerBlock, see: Callable[[InputObserver], object]) -> None:
         """Round the int4 layers of a block; a layer that is used again has the codes of its first use."""
-        own, known = chain.own_names(block.number), get(block.number)
+        own, known = chain.weight_names(block.number), get(block.number)
         _give_int8(chain, block)
         _give(block, own, known)
         moments = _Moments(name for name in int4_layers(chain, block.number) if own[name] not in known)
@@ -67,13 +67,13 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
         put(block.number, codes)
 
     def calibrate_expert(expert: EagerBlock, given: torch.Tensor) -> None:
-        def see(watch: Watch) -> None:
+        def see(watch: InputObserver) -> None:
             if given.numel():
-                expert.answer(given, watch=lambda names, states: watch(names, states.flatten(0, -2)))
+                expert.compute(given, watch=lambda names, states: watch(names, states.flatten(0, -2)))
 
         calibrate(expert, see)
 
-    for turn in chain.turns(chain.end):
+    for turn in chain.block_groups(chain.head_start):
         if chain.blocks[turn.start].is_expert:
             walk.advance_experts(turn, calibrate_expert)
         else:

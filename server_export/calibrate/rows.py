@@ -12,7 +12,7 @@ TEXT = Path(__file__).with_name("text.txt")
 _LENGTH = 256
 
 
-def filled_up(
+def fill_up_rows(
     rows: Sequence[Sequence[int]], tokenizer: Tokenizer, tokens: int, longest: int
 ) -> list[Sequence[int]]:
     """Rows with so many tokens in all, as far as they and the text go.

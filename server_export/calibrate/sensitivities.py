@@ -1,6 +1,6 @@
 """How much each layer's rounding to int4 changes what its block answers, and which layers are int8 for it.
 
-A block answers some rows with one of its layers rounded to the nearest, the others in float32. Layers that
+A block answers some rows with one of its layers rounded to the round_to_nearest, the others in float32. Layers that
 change the answer most for each of their weights get the bits that there are.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from server_export.calibrate.gptq import nearest
+from server_export.calibrate.gptq import round_to_nearest
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import Walk
-from server_export.pipeline import in_scheme
+from server_export.model.walk import BlockwiseForward
+from server_export.pipeline import with_scheme
 from server_export.progress import count_parts
 
 _INT4, _INT8 = 4.0, 8.0
@@ -29,11 +29,13 @@ class Sensitivity:
     together: some models have few tokens whose states are so large that they decide the second.
     """
 
-    numbers: int
+    numel: int
     error: float
 
 
-def measure(chain: ModelChain, rows: Sequence[Sequence[int]]) -> dict[int, dict[str, Sensitivity]]:
+def measure_sensitivities(
+    chain: ModelChain, rows: Sequence[Sequence[int]]
+) -> dict[int, dict[str, Sensitivity]]:
     """Sensitivities of all int4 layers of blocks, by number of the block and the name of its own weight.
 
     Args:
@@ -43,15 +45,19 @@ def measure(chain: ModelChain, rows: Sequence[Sequence[int]]) -> dict[int, dict[
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    exact = in_scheme(chain, "fp32")
-    walk, done, found = Walk(exact, rows), count_parts(chain.end), dict[int, dict[str, Sensitivity]]()
-    for turn in chain.turns(chain.end):
+    exact = with_scheme(chain, "fp32")
+    walk, done, found = (
+        BlockwiseForward(exact, rows),
+        count_parts(chain.head_start),
+        dict[int, dict[str, Sensitivity]](),
+    )
+    for turn in chain.block_groups(chain.head_start):
         if chain.blocks[turn.start].is_expert:
             walk.advance_experts(turn)
         else:
             block = EagerBlock(exact, turn.start)
             if layers := int4_layers(chain, turn.start):
-                own = chain.own_names(turn.start)
+                own = chain.weight_names(turn.start)
                 found[turn.start] = {own[name]: _of_layer(walk, block, name) for name in layers}
             walk.advance(block)
         done(len(turn))
@@ -60,14 +66,14 @@ def measure(chain: ModelChain, rows: Sequence[Sequence[int]]) -> dict[int, dict[
 
 def int4_layers(chain: ModelChain, number: int) -> list[str]:
     """Names, in its kind, of a block's weights that are int4; none that is computed of others."""
-    layers, own = chain.block_types[chain.type_of[number]].frozen.layers, chain.own_names(number)
+    layers, own = chain.block_types[chain.type_of[number]].frozen.layers, chain.weight_names(number)
     return [name for name, in_groups in layers.items() if in_groups and name in own]
 
 
-def _of_layer(walk: Walk, block: EagerBlock, name: str) -> Sensitivity:
-    answers, weight = walk.tokens(walk.answers(block)), block.tensors[name]
-    block.tensors[name] = nearest(weight).dequantize()
-    errors = (walk.tokens(walk.answers(block)) - answers).square().sum(1)
+def _of_layer(walk: BlockwiseForward, block: EagerBlock, name: str) -> Sensitivity:
+    answers, weight = walk.tokens(walk.outputs(block)), block.tensors[name]
+    block.tensors[name] = round_to_nearest(weight).dequantize()
+    errors = (walk.tokens(walk.outputs(block)) - answers).square().sum(1)
     block.tensors[name] = weight
     squares = answers.square().sum(1).clamp_min(1e-30)
     return Sensitivity(weight.numel(), float((errors / squares).mean() + errors.sum() / squares.sum()))
@@ -90,15 +96,15 @@ def choose_int8(
     seen = set[str]()
     for number, found in sensitivities.items():
         if not seen.issuperset(found):
-            own = chain.own_names(number).items()
+            own = chain.weight_names(number).items()
             of_kind = {name: found[weight] for name, weight in own if weight in found}
             by_kind[chain.type_of[number]][number] = of_kind
             seen.update(found)
     share = (bits - _INT4) / (_INT8 - _INT4)
     chosen: dict[int, frozenset[str]] = {}
     for blocks in by_kind.values():
-        for number, names in int8_of_kind(blocks, share).items():
-            own_names = chain.own_names(number)
+        for number, names in int8_of_block_type(blocks, share).items():
+            own_names = chain.weight_names(number)
             chosen[number] = frozenset(own_names[name] for name in names)
     # A layer that is used again has the bits of its first use.
     decided: dict[str, bool] = {}
@@ -111,9 +117,11 @@ def choose_int8(
     return by_block
 
 
-def int8_of_kind(blocks: Mapping[int, Mapping[str, Sensitivity]], share: float) -> dict[int, frozenset[str]]:
+def int8_of_block_type(
+    blocks: Mapping[int, Mapping[str, Sensitivity]], share: float
+) -> dict[int, frozenset[str]]:
     """Names of the layers of each block that are int8, at most this share of all numbers."""
-    numbers = {name: each.numbers for name, each in next(iter(blocks.values())).items()}
+    numbers = {name: each.numel for name, each in next(iter(blocks.values())).items()}
     room = share * sum(numbers.values()) * len(blocks)
     totals = {name: sum(found[name].error for found in blocks.values()) for name in numbers}
     by_density = sorted(numbers, key=lambda name: -totals[name] / numbers[name])
@@ -144,6 +152,6 @@ def mean_bits(
     """Bits of a weight's code on average, over the layers that were measured."""
     of_all = of_int8 = 0
     for number, found in sensitivities.items():
-        of_all += sum(each.numbers for each in found.values())
-        of_int8 += sum(found[name].numbers for name in int8.get(number, ()))
+        of_all += sum(each.numel for each in found.values())
+        of_int8 += sum(found[name].numel for name in int8.get(number, ()))
     return _INT4 + (_INT8 - _INT4) * of_int8 / max(of_all, 1)

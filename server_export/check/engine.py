@@ -14,14 +14,14 @@ from server_export.quiet_libraries import quiet_engine
 Answers = tuple[torch.Tensor, ...]
 
 
-def loaded_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
-    """A method of a `.pte`, to be called with the same inputs again and again; see `opened_method`."""
+def bind_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
+    """A method of a `.pte`, to be called with the same inputs again and again; see `load_method`."""
     arguments = [tensor.contiguous() for tensor in inputs]
-    call = opened_method(path, method)
+    call = load_method(path, method)
     return lambda: call(*arguments)
 
 
-def opened_method(path: Path, method: str) -> Callable[..., Answers]:
+def load_method(path: Path, method: str) -> Callable[..., Answers]:
     """A method of a `.pte`, to be called with contiguous inputs. What it keeps in buffers lasts.
 
     Raises:

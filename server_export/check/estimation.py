@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from prge.errors import ConfigError
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.model_spec import ModelSpec
-from prge.system.atomic import check_place
+from prge.system.atomic import check_writable_folder
 from prge.system.memory import available_memory, memory_info
-from prge.system.progress import duration
+from prge.system.progress import format_duration
 from prge.training.costs import (
     ModelSizes,
     StepShape,
     WeightBytes,
-    bytes_text,
-    export_memory,
-    export_seconds,
-    megabytes,
-    programs_bytes,
-    weights_of,
+    estimate_export_memory,
+    estimate_export_seconds,
+    estimate_program_bytes,
+    estimate_weight_bytes,
+    format_bytes,
+    format_megabytes,
 )
-from prge.training.estimators.table import ESTIMATORS, EstimatorName, fitting
+from prge.training.estimators.table import ESTIMATORS, EstimatorName, available_estimators
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:
@@ -51,32 +51,32 @@ class Estimate:
     def exported_as(self, scheme: str, roles: Collection[str]) -> Estimate:
         """The same model with frozen weights in another scheme, and programs of other roles."""
         roles = _own_roles(self.readout, roles)
-        weights = weights_of(self.outline, scheme, _has_int8_table(self.outline, scheme), roles)
+        weights = estimate_weight_bytes(self.outline, scheme, _has_int8_table(self.outline, scheme), roles)
         return replace(self, weights=weights, scheme=scheme, roles=roles)
 
     @property
     def export_bytes(self) -> int:
         """Peak memory of the export."""
-        return export_memory(self.outline, self.scheme, self.roles, self._calibrates)
+        return estimate_export_memory(self.outline, self.scheme, self.roles, self._calibrates)
 
     @property
     def export_seconds(self) -> float:
         """Time of the export on two cores of a server."""
-        return export_seconds(self.outline, self.roles, self._calibrates)
+        return estimate_export_seconds(self.outline, self.roles, self._calibrates)
 
     @property
     def _calibrates(self) -> bool:
         return self.calibrates and self.scheme == "8da4w"
 
     @property
-    def programs_bytes(self) -> int:
+    def program_bytes(self) -> int:
         """Bytes of the programs."""
-        return programs_bytes(self.outline, self.roles)
+        return estimate_program_bytes(self.outline, self.roles)
 
     @property
     def estimators(self) -> list[EstimatorName]:
         """Those that the roles allow, the best first."""
-        return fitting(self.roles)
+        return available_estimators(self.roles)
 
     @property
     def model(self) -> ModelSpec:
@@ -119,17 +119,19 @@ def estimate(config: ExportConfig) -> Estimate:
     """
     from server_export.source import open_source
 
-    return estimate_of(config, open_source(config))
+    return estimate_source(config, open_source(config))
 
 
-def estimate_of(config: ExportConfig, source: ExportSource) -> Estimate:
+def estimate_source(config: ExportConfig, source: ExportSource) -> Estimate:
     """The same of a source that is open."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.trace.positions import position_count
 
     outline, readout = source.costs, source.readout
     roles = _own_roles(readout, config.roles)
-    weights = weights_of(outline, config.quantize, _has_int8_table(outline, config.quantize), roles)
+    weights = estimate_weight_bytes(
+        outline, config.quantize, _has_int8_table(outline, config.quantize), roles
+    )
     vocabulary, most = vocabulary_size(source.loaded.model), position_count(source.loaded)
     calibrates = config.rounding != "nearest"
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most, calibrates)
@@ -147,16 +149,16 @@ def _has_int8_table(outline: ModelSizes, scheme: str) -> bool:
     return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
 
 
-def announce(estimated: Estimate) -> None:
+def print_estimate(estimated: Estimate) -> None:
     """Print what an export will take, before it begins."""
     print(
-        f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
-        f"{duration(estimated.export_seconds)}, weights {bytes_text(estimated.weights.stored)}",
+        f"estimated  {format_bytes(estimated.export_bytes)} of memory at the peak of the export, "
+        f"{format_duration(estimated.export_seconds)}, weights {format_bytes(estimated.weights.stored)}",
         flush=True,
     )
 
 
-def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> None:
+def check_resources(estimated: Estimate, folder: Path, memory: int | None = None) -> None:
     """Refuse an export that this machine has no memory or storage for, before its minutes begin.
 
     Args:
@@ -168,16 +170,18 @@ def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> 
         ConfigError: it takes more memory.
         RunError: the storage has too little room, or can't be written.
     """
-    check_place(folder, estimated.weights.stored + estimated.programs_bytes)
+    check_writable_folder(folder, estimated.weights.stored + estimated.program_bytes)
     limit = memory
     if limit is None:
         swap = memory_info().get("SwapFree", 0)
         limit = available + swap if (available := available_memory()) else None
     if limit is not None and estimated.export_bytes > limit:
-        bound = f"--memory is {megabytes(limit)}" if memory else f"{megabytes(limit)} are available"
+        bound = (
+            f"--memory is {format_megabytes(limit)}" if memory else f"{format_megabytes(limit)} are available"
+        )
         raise ConfigError(
             "there is too little memory for the export:",
-            [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
+            [f"it takes about {format_megabytes(estimated.export_bytes)}, {bound}"],
             remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
             code="memory-too-little",
         )

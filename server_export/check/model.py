@@ -19,16 +19,16 @@ from prge.engine import FloatArray
 from prge.errors import ConfigError, Refusal
 from prge.numerics.vocabulary_shards import TargetLogProbs
 from server_export.adapter.repeated_blocks import block_names
-from server_export.check.own_forward import blame_own_forward
-from server_export.checkpoint.classifier import CheckpointClassifier, states_of
-from server_export.checkpoint.experts import expert_layers, sees_all
+from server_export.check.own_forward import refuse_if_transformers_fails
+from server_export.checkpoint.classifier import CheckpointClassifier, hidden_states_of
+from server_export.checkpoint.experts import expert_layers, is_dense_experts
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.lazy_weights import LazyWeights
-from server_export.checkpoint.loading import LoadedModel, check_names, outline_model, vocabulary_size
-from server_export.checkpoint.weights import CheckpointWeights, with_numbers
+from server_export.checkpoint.loading import LoadedModel, check_names, load_meta_model, vocabulary_size
+from server_export.checkpoint.weights import CheckpointWeights, load_classifier_weights
 from server_export.model.chain import ModelChain
-from server_export.model.eager import EagerBlock, through_experts
-from server_export.pipeline import in_scheme
+from server_export.model.eager import EagerBlock, run_experts
+from server_export.pipeline import with_scheme
 from server_export.progress import count_parts
 from server_export.trace.attention import padding_mask
 from server_export.trace.readout import log_probabilities
@@ -79,7 +79,7 @@ def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | Non
         BundleError: the files lack a weight, have one more, or it isn't finite.
     """
     pooled, files = not chain.is_decoder, chain.weights.files
-    loaded = outline_model(name_or_path, pooled=pooled, revision=revision, own_head=chain.has_own_head)
+    loaded = load_meta_model(name_or_path, pooled=pooled, revision=revision, own_head=chain.has_own_head)
     check_names(loaded, files)
     model = _StoredModel(loaded, files)
     generator = torch.Generator().manual_seed(0)
@@ -101,15 +101,15 @@ def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | Non
         else:
             mask[1, _ALIKE_TOKENS:] = 0
             # A row means what it means alone.
-            alone = states_of(model.run(tokens[1:, :_ALIKE_TOKENS]), _ALIKE_TOKENS)[0]
+            alone = hidden_states_of(model.run(tokens[1:, :_ALIKE_TOKENS]), _ALIKE_TOKENS)[0]
             output = model.run(tokens, mask)
-            expected = states_of(output, _TOKENS).clone()
+            expected = hidden_states_of(output, _TOKENS).clone()
             if loaded.classifier is not None:
                 _check_classifier(model, loaded.classifier, output.logits, (tokens, mask))
             reads_padding = not _is_alike(expected[1, :_ALIKE_TOKENS], alone)
             expected[1, :_ALIKE_TOKENS] = alone
         beside = targets if chain.is_decoder else padding_mask(mask.float())
-        blocks = _Blocks(replace(in_scheme(chain, "fp32"), weights=LazyWeights(chain.weights)))
+        blocks = _Blocks(replace(with_scheme(chain, "fp32"), weights=LazyWeights(chain.weights)))
         found = blocks.run(tokens, beside)
     found, expected = found.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
     difference = float((found - expected).abs().max())
@@ -132,7 +132,7 @@ def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | Non
 
 def check_causal(name_or_path: str, revision: str | None, files: ModelFiles) -> None:
     """Raise Refusal, `not-causal`, if what a decoder answers depends on tokens that come later."""
-    loaded = outline_model(name_or_path, pooled=False, revision=revision)
+    loaded = load_meta_model(name_or_path, pooled=False, revision=revision)
     model = _StoredModel(loaded, files)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, vocabulary_size(loaded.model), (_ROWS, _TOKENS), generator=generator)
@@ -156,7 +156,7 @@ class _StoredModel:
         self.name = type(self.model).__name__
         self.states = list[tuple[str, torch.Tensor]]()
         self._files = files
-        if any(not sees_all(module) for module in expert_layers(self.model).values()):
+        if any(not is_dense_experts(module) for module in expert_layers(self.model).values()):
             # It calls one expert after the other, those alone that a router chose.
             self.model.set_experts_implementation("eager")
         self._tensors = LazyWeights(CheckpointWeights(files, self.model)).of(self.model)
@@ -165,14 +165,14 @@ class _StoredModel:
         """What the model answers."""
         self.states.clear()
         given = {"input_ids": tokens} | ({} if mask is None else {"attention_mask": mask})
-        with self._watched(), blame_own_forward(self._loaded):
+        with self._watched(), refuse_if_transformers_fails(self._loaded):
             return functional_call(self.model, self._tensors, kwargs=given)
 
     def scores(
         self, classifier: CheckpointClassifier, given: Sequence[torch.Tensor]
     ) -> tuple[nn.Linear, torch.Tensor]:
         """The last layer of the model's own head with its numbers, and what the model answers with it."""
-        linear = with_numbers(classifier, self.model, self._files).linear
+        linear = load_classifier_weights(classifier, self.model, self._files).linear
         self.model.set_submodule(classifier.layer, linear)
         scores = self.run(*given).logits
         self.model.set_submodule(classifier.layer, nn.Identity())
@@ -218,13 +218,13 @@ class _Blocks:
     def run(self, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         """What the blocks compute; `beside` is of a head, or of an encoder's attention."""
         chain = self._chain
-        state, done, shared = tokens, count_parts(chain.end), dict[int, torch.Tensor]()
+        state, done, shared = tokens, count_parts(chain.head_start), dict[int, torch.Tensor]()
         called = set[int]()
-        for turn in chain.turns(chain.end):
+        for turn in chain.block_groups(chain.head_start):
             if chain.blocks[turn.start].is_expert:
-                (state,) = through_experts(chain, turn, [state], lambda each, _: called.add(each.number))
+                (state,) = run_experts(chain, turn, [state], lambda each, _: called.add(each.number))
             else:
-                state = EagerBlock(chain, turn.start).answer(state, beside, shared=shared)
+                state = EagerBlock(chain, turn.start).compute(state, beside, shared=shared)
             self.states.append(state)
             done(len(turn))
         self.experts = (len(called), self.experts[1])
@@ -235,14 +235,14 @@ class _Blocks:
         chain, every = self._chain, slice(None)
         reading = TargetLogProbs(targets.numpy().ravel(), len(chain.head_rows[0]))
         for piece in range(len(chain.head_rows)):
-            within = torch.from_numpy(reading.within(piece, every)[0]).reshape(targets.shape)
-            head = EagerBlock(chain, chain.end + piece)
+            within = torch.from_numpy(reading.local_targets(piece, every)[0]).reshape(targets.shape)
+            head = EagerBlock(chain, chain.head_start + piece)
 
             def parts(shift: FloatArray, head: EagerBlock = head, within: torch.Tensor = within) -> Any:
                 shifts = torch.from_numpy(shift).reshape(*targets.shape, 1)
-                return head.answer(state, within, shifts).reshape(-1, 2).numpy(), None
+                return head.compute(state, within, shifts).reshape(-1, 2).numpy(), None
 
-            reading.add(piece, every, *reading.ask(every, parts))
+            reading.add(piece, every, *reading.compute_shifted(every, parts))
         return torch.from_numpy(reading.logprobs)
 
 

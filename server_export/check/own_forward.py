@@ -20,7 +20,7 @@ _META = "meta"
 
 
 @contextmanager
-def blame_own_forward(loaded: LoadedModel) -> Iterator[None]:
+def refuse_if_transformers_fails(loaded: LoadedModel) -> Iterator[None]:
     """Raise a Refusal in place of a defect where the model's own forward pass in transformers fails too.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prge.errors import Refusal
 from prge.formats.peft import HASH_MARK, named_base
 from server_export.checkpoint.files import CONFIG, is_local
-from server_export.checkpoint.gguf.header import SUFFIX
+from server_export.checkpoint.gguf.header import GGUF_SUFFIX
 
 if TYPE_CHECKING:
     from server_export.checkpoint.loading import LoadedModel
@@ -43,7 +43,7 @@ class BaseModel:
     @property
     def source(self) -> dict[str, Any]:
         """What the name alone says of a GGUF file, nothing of another model; see `LoadedModel.source`."""
-        is_file = self.revision is None and self.name.endswith(SUFFIX)
+        is_file = self.revision is None and self.name.endswith(GGUF_SUFFIX)
         return {"format": "gguf", "file": Path(self.name).name} if is_file else {}
 
     @property
@@ -51,24 +51,24 @@ class BaseModel:
         """What others may know of it: the hub id, or the folder's name without its place."""
         return self.name if self.revision is not None else Path(self.name).resolve().name
 
-    def in_manifest(self) -> dict[str, str | None]:
+    def to_manifest(self) -> dict[str, str | None]:
         """A manifest's names for it, without a folder's place."""
         return {"name_or_path": self.label, "revision": self.revision, "sha256": self.sha256}
 
-    def in_peft(self, tells_place: bool = False) -> dict[str, str]:
+    def to_peft(self, with_path: bool = False) -> dict[str, str]:
         """PEFT's names for it.
 
-        A folder's is its path if `tells_place`, which transformers and PEFT load; else a name with the hash,
+        A folder's is its path if `with_path`, which transformers and PEFT load; else a name with the hash,
         which is no hub id, so that nothing else is loaded in its place.
         """
         if self.revision is not None:
             return {"base_model_name_or_path": self.name, "revision": self.revision}
-        if tells_place and self.sha256 and is_local(self.name):
+        if with_path and self.sha256 and is_local(self.name):
             path = str(Path(self.name).resolve())
             return {"base_model_name_or_path": path, "revision": f"{HASH_MARK[1:]}{self.sha256}"}
         if self.sha256:
             return {"base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}"}
-        is_place = not tells_place and is_local(self.name)
+        is_place = not with_path and is_local(self.name)
         return {"base_model_name_or_path": self.label if is_place else self.name}
 
     def load(self, *, pooled: bool | None, own_head: bool = True) -> LoadedModel:
@@ -99,13 +99,13 @@ def base_of(loaded: LoadedModel) -> BaseModel:
     return BaseModel(loaded.name_or_path, loaded.revision, loaded.sha256)
 
 
-def base_in_manifest(block: Mapping[str, Any]) -> BaseModel | None:
+def base_from_manifest(block: Mapping[str, Any]) -> BaseModel | None:
     """What a manifest's `model` block records."""
     name = block.get("name_or_path")
     return BaseModel(name, block.get("revision"), block.get("sha256")) if name else None
 
 
-def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
+def base_from_peft(config: Mapping[str, Any]) -> BaseModel | None:
     """What an `adapter_config.json` records."""
     named = named_base(config)
     return None if named is None else BaseModel(named.name, named.commit, named.sha256)

@@ -40,7 +40,7 @@ _ENDS_WITH_USER = """\
 _QUESTION, _ANSWER = "Is it warm?", "Yes it is."
 
 
-def give_template(tokenizer: Any, wanted: str | None, prepend_bos: PrependBos) -> None:
+def set_chat_template(tokenizer: Any, wanted: str | None, prepend_bos: PrependBos) -> None:
     """Set the chat template of a tokenizer of transformers.
 
     Args:

@@ -32,12 +32,12 @@ class CheckpointClassifier:
     labels: tuple[str, ...]
 
 
-def classifies(config: Any) -> bool:
+def is_classifier(config: Any) -> bool:
     """Whether a checkpoint is one for classes of rows."""
     return any(name.endswith(_ARCHITECTURE) for name in getattr(config, "architectures", None) or ())
 
 
-def chooses_a_class(config: Any) -> bool:
+def is_single_label(config: Any) -> bool:
     """Whether such a checkpoint gives a row one of several classes, and transformers has its head."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
 
@@ -45,7 +45,7 @@ def chooses_a_class(config: Any) -> bool:
     return is_known and config.num_labels > 1 and config.problem_type in (None, _KIND)
 
 
-def part_classifier(model: Any) -> CheckpointClassifier | None:
+def detach_classifier(model: Any) -> CheckpointClassifier | None:
     """Take the last layer out of a model of classes, which answers what the layer reads instead.
 
     The layer is the last linear one that gives a row a number for each class.
@@ -74,7 +74,7 @@ def part_classifier(model: Any) -> CheckpointClassifier | None:
     names = model.config.id2label
     labels = tuple(str(names.get(number, number)) for number in range(model.config.num_labels))
     classifier = CheckpointClassifier(found[-1], layers[found[-1]], labels)
-    without_last(model, classifier)
+    detach_last_layer(model, classifier)
     read = _answer(model)
     if read is not None and read.shape == (_SOME_ROWS, classifier.linear.in_features):
         return classifier
@@ -82,14 +82,14 @@ def part_classifier(model: Any) -> CheckpointClassifier | None:
     return None
 
 
-def without_last(model: nn.Module, classifier: CheckpointClassifier) -> CheckpointClassifier:
+def detach_last_layer(model: nn.Module, classifier: CheckpointClassifier) -> CheckpointClassifier:
     """Take the same layer out of a model with weights; returns it with them."""
     linear: Any = model.get_submodule(classifier.layer)
     model.set_submodule(classifier.layer, nn.Identity())
     return replace(classifier, linear=linear)
 
 
-def states_of(output: Any, tokens: int) -> torch.Tensor:
+def hidden_states_of(output: Any, tokens: int) -> torch.Tensor:
     """What an encoder answers of each token, f32 [rows, tokens, width].
 
     Of a model without the last layer of its head what that reads of a row, at each of its tokens.
@@ -102,7 +102,7 @@ def states_of(output: Any, tokens: int) -> torch.Tensor:
 
 
 @contextmanager
-def given_to_base(model: Any, given: Mapping[str, Any]) -> Iterator[None]:
+def override_base_inputs(model: Any, given: Mapping[str, Any]) -> Iterator[None]:
     """Meanwhile the encoder within a model of classes is called with these arguments, whatever else it is."""
     base = getattr(model, model.base_model_prefix)
     known = signature(base.forward)
@@ -127,7 +127,7 @@ def _answer(model: Any) -> torch.Tensor | None:
     seen, added = torch.ones_like(tokens), torch.zeros(_SOME_ROWS, 1, 1, 2, device="meta")
     # Most look whether there is padding, unless they are given what is added to scores.
     for mask, given in ((seen, {"attention_mask": added}), (seen, {}), (None, {})):
-        with suppress(*TRANSFORMERS_ERRORS), torch.no_grad(), given_to_base(model, given):
+        with suppress(*TRANSFORMERS_ERRORS), torch.no_grad(), override_base_inputs(model, given):
             answer: torch.Tensor = model(input_ids=tokens, attention_mask=mask).logits
             return answer
     return None

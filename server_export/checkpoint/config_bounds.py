@@ -71,7 +71,7 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
             remedy="correct it, or give another model",
         )
     try:
-        BoundedChild(_read, _SECONDS, _MEMORY).ask(json.dumps(config).encode())
+        BoundedChild(_read, _SECONDS, _MEMORY).call(json.dumps(config).encode())
     except LimitError as error:
         raise Refusal(
             "config-out-of-bounds",
@@ -81,7 +81,7 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
 
 
 @contextmanager
-def counted_modules(path: str) -> Iterator[None]:
+def limit_modules(path: str) -> Iterator[None]:
     """Refuse a configuration of more than 65,536 modules while they are made inside.
 
     Args:

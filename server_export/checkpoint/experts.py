@@ -15,7 +15,7 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     """The modules of experts that transformers calls by such a function, or with all tokens, by name."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if sees_all(module):
+        if is_dense_experts(module):
             module.is_transposed = True
             module.has_gate, module.has_bias, module.has_post_expert_norm = True, False, False
         if all(hasattr(module, trait) for trait in _TRAITS):
@@ -23,7 +23,7 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def sees_all(module: Any) -> bool:
+def is_dense_experts(module: Any) -> bool:
     """Whether experts see all tokens; weights are [experts, in, 2 x inner] and [experts, inner, out]."""
     if {name for name, _ in module.named_parameters(recurse=False)} != {"gate_up_proj", "down_proj"}:
         return False

@@ -25,7 +25,7 @@ from prge.formats.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.formats.peft import CONFIG as ADAPTER_CONFIG
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
-from server_export.checkpoint.gguf.header import SUFFIX
+from server_export.checkpoint.gguf.header import GGUF_SUFFIX
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -106,7 +106,7 @@ class ModelFiles:
         return hashlib.sha256(repr(sorted(hashes)).encode()).hexdigest()
 
 
-class ConfigurationAlone(ModelFiles):
+class ConfigOnlyFiles(ModelFiles):
     """The files of a model whose weights aren't asked for."""
 
     @property
@@ -165,7 +165,7 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
 
 def is_local(name: str) -> bool:
     """Whether a name is that of a folder or of a GGUF file on this machine."""
-    return Path(name).is_dir() or (Path(name).suffix == SUFFIX and Path(name).exists())
+    return Path(name).is_dir() or (Path(name).suffix == GGUF_SUFFIX and Path(name).exists())
 
 
 def local_folder(name: str, revision: str | None = None) -> Path | None:
@@ -286,7 +286,7 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     return config
 
 
-def end_tokens(files: ModelFiles) -> list[int]:
+def eos_token_ids(files: ModelFiles) -> list[int]:
     """Ids that end a text, as `config.json` and, where there is one, `generation_config.json` name them, in
     this order.
 
@@ -314,7 +314,7 @@ def end_tokens(files: ModelFiles) -> list[int]:
     return [*found]
 
 
-def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> int:
+def stored_numel(files: ModelFiles, names: Collection[str] | None = None) -> int:
     """How many numbers the weights hold, from their headers.
 
     Args:
@@ -371,7 +371,7 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        local = not hub_answers()
+        local = not is_hub_reachable()
         return Path(hf_hub_download(name, file, revision=revision, local_files_only=local))
     except EntryNotFoundError:
         return None
@@ -384,7 +384,7 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
 
 
 @lru_cache(maxsize=1)
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub can be asked: one question, once, where its library tries again and again."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

@@ -16,12 +16,12 @@ from torch import nn
 from prge.errors import Refusal, first_line, refused_as, shown
 from server_export.checkpoint.classifier import (
     CheckpointClassifier,
-    chooses_a_class,
-    classifies,
-    part_classifier,
-    without_last,
+    detach_classifier,
+    detach_last_layer,
+    is_classifier,
+    is_single_label,
 )
-from server_export.checkpoint.config_bounds import check_cost, counted_modules
+from server_export.checkpoint.config_bounds import check_cost, limit_modules
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import (
     BUFFERS,
@@ -31,10 +31,10 @@ from server_export.checkpoint.files import (
     fetch_weights,
     find_files,
     read_config,
-    stored_numbers,
+    stored_numel,
 )
 from server_export.checkpoint.stored import stored_tensors
-from server_export.checkpoint.weights import stored_of, stored_part
+from server_export.checkpoint.weights import lazy_state_dict, stored_names
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
@@ -103,7 +103,7 @@ def load_model(
     loader = _loader(opened)
     if opened.part_of is not None or files.gguf:
         # transformers finds the text part of some checkpoints only, and saves no model of a GGUF file.
-        loader, given["state_dict"] = type(outline), stored_part(files, outline)
+        loader, given["state_dict"] = type(outline), lazy_state_dict(files, outline)
     with refused_as(
         "not-loadable",
         f"{name_or_path} can't be loaded as {opened.kind}",
@@ -125,13 +125,13 @@ def load_model(
             )
     _check_weights(name_or_path, model, report, opened, stored_tensors(files).names)
     if classifier is not None:
-        classifier = without_last(model, classifier)
+        classifier = detach_last_layer(model, classifier)
     loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
     loaded = replace(loaded, source=files.source)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
-def outline_model(
+def load_meta_model(
     name_or_path: str, *, pooled: bool | None = None, revision: str | None = None, own_head: bool = True
 ) -> LoadedModel:
     """The model that `load_model` would load, with shapes instead of weights; from its config.json alone.
@@ -207,17 +207,17 @@ def _opened(
 ) -> tuple[_Opened, Any, CheckpointClassifier | None]:
     """What a model is, its outline, and the last layer of its own classification head."""
     opened = _open_config(files, pooled)
-    if pooled is None and opened.is_decoder and classifies(opened.config):
+    if pooled is None and opened.is_decoder and is_classifier(opened.config):
         raise Refusal(
             "classifying-decoder",
             f"{files.name} ({opened.config.model_type}) is a decoder that was trained for classes: its head "
             "reads the state of a row's last token, which no program answers",
             remedy="take the language model that it was made of, and a task with a word for each class",
         )
-    if own_head and not opened.is_decoder and classifies(opened.config) and chooses_a_class(opened.config):
+    if own_head and not opened.is_decoder and is_classifier(opened.config) and is_single_label(opened.config):
         with_classes = replace(opened, has_classes=True)
         outline = _outline(files, with_classes)
-        if (classifier := part_classifier(outline)) is not None:
+        if (classifier := detach_classifier(outline)) is not None:
             return with_classes, outline, classifier
     return opened, _outline(files, opened), None
 
@@ -321,7 +321,7 @@ def _outline(files: ModelFiles, opened: _Opened) -> Any:
         TRANSFORMERS_ERRORS,
         remedy="give a folder with a transformers model's config.json, or a hub id",
     )
-    with refusal, counted_modules(files.config_path), torch.device("meta"):
+    with refusal, limit_modules(files.config_path), torch.device("meta"):
         model = loader.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
@@ -381,7 +381,7 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
         if not name.startswith(_POOLER)
     )
     # What isn't the text part's may be anything.
-    stored = stored_numbers(files, stored_of(files, outline) if part_of is not None else None)
+    stored = stored_numel(files, stored_names(files, outline) if part_of is not None else None)
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
     if needed > stored:
         raise Refusal(
@@ -437,7 +437,7 @@ def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
         spare.append(re.compile(rf"(^|\.){re.escape(_POOLER)}"))
     # Parts for images and sounds were taken out.
     out = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
-    others = {name for name in {*names} - stored_of(files, model) if not name.startswith(out)}
+    others = {name for name in {*names} - stored_names(files, model) if not name.startswith(out)}
     if others := {name for name in others if not any(each.search(name) for each in spare)}:
         raise _other_weights(files.name, f"it has no place for {_listed(sorted(others))}")
 

@@ -234,7 +234,7 @@ def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Confi
         yield config
         return
     name = config.model.removeprefix(RANDOM)
-    configuration(name, None)
+    random_model_config(name, None)
     out = Path(config.out).absolute().parent
     # Where the bundle will lie there must be room for as much anyway.
     out = out if weights else Path(tempfile.gettempdir())
@@ -255,7 +255,7 @@ def save_random_model(
     import torch
 
     torch.manual_seed(seed)
-    config = configuration(name, layers)
+    config = random_model_config(name, layers)
     config.save_pretrained(folder)
     _save_tokenizer(folder)
     if weights:
@@ -313,8 +313,8 @@ def _random_weight(shape: Sequence[int], deviation: float) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, deviation)
 
 
-def configuration(name: str, layers: int | None) -> Any:
-    """transformers' configuration of that architecture; `layers` makes it shallower.
+def random_model_config(name: str, layers: int | None) -> Any:
+    """transformers' random_model_config of that architecture; `layers` makes it shallower.
 
     Raises:
         ConfigError: none has that name.

@@ -49,7 +49,7 @@ class TensorSource:
         first, *others = self.conversion.target_patterns
         return [self.target, *(self.target.replace(first, other, 1) for other in others)]
 
-    def made(
+    def convert_tensors(
         self, read: Callable[[str], torch.Tensor], outline: WeightShapes, rows: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
         """The model's tensors by name, of stored ones that `read` gives by their names in the files.
@@ -85,7 +85,7 @@ class TensorSource:
         return {given: row for group in groups.values() for row, given in enumerate(group)} if is_list else {}
 
 
-def sources(
+def tensor_sources(
     model: nn.Module, stored: Collection[str], conversions: Sequence[Any] | None = None
 ) -> dict[str, TensorSource]:
     """Where each tensor of a model comes from, by its name; those that aren't stored are left out.

@@ -12,7 +12,7 @@ from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE,
 from prge.data.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from prge.errors import ConfigError, PrgeError, Refusal, first_line
 from prge.generation.prompts import Prompts
-from server_export.checkpoint.files import end_tokens, find_files, hub_answers, local_folder
+from server_export.checkpoint.files import eos_token_ids, find_files, is_hub_reachable, local_folder
 from server_export.settings import PrependBos
 
 SAMPLES = (
@@ -35,7 +35,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     folder = local_folder(name_or_path, revision)
     if folder is not None and (path := Path(folder) / TOKENIZER_FILE).is_file():
         read_backend(path)  # which may end the process if nobody tried it
-    is_local = folder is not None or not hub_answers()
+    is_local = folder is not None or not is_hub_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder or name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_local
@@ -54,11 +54,11 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
             remedy="convert it to a tokenizer.json and put that beside the model",
         )
     if tokenizer.eos_token_id is None:
-        name_end(tokenizer, end_tokens(find_files(name_or_path, revision)))
+        set_eos_token(tokenizer, eos_token_ids(find_files(name_or_path, revision)))
     return tokenizer
 
 
-def name_end(tokenizer: Any, ends: Sequence[int]) -> None:
+def set_eos_token(tokenizer: Any, ends: Sequence[int]) -> None:
     """Give a tokenizer of transformers an end-of-sequence token, the first of `ends` that it knows.
 
     Rows are learnt with this token at their end, and a chat template may write it.
@@ -109,7 +109,7 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
                 )
 
 
-def tokenizer_block(
+def tokenizer_manifest(
     tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int, ends: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The manifest's `tokenizer` block.
@@ -166,11 +166,11 @@ def _ends_of_turns(tokenizer: Any) -> Collection[int]:
             return ()
 
 
-def on_device(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:
+def device_tokenizer(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:
     """The tokenizer that a device makes of what an export writes; arguments and errors as above."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(tokenizer, Path(folder))
-        return read_tokenizer(folder, tokenizer_block(tokenizer, prepend_bos, vocabulary_size))
+        return read_tokenizer(folder, tokenizer_manifest(tokenizer, prepend_bos, vocabulary_size))
 
 
 def adds_bos(tokenizer: Any) -> bool:

@@ -14,7 +14,7 @@ from prge.errors import Refusal
 from server_export.checkpoint.classifier import CheckpointClassifier
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.stored import stored_tensors
-from server_export.checkpoint.tensor_names import WeightShapes, key_mapping, sources
+from server_export.checkpoint.tensor_names import WeightShapes, key_mapping, tensor_sources
 
 
 class CheckpointWeights:
@@ -39,7 +39,7 @@ class CheckpointWeights:
         self._tied = _tied_names(model)
         self.buffers = _buffers(model)
         self._stored = stored_tensors(files)
-        self._sources = sources(model, self._stored.names, self._stored.conversions)
+        self._sources = tensor_sources(model, self._stored.names, self._stored.conversions)
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
@@ -59,7 +59,7 @@ class CheckpointWeights:
             (stored,) = source.stored.values()
             tensor = self._stored.read(stored, rows)
         else:
-            tensor = source.made(self._stored.read, self._outline, rows)[known]
+            tensor = source.convert_tensors(self._stored.read, self._outline, rows)[known]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise Refusal(
@@ -73,7 +73,7 @@ class CheckpointWeights:
             self._check_shape(name, tensor.shape)
         return tensor
 
-    def pieces(self, name: str, rows: int) -> Iterator[torch.Tensor]:
+    def iter_rows(self, name: str, rows: int) -> Iterator[torch.Tensor]:
         """What `read` gives, so many rows at a time: one that is stored as it is never is in memory whole."""
         known = self._known(name)
         if known is None or self._sources[known].conversion is not None:
@@ -124,19 +124,19 @@ class CheckpointWeights:
             )
 
 
-def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
+def stored_names(files: ModelFiles, model: nn.Module) -> set[str]:
     """Names of the stored tensors that a model is made of."""
     stored = stored_tensors(files)
-    found = sources(model, stored.names, stored.conversions)
+    found = tensor_sources(model, stored.names, stored.conversions)
     return {name for source in found.values() for name in source.stored.values()}
 
 
-def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
+def checkpoint_key_mapping(files: ModelFiles, model: nn.Module) -> dict[str, str]:
     """See `server_export.checkpoint.tensor_names.key_mapping`."""
     return key_mapping(model, stored_tensors(files).names)
 
 
-def with_numbers(
+def load_classifier_weights(
     classifier: CheckpointClassifier, model: nn.Module, files: ModelFiles
 ) -> CheckpointClassifier:
     """The last layer of a model's own classification head, whose numbers are read; the model lacks it.
@@ -154,13 +154,13 @@ def with_numbers(
     return replace(classifier, linear=filled)
 
 
-def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
+def lazy_state_dict(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
     """What transformers loads a model of that it can't find in the files itself, read when it is asked for.
 
     A part of a checkpoint by the names that the files have, or what a GGUF file holds by those of the model.
     """
     stored = stored_tensors(files)
-    found = sources(model, stored.names, stored.conversions)
+    found = tensor_sources(model, stored.names, stored.conversions)
     if files.gguf:
         weights = CheckpointWeights(files, model)
         return {name: _Later(weights.read, name) for source in found.values() for name in source.targets}

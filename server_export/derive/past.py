@@ -42,7 +42,7 @@ from prge.formats.signatures import (
 )
 from server_export.ir.block import PORT, Block, is_input, new_input, port_of
 from server_export.ir.mixed_parts import MIXED_PARTS
-from server_export.ir.modules import as_module, copied
+from server_export.ir.modules import copy_graph_module, make_graph_module
 from server_export.ir.operators import Category, members
 from server_export.ir.recurrences import expand, memories
 from server_export.ir.shapes import fill_in_values, resized
@@ -84,10 +84,10 @@ def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bo
     Raises:
         Refusal: an attention is written in a way that isn't known here.
     """
-    graph_module, result = block.graph_module, copied(block.graph_module)
+    graph_module, result = block.graph_module, copy_graph_module(block.graph_module)
     outputs = [*block.outputs, *_carry(result, rows)]
     _give_rows(result, rows)
-    adapter = [] if block.has(LORA_A) else [port for port in block.inputs if port.is_adapter]
+    adapter = [] if block.has_input(LORA_A) else [port for port in block.inputs if port.is_adapter]
     for port in adapter if any_lora_a else []:
         _give_lora_a(result, port, rows)
     for table, masked in _attentions(result):
@@ -109,7 +109,7 @@ def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bo
     return replace(block, graph_module=result, outputs=tuple(outputs))
 
 
-def taken_past(one_row: Block) -> tuple[int, ...]:
+def shared_keys_and_values(one_row: Block) -> tuple[int, ...]:
     """Which of the values that a block takes are the keys and the values of its attention; none if it makes
     its own. They lie as [1, tokens, heads x width].
 
@@ -159,7 +159,7 @@ def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
 
 def logits(head: Block) -> Block:
     """A shard of the head that returns the logits of all its tokens."""
-    result = copied(head.graph_module)
+    result = copy_graph_module(head.graph_module)
     output = result.graph.output_node()
     (answer,) = output.args[0]
     assert answer.target is SOFTMAX_PARTS
@@ -168,13 +168,13 @@ def logits(head: Block) -> Block:
     for node in result.graph.find_nodes(op="placeholder"):
         if not node.users:
             result.graph.erase_node(node)
-    return replace(head, graph_module=as_module(result, result.graph), outputs=(Port(LOGITS),))
+    return replace(head, graph_module=make_graph_module(result, result.graph), outputs=(Port(LOGITS),))
 
 
 def _carry(graph_module: GraphModule, rows: int) -> list[Port]:
     """Write recurrences that go on with their states, and answer these, in place; returns their ports."""
     shapes = memories(graph_module, rows)
-    ports = [Port(RECURRENT_STATE, number, changes=True) for number in range(len(shapes))]
+    ports = [Port(RECURRENT_STATE, number, is_differentiable=True) for number in range(len(shapes))]
     given = {
         node: _given(graph_module, port, *shape)
         for port, (node, shape) in zip(ports, shapes.items(), strict=True)
@@ -273,9 +273,9 @@ def _attend(
         for source, _ in (origin(node, _LAYOUTS) for node in (keys, values))
         if is_input(source, SHARED_IN)
     ]
-    changes = all(source.meta[PORT].changes for source in taken)
-    past_keys = given(Port(PAST_KEYS, changes=changes), heads, past, width)
-    past_values = given(Port(PAST_VALUES, changes=changes), heads, past, value_width)
+    changes = all(source.meta[PORT].is_differentiable for source in taken)
+    past_keys = given(Port(PAST_KEYS, is_differentiable=changes), heads, past, width)
+    past_values = given(Port(PAST_VALUES, is_differentiable=changes), heads, past, value_width)
     seen = given(Port(PAST_MASK), *((members * tokens, past) if rows == 1 else (heads, 1, past)))
     causal = given(Port(CAUSAL_MASK), members * tokens, tokens) if rows == 1 else None
     own = given(Port(OWN_MASK), 1, 1, past) if rows != 1 else None
@@ -316,7 +316,7 @@ def _attend(
         return []
     output = graph.output_node()
     output.args = ((*output.args[0], keys, values),)
-    return [Port(KEYS, changes=True), Port(VALUES, changes=True)]
+    return [Port(KEYS, is_differentiable=True), Port(VALUES, is_differentiable=True)]
 
 
 def _total_of_both(writer: GraphWriter, before: Node, within: Node) -> Node:

@@ -20,7 +20,7 @@ from prge.formats.signatures import (
     Port,
     Role,
     View,
-    changing,
+    differentiable_ports,
     gradients,
     with_tangents,
 )
@@ -31,7 +31,7 @@ from server_export.derive.past import continued, logits
 from server_export.ir.block import PORT, Block, port_of
 from server_export.ir.core import write_core_operators
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
-from server_export.ir.modules import copied
+from server_export.ir.modules import copy_graph_module
 from server_export.ir.recurrences import expand
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.shapes import fill_in_values
@@ -84,7 +84,7 @@ def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, 
 
 def is_head(block: Block) -> bool:
     """Whether a block is a shard of a decoder's head."""
-    return block.has(TARGETS)
+    return block.has_input(TARGETS)
 
 
 def _viewed(block: Block, role: Role) -> Block:
@@ -99,7 +99,7 @@ def _viewed(block: Block, role: Role) -> Block:
                 return logits(block.sized((BATCH, 1), (TOKENS, 1)))
             one_token = block.sized((BATCH, 1), (TOKENS, 1))
             return continued(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
-    whole = block.copied()
+    whole = block.copy()
     expand(whole.graph_module)
     if is_head(block):
         # What calls ask at all positions of all rows lies in one row.
@@ -115,10 +115,10 @@ def _jvp(block: Block, rows: int) -> Block:
     seeds: dict[str, Seed] = {
         str(node.target): RankOne(rows) if port.is_adapter else Dense()
         for port, node in block.inputs.items()
-        if port.changes
+        if port.is_differentiable
     }
     ones = {ONES: TOKENS, PAST_ONES: PAST}
-    graph_module = differentiate(copied(block.graph_module), seeds, QUERIES, ones)
+    graph_module = differentiate(copy_graph_module(block.graph_module), seeds, QUERIES, ones)
     return replace(block, graph_module=graph_module, outputs=with_tangents(block.outputs))
 
 
@@ -128,7 +128,7 @@ def _backward(block: Block, with_answer: bool = False) -> Block:
     given = {port.gradient.name.replace(".", "_"): port.gradient for port in block.outputs}
     graph_module = backpropagate(
         block.graph_module,
-        [names[port] for port in changing(names)],
+        [names[port] for port in differentiable_ports(names)],
         [name for port, name in names.items() if port.is_adapter],
         TOKENS,
         [*given],

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 
 from prge.formats.signatures import Port
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
-from server_export.ir.modules import attribute, copied
+from server_export.ir.modules import copy_graph_module, get_attribute
 from server_export.ir.shapes import resized, with_size
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ PORT = "port"
 _MARKERS = (COPIES, BATCH, TOKENS, QUERIES, PAST)
 _ROWS, _TOKENS = (COPIES, BATCH), (TOKENS,)
 # Names of the weights of linear layers that read the same input, and that input.
-Watch = Callable[[Sequence[str], torch.Tensor], None]
+InputObserver = Callable[[Sequence[str], torch.Tensor], None]
 
 
 def new_input(graph: Graph, port: Port, value: torch.Tensor) -> Node:
@@ -67,7 +67,7 @@ class Block:
         nodes = self.graph_module.graph.find_nodes(op="placeholder")
         return {node.meta[PORT]: node for node in nodes}
 
-    def has(self, value: str) -> bool:
+    def has_input(self, value: str) -> bool:
         """Whether it has an input of a value."""
         return any(port.value == value for port in self.inputs)
 
@@ -77,9 +77,9 @@ class Block:
         result: torch.Tensor = answers[self.outputs.index(port)].meta["val"]
         return result
 
-    def copied(self) -> Block:
+    def copy(self) -> Block:
         """The same graph, which may be changed."""
-        return replace(self, graph_module=copied(self.graph_module))
+        return replace(self, graph_module=copy_graph_module(self.graph_module))
 
     def sized(self, *sizes: tuple[int, int]) -> Block:
         """The same block of other sizes: pairs of a marker and a size."""
@@ -93,7 +93,7 @@ class Block:
         inputs: Mapping[str, torch.Tensor],
         tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
         *,
-        watch: Watch | None = None,
+        watch: InputObserver | None = None,
         operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
         """Run the graph eagerly in PyTorch, at the sizes of the inputs.
@@ -173,7 +173,7 @@ class _Run(Interpreter):
         graph_module: GraphModule,
         tensors: Mapping[str, torch.Tensor],
         sizes: Mapping[int, int],
-        watch: Watch | None,
+        watch: InputObserver | None,
         operators: Mapping[Any, Callable[..., Any]],
     ) -> None:
         super().__init__(graph_module)
@@ -198,7 +198,7 @@ class _Run(Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A tensor of this block, or one that all of its type have."""
         tensor = self._tensors.get(str(target))
-        return attribute(self.module, str(target)) if tensor is None else tensor
+        return get_attribute(self.module, str(target)) if tensor is None else tensor
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """The arguments of a node, with the call's sizes for the markers."""

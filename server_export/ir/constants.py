@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 # How names of constants begin that are no weights.
-MADE = "constant_"
+CONSTANT_PREFIX = "constant_"
 
 
 class GraphConstants:
@@ -25,7 +25,7 @@ class GraphConstants:
         digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
         key = (tensor.dtype, tensor.shape, digest)
         if key not in self._names:
-            numbers = (f"{MADE}{number}" for number in count(len(self._names)))
+            numbers = (f"{CONSTANT_PREFIX}{number}" for number in count(len(self._names)))
             name = next(name for name in numbers if not hasattr(self.module, name))
             self.module.register_buffer(name, tensor, persistent=True)
             self._names[key] = name

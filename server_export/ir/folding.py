@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.constants import MADE, GraphConstants
-from server_export.ir.modules import attribute
+from server_export.ir.constants import CONSTANT_PREFIX, GraphConstants
+from server_export.ir.modules import get_attribute
 from server_export.ir.operators import Category, row_of
 from server_export.ir.writer import GraphWriter
 
@@ -25,9 +25,9 @@ def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_wei
     values: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            tensor = attribute(graph_module, str(node.target))
+            tensor = get_attribute(graph_module, str(node.target))
             # A quantized weight is a subclass with its own meaning of every operator.
-            is_known = has_weights or str(node.target).startswith(MADE)
+            is_known = has_weights or str(node.target).startswith(CONSTANT_PREFIX)
             if is_known and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 values[node] = tensor
         elif is_foldable(node, values):

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
-def as_module(root: GraphModule, graph: Graph) -> GraphModule:
+def make_graph_module(root: GraphModule, graph: Graph) -> GraphModule:
     """A module of a new graph with the constants of `root`.
 
     Its Python code is generated when it is called for the first time; most are only read.
@@ -18,14 +18,14 @@ def as_module(root: GraphModule, graph: Graph) -> GraphModule:
     return _LazyGraphModule(root, graph)
 
 
-def copied(graph_module: GraphModule) -> GraphModule:
+def copy_graph_module(graph_module: GraphModule) -> GraphModule:
     """The same graph and constants; what is added to the copy isn't to the original."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    return as_module(graph_module, graph)
+    return make_graph_module(graph_module, graph)
 
 
-def attribute(graph_module: GraphModule, name: str) -> Any:
+def get_attribute(graph_module: GraphModule, name: str) -> Any:
     """What a get_attr node of the module with this target reads."""
     value: Any = graph_module
     for part in name.split("."):
@@ -52,10 +52,10 @@ def remove_unused_attributes(graph_module: GraphModule) -> None:
             replace_tensor(graph_module, name, None)
 
 
-def give_memory(graph_module: GraphModule) -> None:
+def allocate_meta_tensors(graph_module: GraphModule) -> None:
     """Make zeros of the tensors of a module that have no memory, in place; untouched pages take none."""
     for name in {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}:
-        tensor = attribute(graph_module, name)
+        tensor = get_attribute(graph_module, name)
         if tensor.is_meta:
             # torch's own zeros are written.
             untouched = torch.from_numpy(np.zeros(tensor.nbytes, np.uint8))

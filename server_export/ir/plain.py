@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from server_export.ir.operators import Category, differentiable, members, rules
 from server_export.ir.rewriting import rewrite
-from server_export.ir.shapes import without_memory
+from server_export.ir.shapes import to_meta
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ _KEPT = (
 )
 
 
-def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
+def decompose(graph_module: GraphModule, declined: bool = False) -> None:
     """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`.
 
     Args:
@@ -93,7 +93,7 @@ def _take_apart(graph: Graph, node: Node) -> None:
         arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         return node.target(*arguments, **named)
 
-    values = [without_memory(source.meta["val"]) for source in sources]
+    values = [to_meta(source.meta["val"]) for source in sources]
     plainer = make_fx(call, decomposition_table=torch.export.default_decompositions())(*values)
     # What is plainer may change in place what it has just made.
     traced = make_fx(functionalize(plainer, remove="mutations"))(*values).graph

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from prge.errors import refused_as
 from server_export.ir.constants import GraphConstants
 from server_export.ir.folding import fold_constants
-from server_export.ir.modules import attribute, remove_unused_attributes
+from server_export.ir.modules import get_attribute, remove_unused_attributes
 from server_export.ir.operators import Category, members, rules
 from server_export.ir.writer import apply_rules
 from server_export.library_errors import torch_export_errors
@@ -78,7 +78,7 @@ def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
         if node.target is torch.ops.export.access_subclass_inner_tensor.default:
             weight, part = node.args
             name = f"{str(weight.target).replace('.', '_')}_{part}"
-            tensor = getattr(attribute(graph_module, str(weight.target)), part).detach()
+            tensor = getattr(get_attribute(graph_module, str(weight.target)), part).detach()
             if part == "zero_point" and not bool(tensor.any()):
                 name = zeros.setdefault((tensor.dtype, tensor.shape), name)
             if not hasattr(graph_module, name):
@@ -140,7 +140,7 @@ def share_equal_calls(graph: Graph, is_meant: Callable[[Node], bool] = lambda no
                 graph.erase_node(node)
 
 
-def quantize_apart(graph: Graph) -> None:
+def unshare_quantizations(graph: Graph) -> None:
     """Let every layer quantize what it multiplies: partitions of layers that share it would be circular.
 
     So would be one of a layer that is used twice, if both uses restored its weight together.

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from server_export.ir.modules import as_module, attribute
+from server_export.ir.modules import get_attribute, make_graph_module
 
 
 class OperatorShapes:
@@ -27,14 +27,14 @@ class OperatorShapes:
         """The result of an operator on tensors without memory, lists of them, and other values."""
         key = (target, _key(arguments), _key(named))
         if key not in self._known:
-            self._known[key] = without_memory(target(*arguments, **named))
+            self._known[key] = to_meta(target(*arguments, **named))
         return self._known[key]
 
 
-def without_memory(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     """Tensors without memory for a tensor, or for a tuple or list of them."""
     if isinstance(value, tuple | list):
-        return tuple(map(without_memory, value))
+        return tuple(map(to_meta, value))
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
@@ -54,10 +54,10 @@ def fill_in_values(graph_module: GraphModule) -> None:
     shapes = OperatorShapes()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
-            node.meta["val"] = without_memory(attribute(graph_module, str(node.target)))
+            node.meta["val"] = to_meta(get_attribute(graph_module, str(node.target)))
         if node.op == "call_function" and "val" not in node.meta:
             arguments, named = torch.fx.node.map_arg(
-                (node.args, node.kwargs), lambda source: without_memory(source.meta["val"])
+                (node.args, node.kwargs), lambda source: to_meta(source.meta["val"])
             )
             node.meta["val"] = shapes.of(node.target, arguments, named)
 
@@ -91,6 +91,6 @@ def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
         elif node.op == "call_function":
             copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), changed)
             del copy.meta["val"]
-    result = as_module(graph_module, graph)
+    result = make_graph_module(graph_module, graph)
     fill_in_values(result)
     return result

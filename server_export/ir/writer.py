@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.ir.constants import GraphConstants
-from server_export.ir.shapes import OperatorShapes, without_memory
+from server_export.ir.shapes import OperatorShapes, to_meta
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ class GraphWriter(Calls):
         """One operator."""
         with self._in_place():
             node = self.graph.call_function(target, arguments, named)
-        given = torch.fx.node.map_arg((arguments, named), lambda source: without_memory(source.meta["val"]))
+        given = torch.fx.node.map_arg((arguments, named), lambda source: to_meta(source.meta["val"]))
         node.meta["val"] = self._shapes.of(target, *given)
         return node
 
@@ -120,7 +120,7 @@ class GraphWriter(Calls):
         """A tensor of the module by its name."""
         with self._in_place():
             node = self.graph.get_attr(name)
-        node.meta["val"] = without_memory(tensor)
+        node.meta["val"] = to_meta(tensor)
         return node
 
     def _in_place(self) -> Any:

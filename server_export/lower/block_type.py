@@ -1,7 +1,7 @@
-"""A kind of block, lowered once for the weights of any block of it.
+"""A kind of block, lower_programs once for the weights of any block of it.
 
 ExecuTorch keeps constants outside of a program if it is told to; XNNPACK's go by a digest of their bytes. So
-a kind is lowered with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's
+a kind is lower_programs with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's
 file of constants tells how they are laid out there. A block's weights file is that file with its own bytes.
 """
 
@@ -23,8 +23,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from prge.errors import Refusal
-from server_export.ir.rewriting import is_dequantization, quantize_apart
-from server_export.lower.program import lowered
+from server_export.ir.rewriting import is_dequantization, unshare_quantizations
+from server_export.lower.program import lower_programs
 from server_export.lower.sizes import Size
 
 aten = torch.ops.aten
@@ -135,9 +135,9 @@ def lower_block_type(
 ) -> LoweredBlockType:
     """Lower the methods of a kind of block.
 
-        lowered = lower_block_type({"forward": forward, "backward": backward})
-        Path("block.pte").write_bytes(lowered.program)
-        lowered.weights.write(Path("000.ptd"), tensors)
+        lower_programs = lower_block_type({"forward": forward, "backward": backward})
+        Path("block.pte").write_bytes(lower_programs.program)
+        lower_programs.weights.write(Path("000.ptd"), tensors)
 
     Args:
         methods: by name; what several of them read has one name. Not changed.
@@ -161,7 +161,7 @@ def lower_block_type(
     )
     standing = {method: constants.as_placeholders(program) for method, program in methods.items()}
     with TemporaryDirectory() as folder:
-        executorch = lowered(standing, config, in_pieces=in_pieces)
+        executorch = lower_programs(standing, config, in_pieces=in_pieces)
         executorch.write_tensor_data_to_file(folder)
         program = bytes(executorch.buffer)
         del executorch
@@ -172,7 +172,7 @@ def lower_block_type(
 
 
 class StandInConstants:
-    """The constants of a kind, and what stands for them while they are lowered.
+    """The constants of a kind, and what stands for them while they are lower_programs.
 
     Attributes:
         values: of all, by name.
@@ -212,7 +212,7 @@ class StandInConstants:
                 # XNNPACK looks at a constant, and at what restores a quantized one.
                 for marked in (node, *filter(is_dequantization, node.users)):
                     copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
-        quantize_apart(graph)
+        unshare_quantizations(graph)
         _write_as_traced(graph)
         return _Functional(
             root=program.graph_module,
@@ -281,7 +281,7 @@ class StandInConstants:
 
 
 class _Functional(ExportedProgram):
-    """A program that is lowered as it is: tracing it once more took half of an export's time."""
+    """A program that is lower_programs as it is: tracing it once more took half of an export's time."""
 
     def run_decompositions(self, decomp_table: Any = None, *options: Any, **more: Any) -> ExportedProgram:
         """See ExportedProgram; an empty table asks for a functional program and for nothing else."""

@@ -14,14 +14,14 @@ from prge.formats.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.formats.chain import Bounds
 from prge.formats.layers import StoredLayer
 from prge.formats.signatures import CHUNK_ROLE, DECODE, FORWARD, JVP, PREFILL, STEP_ROLES, TRAINING_ROLES
-from server_export.derive.jvp.transform import check_rules
+from server_export.derive.jvp.transform import check_jvp_rules
 from server_export.lower.block_type import WeightsLayout
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
-from server_export.memory import give_back_freed
-from server_export.model.chain import ModelChain, layer_of
+from server_export.memory import release_freed_memory
+from server_export.model.chain import ModelChain, layer_name
 from server_export.progress import count_parts
-from server_export.quantize.frozen import codes_of, scale_of
+from server_export.quantize.frozen import codes_name, scale_name
 from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
@@ -63,7 +63,7 @@ def lower_chain(
     Raises:
         Refusal: a block can't be lowered, or the files lack a weight.
     """
-    if not chain.generates:
+    if not chain.can_generate:
         roles = {*roles} - {PREFILL, DECODE}
     if bounds.has_chunks:
         roles = {*roles, *(CHUNK_ROLE[role] for role in {FORWARD, *roles} & {*CHUNK_ROLE})}
@@ -82,7 +82,7 @@ def lower_chain(
         (folder / programs[-1].file).write_bytes(done.block_type.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
-        give_back_freed()
+        release_freed_memory()
     place = {first: number for number, first in enumerate(chain.block_types)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
@@ -90,7 +90,7 @@ def lower_chain(
     written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
         program, path = place[chain.type_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
-        if number < chain.end:
+        if number < chain.head_start:
             # A layer that is used again has the file of its first use.
             path = written.setdefault((program, block.weights), path)
         if not (folder / path).exists():
@@ -118,8 +118,8 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
     for first in chain.block_types:
         if first > 0:
             block = chain.block_types[first].block
-            changing = {str(node.target) for port, node in block.inputs.items() if port.changes}
-            check_rules(block.graph_module, changing)
+            changing = {str(node.target) for port, node in block.inputs.items() if port.is_differentiable}
+            check_jvp_rules(block.graph_module, changing)
 
 
 def _lowered_type(
@@ -156,18 +156,18 @@ def _stored_layers(
     rounded = {} if chain.blocks[number].is_expert else chain.rounded(number)
     offsets = {entry.name: entry.offset for entry in weights.entries}
     found = {}
-    for name, own in chain.own_names(number).items():
+    for name, own in chain.weight_names(number).items():
         if own in rounded:
             outputs, inputs = rounded[own].codes.shape
-            places = offsets[codes_of(name)], offsets[scale_of(name)]
-            found[layer_of(own)] = StoredLayer(path, *places, (outputs, inputs))
+            places = offsets[codes_name(name)], offsets[scale_name(name)]
+            found[layer_name(own)] = StoredLayer(path, *places, (outputs, inputs))
     return found
 
 
 def _program_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
     if first == 0:
         return EMBEDDING
-    if first >= chain.end:
+    if first >= chain.head_start:
         return HEAD
     name = EXPERT if chain.blocks[first].is_expert else BLOCK
     return f"{name}-{len(programs)}" if _program(name) in programs else name
@@ -178,8 +178,8 @@ def _program(name: str) -> str:
 
 
 def _block_name(chain: ModelChain, number: int) -> str:
-    if number >= chain.end:
-        return HEAD if len(chain.head_rows) == 1 else f"{HEAD}-{number - chain.end:02d}"
+    if number >= chain.head_start:
+        return HEAD if len(chain.head_rows) == 1 else f"{HEAD}-{number - chain.head_start:02d}"
     return EMBEDDING if number == 0 else f"{number - 1:03d}"
 
 

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from prge.errors import refused_as
 from server_export.ir.core import write_core_operators
-from server_export.ir.rewriting import quantize_apart, rewritten_graph
+from server_export.ir.rewriting import rewritten_graph, unshare_quantizations
 from server_export.library_errors import executorch_errors
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch
     for name, (module, inputs) in methods.items():
         graph_module = rewritten_graph(module, inputs)
         write_core_operators(graph_module)
-        quantize_apart(graph_module.graph)
+        unshare_quantizations(graph_module.graph)
         graph_module.recompile()
         with torch.no_grad():
             programs[name] = torch.export.export(graph_module, inputs, strict=False)
-    executorch = lowered(programs)
+    executorch = lower_programs(programs)
     with path.open("wb") as stream:
         executorch.write_to_file(stream)
 
 
-def lowered(
+def lower_programs(
     programs: Mapping[str, ExportedProgram],
     config: ExecutorchBackendConfig | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -68,7 +68,7 @@ def lowered(
     from server_export.lower.xnnpack import BlockPartitioner
 
     refusal = refused_as(
-        "not-lowered",
+        "not-lower_programs",
         "ExecuTorch can't lower the program",
         executorch_errors(),
         remedy="please report it with the name of the model",

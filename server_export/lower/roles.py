@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 from prge.formats.chain import Bounds
 from prge.formats.signatures import DECODE, PREFILL, ROLE_OF, SHARED_IN, Derivative, View
-from server_export.derive.backward.layers import transposed_names, with_transposed
-from server_export.derive.past import taken_past
+from server_export.derive.backward.layers import add_transposed_weights, transposed_names
+from server_export.derive.past import shared_keys_and_values
 from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
-from server_export.ir.modules import attribute, copied
+from server_export.ir.modules import copy_graph_module, get_attribute
 from server_export.lower.block_type import LoweredBlockType
 from server_export.lower.cache import ProgramCache, lower_methods
 from server_export.lower.sizes import Size, SizedMethod
@@ -40,7 +40,7 @@ class LoweredRoles:
         """All constants of a block's programs, from its kind's frozen tensors."""
         graphs = (method.block.graph_module for method in self.methods.values())
         names = {name for graph_module in graphs for name in _constants(graph_module)}
-        return {**with_transposed(tensors, names), **self.constants}
+        return {**add_transposed_weights(tensors, names), **self.constants}
 
 
 def lower_roles(
@@ -67,14 +67,14 @@ def lower_roles(
     Raises:
         Refusal: an operator has no derivative, or ExecuTorch refuses a method.
     """
-    derived, past = derive(block, roles, saves), past_of(block, roles)
+    derived, past = derive(block, roles, saves), past_inputs(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     methods = dict[str, SizedMethod]()
     for role, of_role in derived.items():
         graph_module = _with_own_constants(of_role.graph_module, role, shared)
         constants |= {
-            name: attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
+            name: get_attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
         }
         of_role = replace(of_role, graph_module=graph_module)
         methods[role] = SizedMethod(of_role, sizes_of(role, bounds, is_head(block)))
@@ -84,16 +84,16 @@ def lower_roles(
     return LoweredRoles(lowered, methods, constants, past)
 
 
-def past_of(block: Block, roles: Collection[str]) -> tuple[int, ...]:
+def past_inputs(block: Block, roles: Collection[str]) -> tuple[int, ...]:
     """Which of the values that a block takes are the keys and the values of its attention; none if it makes
     its own, or goes on with no sequence.
 
     Raises:
         Refusal: its attention reads some of them in a way that isn't known here.
     """
-    if not block.has(SHARED_IN) or not {PREFILL, DECODE}.intersection(roles):
+    if not block.has_input(SHARED_IN) or not {PREFILL, DECODE}.intersection(roles):
         return ()
-    return taken_past(block.sized((COPIES, 1), (BATCH, 1)))
+    return shared_keys_and_values(block.sized((COPIES, 1), (BATCH, 1)))
 
 
 def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
@@ -124,13 +124,13 @@ def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:
     """The graph with names of its own for the constants that rules wrote: another role has others."""
-    result = copied(graph_module)
+    result = copy_graph_module(graph_module)
     for node in result.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in shared:
             node.target = f"{name}_of_{role}"
             if not hasattr(result, node.target):
-                result.register_buffer(node.target, attribute(graph_module, name))
+                result.register_buffer(node.target, get_attribute(graph_module, name))
     return result
 
 

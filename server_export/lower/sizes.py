@@ -23,8 +23,8 @@ from torch.fx.node import map_aggregate, map_arg
 from prge.errors import Refusal, refused_as
 from prge.formats.chain import Interface, TensorSpec
 from server_export.ir.block import Block
-from server_export.ir.modules import attribute
-from server_export.ir.shapes import OperatorShapes, without_memory
+from server_export.ir.modules import get_attribute
+from server_export.ir.shapes import OperatorShapes, to_meta
 from server_export.library_errors import torch_export_errors
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
     dynamic.add_inputs(placeholders, inputs)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            dynamic.add_constant(node, attribute(graph_module, str(node.target)))
+            dynamic.add_constant(node, get_attribute(graph_module, str(node.target)))
         elif node.op == "call_function":
             dynamic.add_call(node)
         elif node.op == "output":
@@ -262,13 +262,13 @@ class _DynamicGraph:
                     remedy=_REMEDY,
                 )
         self.copies[node] = self.graph.node_copy(node)
-        self._values[self.copies[node]] = without_memory(tensor)
+        self._values[self.copies[node]] = to_meta(tensor)
 
     def add_call(self, node: Node) -> None:
         """An operator, whose numbers are computed where they are made of markers."""
         copied = map_arg((node.args, node.kwargs), self.copies.__getitem__)
         arguments, named = map_aggregate(copied, lambda value: self._expression(value, node))
-        expected = map_aggregate(without_memory(node.meta["val"]), self._shape)
+        expected = map_aggregate(to_meta(node.meta["val"]), self._shape)
         try:
             copy = self.copies[node] = self._call(node.target, *arguments, **named)
             found = map_aggregate(self._values[copy], lambda value: tuple(value.shape))

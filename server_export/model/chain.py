@@ -14,7 +14,7 @@ from prge.formats.signatures import HIDDEN_STATES, Port
 from prge.model_spec import AdaptedModule
 from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.block import Block
-from server_export.quantize.frozen import ADAPTER_WEIGHT, Frozen
+from server_export.quantize.frozen import ADAPTER_WEIGHT, FrozenTensors
 from server_export.quantize.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
 from server_export.trace.cutting import ModelBlock
 from server_export.trace.model_graph import WHOLE_PREFIX
@@ -33,7 +33,7 @@ class BlockType:
     """What all blocks of a type compute, in marker sizes, and how a block's weights become its tensors."""
 
     block: Block
-    frozen: Frozen
+    frozen: FrozenTensors
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ModelChain:
         return sum(map(len, self.head_rows))
 
     @property
-    def end(self) -> int:
+    def head_start(self) -> int:
         """Number of the first block that answers no state."""
         return len(self.blocks) - len(self.head_rows)
 
@@ -85,7 +85,7 @@ class ModelChain:
         return bool(self.head_rows)
 
     @property
-    def generates(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether it has a head for the whole vocabulary."""
         return self.classes == self.vocabulary_size
 
@@ -97,11 +97,11 @@ class ModelChain:
         per_channel, embeddings = list[str](), list[str]()
         for number, kind in enumerate(self.type_of):
             frozen = self.block_types[kind].frozen
-            own = self.own_names(number)
+            own = self.weight_names(number)
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
                 per_channel += [
-                    layer_of(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
+                    layer_name(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
                 ]
         return QuantizationReport(
             self.scheme,
@@ -110,18 +110,18 @@ class ModelChain:
             "int8" if embeddings else "fp32",
         )
 
-    def own_names(self, number: int) -> dict[str, str]:
+    def weight_names(self, number: int) -> dict[str, str]:
         """The names of a block's weights by those that its kind's graph has for them."""
         kind = self.blocks[self.type_of[number]]
         return dict(zip(kind.weights, self.blocks[number].weights, strict=True))
 
-    def state_widths(self, number: int) -> tuple[int, int]:
+    def hidden_widths(self, number: int) -> tuple[int, int]:
         """Widths of what enters and leaves a block with a state."""
         block = self.blocks[number]
         entering, leaving = block.inputs[Port(HIDDEN_STATES)].meta["val"], block.value(block.outputs[0])
         return entering.shape[-1], leaving.shape[-1]
 
-    def turns(self, count: int) -> list[range]:
+    def block_groups(self, count: int) -> list[range]:
         """The first blocks in order, the experts of a layer together."""
         found: list[range] = []
         for number, block in enumerate(self.blocks[:count]):
@@ -135,17 +135,17 @@ class ModelChain:
         Raises:
             BundleError: the files lack a weight, or it isn't finite.
         """
-        rows = self.head_rows[number - self.end] if number >= self.end else None
+        rows = self.head_rows[number - self.head_start] if number >= self.head_start else None
         block = self.blocks[number]
         frozen = self.block_types[self.type_of[number]].frozen
         names = [name.removeprefix(WHOLE_PREFIX) for name in block.weights]
         read = [
-            self.weights.pieces(name, ROWS_AT_ONCE)
+            self.weights.iter_rows(name, ROWS_AT_ONCE)
             if place in frozen.tables
             else self._read(name, rows, block.is_expert)
             for place, name in enumerate(names)
         ]
-        own, rounded = self.own_names(number), self.rounded(number)
+        own, rounded = self.weight_names(number), self.rounded(number)
         codes = {
             name: rounded[own.get(name, name)] for name in frozen.layers if own.get(name, name) in rounded
         }
@@ -160,6 +160,6 @@ class ModelChain:
         return self.weights.read(name.replace(_BASE, "."), rows if layer == self.head else None)
 
 
-def layer_of(weight: str) -> str:
+def layer_name(weight: str) -> str:
     """The model's name of the layer that a block's weight belongs to."""
     return weight.removeprefix(WHOLE_PREFIX).replace(_BASE, ".").rpartition(".")[0]

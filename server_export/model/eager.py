@@ -21,7 +21,7 @@ from prge.formats.signatures import (
     Port,
 )
 from prge.numerics.expert_routing import Routing
-from server_export.ir.block import Watch
+from server_export.ir.block import InputObserver
 from server_export.model.chain import ModelChain
 
 
@@ -43,13 +43,13 @@ class EagerBlock:
         self._block = chain.block_types[chain.type_of[number]].block
         self.tensors = chain.tensors(number)
 
-    def answer(
+    def compute(
         self,
         state: torch.Tensor,
         beside: torch.Tensor | None = None,
         shift: torch.Tensor | None = None,
         adapter: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        watch: Watch | None = None,
+        watch: InputObserver | None = None,
         shared: dict[int, torch.Tensor] | None = None,
         operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.Tensor:
@@ -94,7 +94,7 @@ class EagerBlock:
         return answer
 
 
-def through_experts(
+def run_experts(
     chain: ModelChain,
     experts: range,
     states: Sequence[torch.Tensor],
@@ -108,14 +108,14 @@ def through_experts(
         states: before them.
         prepare: takes each expert and what it is given, f32 [1, tokens, in], before it answers.
     """
-    first, behind = (chain.state_widths(number) for number in (experts.start, experts.stop))
+    first, behind = (chain.hidden_widths(number) for number in (experts.start, experts.stop))
     flat = torch.cat([state.reshape(-1, state.shape[-1]) for state in states]).numpy()
     routing = Routing(flat.shape[-1], behind[0], *first, len(experts))
 
     def run(expert: int, given: FloatArray) -> list[FloatArray]:
         block, states = EagerBlock(chain, experts.start + expert), torch.from_numpy(given)[None]
         prepare(block, states)
-        return [block.answer(states)[0].numpy()]
+        return [block.compute(states)[0].numpy()]
 
     (found,) = routing.forward(flat, run)
     parts = torch.from_numpy(found).split([state.shape[0] * state.shape[1] for state in states])

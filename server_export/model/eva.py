@@ -12,11 +12,11 @@ import torch
 from prge.errors import DataError
 from server_export.adapter.initial_adapter import StartAdapter
 from server_export.model.chain import ModelChain
-from server_export.model.principal import Principal, PrincipalDirections, spread_ranks
+from server_export.model.principal import IncrementalSVD, PrincipalDirections, spread_ranks
 from server_export.model.walk import watch_inputs
 
 
-def principal_start(
+def eva_adapter(
     start: StartAdapter, chain: ModelChain, rows: Sequence[Sequence[int]], spread: bool
 ) -> tuple[StartAdapter, dict[str, float]]:
     """An untrained adapter with principal directions as `lora_a`.
@@ -54,10 +54,10 @@ def _principal_directions(
         DataError: the rows have fewer directions than the adapter.
         BundleError: the model's weights can't be read.
     """
-    principals: dict[tuple[str, ...], Principal] = {}
+    principals: dict[tuple[str, ...], IncrementalSVD] = {}
 
     def watch(names: Sequence[str], states: torch.Tensor) -> None:
-        principals.setdefault(tuple(names), Principal(states.shape[1], count)).add(states)
+        principals.setdefault(tuple(names), IncrementalSVD(states.shape[1], count)).add(states)
 
     by_layer: dict[str, PrincipalDirections] = {}
     for _ in watch_inputs(chain, rows, watch):

@@ -44,7 +44,7 @@ class PrincipalDirections:
         return (rows * lengths.float().unsqueeze(1)).contiguous()
 
 
-class Principal:
+class IncrementalSVD:
     """Directions of states that come in pieces; memory doesn't grow with their number.
 
     The leading singular vectors of what came so far stand for it, each as long as its singular value

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from server_export.ir.block import Watch
-from server_export.model.chain import ModelChain, layer_of
-from server_export.model.eager import EagerBlock, through_experts
+from server_export.ir.block import InputObserver
+from server_export.model.chain import ModelChain, layer_name
+from server_export.model.eager import EagerBlock, run_experts
 from server_export.progress import count_parts
 from server_export.quantize.frozen import ADAPTER_WEIGHT
 from server_export.trace.attention import padding_mask
@@ -22,7 +22,7 @@ from server_export.trace.attention import padding_mask
 _TOKENS = 2048
 
 
-class Walk:
+class BlockwiseForward:
     """States of some rows on their way through a chain, in PyTorch, as the model is without an adapter.
 
     Args:
@@ -39,46 +39,48 @@ class Walk:
         self.states, self._masks = [tokens for tokens, _ in batches], [mask for _, mask in batches]
         self._shared = [dict[int, torch.Tensor]() for _ in batches]
 
-    def answers(self, block: EagerBlock, watch: Watch | None = None) -> Iterator[torch.Tensor]:
+    def outputs(self, block: EagerBlock, watch: InputObserver | None = None) -> Iterator[torch.Tensor]:
         """The states f32 [rows, tokens, width] of each batch after a block.
 
         Args:
             block: the next one.
-            watch: as `EagerBlock.answer` takes it, but for tokens alone: f32 [tokens, in] without padding.
+            watch: as `EagerBlock.compute` takes it, but for tokens alone: f32 [tokens, in] without padding.
         """
         for states, mask, shared in zip(self.states, self._masks, self._shared, strict=True):
             seen = None if watch is None else partial(_without_padding, watch, mask)
             with torch.no_grad():
-                answer = block.answer(states, padding_mask(mask.float()), watch=seen, shared=shared)
+                answer = block.compute(states, padding_mask(mask.float()), watch=seen, shared=shared)
             yield answer
 
-    def watch(self, block: EagerBlock, watch: Watch) -> None:
+    def watch(self, block: EagerBlock, watch: InputObserver) -> None:
         """Give what the layers of the next block see; see `answers`."""
-        for _ in self.answers(block, watch):
+        for _ in self.outputs(block, watch):
             pass
 
-    def advance(self, block: EagerBlock, watch: Watch | None = None) -> None:
+    def advance(self, block: EagerBlock, watch: InputObserver | None = None) -> None:
         """Go on to behind the next block; see `answers`."""
-        for place, states in enumerate(self.answers(block, watch)):
+        for place, states in enumerate(self.outputs(block, watch)):
             self.states[place] = states
 
     def advance_experts(
         self, experts: range, prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda *given: None
     ) -> None:
-        """Go on to behind the experts of a layer; see `through_experts`."""
+        """Go on to behind the experts of a layer; see `run_experts`."""
         with torch.no_grad():
-            self.states = through_experts(self._chain, experts, self.states, prepare)
+            self.states = run_experts(self._chain, experts, self.states, prepare)
 
     def tokens(self, states: Iterable[torch.Tensor]) -> torch.Tensor:
         """The states f32 [tokens, width] of all batches, without padding."""
         return torch.cat([state[mask] for state, mask in zip(states, self._masks, strict=True)])
 
 
-def _without_padding(watch: Watch, mask: torch.Tensor, names: Sequence[str], inputs: torch.Tensor) -> None:
+def _without_padding(
+    watch: InputObserver, mask: torch.Tensor, names: Sequence[str], inputs: torch.Tensor
+) -> None:
     watch(names, inputs[mask] if inputs.dim() == mask.dim() + 1 else inputs)
 
 
-def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch) -> Iterator[None]:
+def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: InputObserver) -> Iterator[None]:
     """Give what a chain's adapted layers see of some rows; yields when a block has seen all of them.
 
     Args:
@@ -90,17 +92,17 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch)
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    walk, count = Walk(chain, rows), last_adapted(chain) + 1
+    walk, count = BlockwiseForward(chain, rows), last_adapted(chain) + 1
     done = count_parts(count)
-    for turn in chain.turns(count):
+    for turn in chain.block_groups(count):
         if chain.blocks[turn.start].is_expert:
             walk.advance_experts(turn)
         else:
-            own = chain.own_names(turn.start)
+            own = chain.weight_names(turn.start)
 
             def seen(weights: Sequence[str], inputs: torch.Tensor, own: dict[str, str] = own) -> None:
                 names = [own.get(weight, "") for weight in weights]
-                if layers := [layer_of(name) for name in names if name.endswith(f".{ADAPTER_WEIGHT}")]:
+                if layers := [layer_name(name) for name in names if name.endswith(f".{ADAPTER_WEIGHT}")]:
                     watch(layers, inputs)
 
             walk.advance(EagerBlock(chain, turn.start), seen)

@@ -20,22 +20,22 @@ from prge.engine import Array
 from prge.errors import Refusal
 from prge.formats.peft import PeftAdapter
 from prge.formats.signatures import LORA_B
-from server_export.adapter.layers import read_by_rows
-from server_export.check.engine import loaded_method
-from server_export.checkpoint.classifier import states_of
+from server_export.adapter.layers import per_token_layers
+from server_export.check.engine import bind_method
+from server_export.checkpoint.classifier import hidden_states_of
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import LoadedModel, outline_model
+from server_export.checkpoint.loading import LoadedModel, load_meta_model
 from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.constants import GraphConstants
-from server_export.ir.modules import attribute
+from server_export.ir.modules import get_attribute
 from server_export.lower.program import write_program
-from server_export.model.chain import ModelChain, layer_of
+from server_export.model.chain import ModelChain, layer_name
 from server_export.model.eager import EagerBlock
-from server_export.pipeline import build_chain, in_scheme, with_int8
+from server_export.pipeline import build_chain, with_int8, with_scheme
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, check_exact, check_quantized
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers, Int4Weight, check_codes
 from server_export.trace.attention import padding_mask
-from server_export.trace.positions import longest_row
+from server_export.trace.positions import resolve_sequence_length
 from server_export.trace.readout import pooling_of
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ class EncoderProgram(nn.Module):
     def __init__(self, chain: ModelChain, spec: EncoderSpec, lora_b: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.pool = pooling_of(spec.pooling)
-        self.head = None if spec.head is None else linear_of(spec.head)
+        self.head = None if spec.head is None else make_head(spec.head)
         self._blocks = [EagerBlock(chain, number) for number in range(len(chain.blocks))]
         # Names of buffers, which torch.export takes for constants; of the same numbers there is one.
         buffers = GraphConstants(self)
@@ -87,9 +87,9 @@ class EncoderProgram(nn.Module):
 
     def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return self.answer(tokens, attention_mask)
+        return self.compute(tokens, attention_mask)
 
-    def answer(
+    def compute(
         self,
         tokens: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -102,7 +102,7 @@ class EncoderProgram(nn.Module):
         for block, names in zip(self._blocks, self._tensors, strict=True):
             # Those of this call: while torch.export traces, buffers are others.
             block.tensors = {name: self.get_buffer(buffer) for name, buffer in names.items()}
-            state = block.answer(
+            state = block.compute(
                 state,
                 padding,
                 adapter=adapter,
@@ -143,7 +143,7 @@ def build_encoder(folder: Path, merged: LoadedModel, adapter: PeftAdapter, spec:
         ConfigError: the model has fewer positions than a row has tokens.
         BundleError: it can't be lowered, or the program returns something else than the model.
     """
-    longest_row(merged, spec.length)
+    resolve_sequence_length(merged, spec.length)
     rows = [_row(merged.config, spec.length, seed) for seed in range(ROWS)]
     reference = torch.stack([_reference(merged, spec, *row) for row in rows])
     chain = encoder_chain(merged, adapter, spec)
@@ -154,14 +154,14 @@ def build_encoder(folder: Path, merged: LoadedModel, adapter: PeftAdapter, spec:
         module: EncoderProgram, operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
     ) -> torch.Tensor:
         with torch.no_grad():
-            return torch.stack([module.answer(*row, operators) for row in rows])
+            return torch.stack([module.compute(*row, operators) for row in rows])
 
     def answers_of_engine(module: EncoderProgram) -> torch.Tensor:
         write_program(program, {METHOD: (module, rows[0])})
-        return torch.stack([loaded_method(program, METHOD, row)()[0] for row in rows])
+        return torch.stack([bind_method(program, METHOD, row)()[0] for row in rows])
 
     is_exact = spec.scheme == "fp32"
-    module = EncoderProgram(chain if is_exact else in_scheme(chain, "fp32"), spec, lora_b)
+    module = EncoderProgram(chain if is_exact else with_scheme(chain, "fp32"), spec, lora_b)
     exact = answers_of(module)
     check_exact("chain of blocks", exact, reference)
     if is_exact:
@@ -190,7 +190,7 @@ def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -
         Refusal: the model can't be written as blocks, or its blocks not as one program.
         BundleError: a layer of the bundle has another shape.
     """
-    outline = outline_model(
+    outline = load_meta_model(
         model.name_or_path,
         pooled=True,
         revision=model.revision,
@@ -198,7 +198,7 @@ def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -
     )
     # Computes shapes of a few tokens, as an export does that looks for layers to adapt: BigBird's attention
     # is the whole one from then on.
-    read_by_rows(outline.model, [])
+    per_token_layers(outline.model, [])
     is_merged = spec.scheme == "fp32"
     adapted = [name for name, _ in outline.model.named_modules() if name in adapter.lora_a]
     chain = build_chain(
@@ -235,7 +235,7 @@ def with_layers(chain: ModelChain, layers: BundleLayers) -> ModelChain:
     int8 = {
         number: names
         for number, block in enumerate(chain.blocks)
-        if (names := frozenset(name for name in block.weights if layer_of(name) in layers.int8))
+        if (names := frozenset(name for name in block.weights if layer_name(name) in layers.int8))
     }
     if int8:
         chain = with_int8(chain, int8)
@@ -243,9 +243,9 @@ def with_layers(chain: ModelChain, layers: BundleLayers) -> ModelChain:
 
     def codes_of(number: int) -> Mapping[str, Int4Weight]:
         names = {
-            name: layer_of(name)
+            name: layer_name(name)
             for name in chain.blocks[number].weights
-            if layer_of(name) in known and name.endswith(".weight")
+            if layer_name(name) in known and name.endswith(".weight")
         }
         codes = {name: layers.int4[layer] for name, layer in names.items()}
         for name, each in codes.items():
@@ -255,7 +255,7 @@ def with_layers(chain: ModelChain, layers: BundleLayers) -> ModelChain:
     return replace(chain, rounded=codes_of) if known else chain
 
 
-def linear_of(head: Mapping[str, Array]) -> nn.Linear:
+def make_head(head: Mapping[str, Array]) -> nn.Linear:
     """The layer of a head with `weight` and `bias`."""
     weight, bias = (torch.from_numpy(np.array(head[name], np.float32)) for name in ("weight", "bias"))
     layer = nn.Linear(weight.shape[1], weight.shape[0])
@@ -269,7 +269,8 @@ def _tensors_of(chain: ModelChain, block: EagerBlock) -> dict[str, torch.Tensor]
     names = {str(node.target): None for node in graph_module.graph.find_nodes(op="get_attr")}
     tensors = block.tensors
     return {
-        name: _apart(tensors[name] if name in tensors else attribute(graph_module, name)) for name in names
+        name: _apart(tensors[name] if name in tensors else get_attribute(graph_module, name))
+        for name in names
     }
 
 
@@ -308,9 +309,9 @@ def _reference(
     tokens, mask = tokens[:, :end], mask[:, :end]
     with torch.no_grad():
         answer = model.model(input_ids=tokens, attention_mask=mask, return_dict=True)
-        states = states_of(answer, end)
+        states = hidden_states_of(answer, end)
         pooled = pooling_of(spec.pooling)(states, mask.to(states.dtype))
-        return pooled if spec.head is None else linear_of(spec.head)(pooled)
+        return pooled if spec.head is None else make_head(spec.head)(pooled)
 
 
 def _row(config: Any, length: int, seed: int) -> Row:

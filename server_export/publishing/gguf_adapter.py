@@ -14,7 +14,7 @@ import numpy as np
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
 from prge.formats.peft import PeftAdapter
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 
 # transformers' name of an architecture, and llama.cpp's.
 ARCHITECTURES = {
@@ -43,7 +43,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
     except ModuleNotFoundError:
         raise PrgeError(
             "writing GGUF needs the package gguf, which is not installed",
-            remedy=install_extra("gguf"),
+            remedy=install_extra_command("gguf"),
             code="package-missing",
         ) from None
     architecture = ARCHITECTURES.get(config.model_type)

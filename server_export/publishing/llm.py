@@ -20,11 +20,11 @@ from torch import nn
 
 from prge.errors import BundleError, ConfigError, refused_as
 from server_export.adapter.layers import convert_conv1d, replace_module
-from server_export.check.engine import opened_method
+from server_export.check.engine import load_method
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.loading import LoadedModel
 from server_export.library_errors import TRANSFORMERS_ERRORS, torch_export_errors
-from server_export.lower.program import lowered
+from server_export.lower.program import lower_programs
 from server_export.publishing.module_quantization import quantized_and_checked
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers
@@ -87,7 +87,7 @@ class TanhGelu(nn.Module):
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-def check_generates(loaded: LoadedModel) -> None:
+def check_can_generate(loaded: LoadedModel) -> None:
     """Raise BundleError unless a model writes."""
     if not loaded.is_decoder:
         raise BundleError(
@@ -111,7 +111,9 @@ def check_generates(loaded: LoadedModel) -> None:
         )
 
 
-def ends_of(model: Any, tokenizer: Any, stops: Sequence[int] = ()) -> tuple[int | None, tuple[int, ...]]:
+def bos_and_eos_ids(
+    model: Any, tokenizer: Any, stops: Sequence[int] = ()
+) -> tuple[int | None, tuple[int, ...]]:
     """The token that begins a text, and those that end one.
 
     The model's settings of generation may know more of them than the tokenizer; `stops` are those that the
@@ -159,10 +161,10 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLa
         with warnings.catch_warnings():
             # A cache begins as zeros: so does all memory of ExecuTorch's module. Positions come with a call.
             warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
-            executorch = lowered({METHOD: exported}, config, facts)
+            executorch = lower_programs({METHOD: exported}, config, facts)
         with program.open("wb") as stream:
             executorch.write_to_file(stream)
-        call = opened_method(program, METHOD)
+        call = load_method(program, METHOD)
         return _last_two(rows, spec, lambda tokens, start: call(tokens, start)[0])
 
     quantization, checks = quantized_and_checked(

@@ -61,9 +61,9 @@ class CardFacts:
     bundle_sha256: str | None
     step: int | None = None
     num_bos: int = 0
-    begin: str = ""
+    bos_token: str = ""
     has_chat_template: bool = False
-    is_part: bool = False
+    is_text_part: bool = False
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = "trained"
@@ -247,7 +247,7 @@ def _text(value: Any) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def read_run(folder: Path | None) -> dict[str, Any]:
+def read_run_summary(folder: Path | None) -> dict[str, Any]:
     """A run folder's `run.json`, empty where there is none that can be read."""
     try:
         content = read_json(folder / SUMMARY) if folder is not None else {}
@@ -256,7 +256,7 @@ def read_run(folder: Path | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_step(folder: Path, run: Mapping[str, Any]) -> int | None:
+def read_adapter_step(folder: Path, run: Mapping[str, Any]) -> int | None:
     """The step that an adapter's folder is of: a checkpoint's, or that of `final/`, as `run.json` has it."""
     try:
         return TrainingProgress.read(folder / STATE).step

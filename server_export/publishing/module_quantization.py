@@ -72,7 +72,7 @@ class FixedLoraLinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
+def attach_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
     """Put a trained adapter beside the layers that it names."""
     convert_conv1d(model)
     for name in adapter.lora_a:

@@ -23,21 +23,21 @@ from prge.formats.peft import (
     PREFIX,
     PeftAdapter,
     find_adapter,
+    find_run,
     lora_scale,
     read_arrays,
     read_compatible_adapter,
     read_config,
     read_lora,
-    run_of,
 )
 from prge.formats.run_folder import CONFIG as RUN_CONFIG
 from prge.formats.stored_settings import check_links
-from prge.formats.tune_folder import bundle_at, bundle_in, tuning_at
+from prge.formats.tune_folder import find_tuning, read_bundle_path, resolve_bundle
 from prge.model_spec import AdaptedModule
 from server_export.checkpoint.base_model import (
     BaseModel,
-    base_in_manifest,
-    base_in_peft,
+    base_from_manifest,
+    base_from_peft,
     content_problems,
     model_problems,
 )
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedAdapter:
     """A trained adapter with what is known of it.
 
     `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`. The base
@@ -113,16 +113,16 @@ class Trained:
         return head if is_own else None
 
 
-def read_trained(config: PublishConfig) -> Trained:
+def read_trained(config: PublishConfig) -> TrainedAdapter:
     """Find and check the adapter, and its bundle where there is one.
 
     Raises:
         PrgeError: there is no adapter, it is damaged, or not of the bundle.
     """
     folder = find_adapter(Path(config.source))
-    run = run_of(folder)
+    run = find_run(folder)
     check_links(run or folder)  # what lies there is given away
-    tuning = tuning_at(Path(config.source))
+    tuning = find_tuning(Path(config.source))
     bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
     found = read_lora(folder)
     if bundle is not None:
@@ -130,7 +130,7 @@ def read_trained(config: PublishConfig) -> Trained:
         read_compatible_adapter(folder, bundle.chain.modules, bundle.adapter, generates=True)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
-    recorded = base_in_manifest(model) or base_in_peft(settings)
+    recorded = base_from_manifest(model) or base_from_peft(settings)
     base = recorded
     # A hub id that is the recorded one means the recorded commit.
     if config.model and not (recorded and recorded.revision and recorded.name == config.model):
@@ -144,10 +144,10 @@ def read_trained(config: PublishConfig) -> Trained:
         )
     if config.revision is not None:
         base = BaseModel(base.name, config.revision)
-    return Trained(folder, run, bundle, found, settings, base, recorded)
+    return TrainedAdapter(folder, run, bundle, found, settings, base, recorded)
 
 
-def load_base(trained: Trained) -> LoadedModel:
+def load_base(trained: TrainedAdapter) -> LoadedModel:
     """Load the base model in float32 and check that it is the one that the adapter was trained on.
 
     Raises:
@@ -202,7 +202,7 @@ def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
     return problems
 
 
-def _record_problems(loaded: LoadedModel, trained: Trained) -> list[str]:
+def _record_problems(loaded: LoadedModel, trained: TrainedAdapter) -> list[str]:
     """Whether a model is the one that a bundle was exported from, by hash, or by the revision of one name."""
     recorded = trained.recorded
     if recorded is None or trained.base == recorded:
@@ -212,7 +212,7 @@ def _record_problems(loaded: LoadedModel, trained: Trained) -> list[str]:
     return content_problems(loaded, recorded.sha256)
 
 
-def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
+def load_peft(loaded: LoadedModel, trained: TrainedAdapter) -> Any:
     """The base model with the adapter on it, loaded by PEFT itself and compared number by number.
 
     Raises:
@@ -253,10 +253,10 @@ def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
     if run is None:
         return None
     try:
-        path = bundle_in(run / RUN_CONFIG)
+        path = read_bundle_path(run / RUN_CONFIG)
     except (OSError, DocumentError):
         return None
     with suppress(RunError):  # a tuning that has no bundle yet
-        if path is not None and (bundle_at(path) / MANIFEST).is_file():
+        if path is not None and (resolve_bundle(path) / MANIFEST).is_file():
             return open_bundle(path)
     return None

@@ -12,7 +12,7 @@ from prge.formats.layers import stored_layers
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers, Int4Weight
 
 
-def layers_of(bundle: Bundle | None) -> BundleLayers:
+def rounded_layers_of(bundle: Bundle | None) -> BundleLayers:
     """The layers of a bundle that can't be rounded again of a model's weights; none without one.
 
     Raises:

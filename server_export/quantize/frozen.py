@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.constants import MADE
+from server_export.ir.constants import CONSTANT_PREFIX
 from server_export.ir.markers import BATCH, COPIES, TOKENS
-from server_export.ir.modules import as_module, copied, remove_unused_attributes
+from server_export.ir.modules import copy_graph_module, make_graph_module, remove_unused_attributes
 from server_export.ir.rewriting import remove_identities
-from server_export.ir.shapes import without_memory
+from server_export.ir.shapes import to_meta
 from server_export.ir.walks import descendants
 from server_export.quantize.quantization import (
     EMBEDDING_BYTES,
@@ -42,7 +42,7 @@ ADAPTER_WEIGHT = "lora_a"
 
 
 @dataclass
-class Frozen:
+class FrozenTensors:
     """How a block's weights become the tensors that its kind's graph reads.
 
     `computed` takes the weights in order and gives the tensors of `names`; `layers` and `embeddings` are
@@ -58,7 +58,7 @@ class Frozen:
     @property
     def stored(self) -> set[str]:
         """Names of the tensors that differ from block to block."""
-        parts = (codes_of, scale_of, zero_point_of)
+        parts = (codes_name, scale_name, zero_point_name)
         quantized = {part(name) for name in self.layers for part in parts}
         quantized |= {part(name) for name in self.embeddings for part in parts[:2]}
         return quantized | set(self.names) - set(self.layers) - set(self.embeddings)
@@ -90,30 +90,30 @@ class Frozen:
                     else:
                         quantized: Any = int4_weight(tensor) if self.layers[name] else int8_weight(tensor)
                         codes, scale = quantized.qdata, quantized.scale
-                    yield codes_of(name), codes
-                    yield scale_of(name), scale
-                    yield zero_point_of(name), torch.zeros(scale.shape, dtype=torch.int8)
+                    yield codes_name(name), codes
+                    yield scale_name(name), scale
+                    yield zero_point_name(name), torch.zeros(scale.shape, dtype=torch.int8)
                 elif name in self.embeddings:
                     is_whole = isinstance(tensor, torch.Tensor)
                     pieces = tensor.split(ROWS_AT_ONCE) if is_whole else tensor
                     codes, scales = int8_table(pieces, self.embeddings[name])
-                    yield codes_of(name), codes
-                    yield scale_of(name), scales
+                    yield codes_name(name), codes
+                    yield scale_name(name), scales
                 else:
                     yield name, tensor
 
 
-def codes_of(name: str) -> str:
+def codes_name(name: str) -> str:
     """Name of a quantized tensor's codes."""
     return _plain(f"{name}_codes")
 
 
-def scale_of(name: str) -> str:
+def scale_name(name: str) -> str:
     """Name of a quantized tensor's scales."""
     return _plain(f"{name}_scale")
 
 
-def zero_point_of(name: str) -> str:
+def zero_point_name(name: str) -> str:
     """Name of a quantized tensor's zero points."""
     return _plain(f"{name}_zero_point")
 
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
 
 def freeze(
     block: ModelBlock, scheme: str, is_head: bool = False, int8: Collection[str] = ()
-) -> tuple[GraphModule, Frozen]:
+) -> tuple[GraphModule, FrozenTensors]:
     """The graph of a block's kind, quantized, and how its tensors are made.
 
     Args:
@@ -134,7 +134,7 @@ def freeze(
         is_head: whether the block answers log-probabilities.
         int8: names of weights that are int8 in `8da4w` too.
     """
-    graph_module = copied(block.graph_module)
+    graph_module = copy_graph_module(block.graph_module)
     remove_identities(graph_module.graph)
     _add_biases(graph_module.graph)
     frozen = _computed(graph_module, block.weights)
@@ -167,7 +167,7 @@ def _add_biases(graph: Graph) -> None:
             node.args = (source, weight)
 
 
-def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
+def _computed(graph_module: GraphModule, weights: Sequence[str]) -> FrozenTensors:
     """Take what depends on weights alone out of a graph."""
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
@@ -191,7 +191,7 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
             _read_instead(graph_module, node, name, constant)
     graph.output(tuple(names.values()))
     graph.eliminate_dead_code()
-    return Frozen(as_module(graph_module, graph), tuple(names))
+    return FrozenTensors(make_graph_module(graph_module, graph), tuple(names))
 
 
 def _has_a_call_s_size(node: Node) -> bool:
@@ -225,7 +225,7 @@ def _is_frozen_layer(node: Node) -> bool:
     weight = node.args[1]
     if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
         return False
-    return not _is_of_adapter(str(weight.target)) and not str(weight.target).startswith(MADE)
+    return not _is_of_adapter(str(weight.target)) and not str(weight.target).startswith(CONSTANT_PREFIX)
 
 
 def _chooses(layer: Node) -> bool:
@@ -242,7 +242,7 @@ def _is_large(weight: Any) -> bool:
     return weight.op == "get_attr" and weight.meta["val"].numel() * 4 >= EMBEDDING_BYTES
 
 
-def _quantize_layer(graph_module: GraphModule, node: Node, frozen: Frozen, in_groups: bool) -> None:
+def _quantize_layer(graph_module: GraphModule, node: Node, frozen: FrozenTensors, in_groups: bool) -> None:
     source, weight, *bias = node.args
     name, (outputs, inputs) = str(weight.target), weight.meta["val"].shape
     in_groups = in_groups and inputs % GROUP_SIZE == 0
@@ -252,9 +252,11 @@ def _quantize_layer(graph_module: GraphModule, node: Node, frozen: Frozen, in_gr
     row, block = [*[1] * (rank - 1), inputs], [1, GROUP_SIZE if in_groups else inputs]
     scales = (outputs, inputs // block[1])
     with graph.inserting_before(node):
-        codes = _tensor(graph_module, codes_of(name), (outputs, inputs), torch.int8)
-        scale = _tensor(graph_module, scale_of(name), scales, torch.bfloat16 if in_groups else torch.float32)
-        zero = _tensor(graph_module, zero_point_of(name), scales, torch.int8)
+        codes = _tensor(graph_module, codes_name(name), (outputs, inputs), torch.int8)
+        scale = _tensor(
+            graph_module, scale_name(name), scales, torch.bfloat16 if in_groups else torch.float32
+        )
+        zero = _tensor(graph_module, zero_point_name(name), scales, torch.int8)
         chosen = _call(
             torchao.choose_qparams_affine.default, source, "ASYMMETRIC", row, *_BYTE, None, None, torch.int8
         )
@@ -270,18 +272,18 @@ def _call(target: Any, source: Node, *arguments: Any, **named: Any) -> Node:
     """One operator, at the place where the graph is written."""
     node = source.graph.call_function(target, (source, *arguments), named)
     known, known_named = torch.fx.node.map_arg(((source, *arguments), named), lambda n: n.meta["val"])
-    node.meta["val"] = without_memory(target(*known, **known_named))
+    node.meta["val"] = to_meta(target(*known, **known_named))
     return node
 
 
-def _quantize_embedding(graph_module: GraphModule, node: Node, frozen: Frozen) -> None:
+def _quantize_embedding(graph_module: GraphModule, node: Node, frozen: FrozenTensors) -> None:
     table, *rest = node.args
     name, (rows, width) = str(table.target), table.meta["val"].shape
     frozen.embeddings[name] = rows
     graph = graph_module.graph
     with graph.inserting_before(node):
-        codes = _tensor(graph_module, codes_of(name), (rows, width), torch.int8)
-        scale = _tensor(graph_module, scale_of(name), (rows, 1), torch.float32)
+        codes = _tensor(graph_module, codes_name(name), (rows, width), torch.int8)
+        scale = _tensor(graph_module, scale_name(name), (rows, 1), torch.float32)
         numbers = _call(
             aten._to_copy.default, _call(aten.embedding.default, codes, rest[0]), dtype=torch.float32
         )

@@ -37,9 +37,9 @@ from prge.formats.signatures import (
 )
 from prge.model_spec import Matrix
 from server_export.ir.block import PORT, Block, new_input
-from server_export.ir.modules import as_module, attribute
+from server_export.ir.modules import get_attribute, make_graph_module
 from server_export.ir.operators import Category, members
-from server_export.ir.shapes import without_memory
+from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.walks import ancestors, descendants, readers
 from server_export.trace.experts import parted_at_experts
@@ -106,7 +106,7 @@ def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
     """The block whose ports say which of the values that it takes an adapter may change."""
     for port, node in block.inputs.items():
         if port.value == SHARED_IN and port.index is not None:
-            node.meta[PORT] = replace(port, changes=changes[port.index])
+            node.meta[PORT] = replace(port, is_differentiable=changes[port.index])
     return replace(block, signature=(tuple(changes), *block.signature))
 
 
@@ -243,7 +243,9 @@ def _block(
     if stretch.starts == (source,):
         values[source] = new_input(graph, Port(TOKENS), source.meta["val"])
     else:
-        packed.append((packing.input(Port(HIDDEN_STATES, changes=True), stretch.starts), stretch.starts))
+        packed.append(
+            (packing.input(Port(HIDDEN_STATES, is_differentiable=True), stretch.starts), stretch.starts)
+        )
     for node in given:
         if node not in trained:
             values[node] = new_input(graph, _own_port(node), node.meta["val"])
@@ -257,10 +259,10 @@ def _block(
             values[node] = tables[number]
     for number, taken in enumerate(stretch.shared_in):
         packed.append((packing.input(Port(SHARED_IN, number), (taken,)), (taken,)))
-    modules = list(dict.fromkeys(matrix.of for matrix in trained.values()))
+    modules = list(dict.fromkeys(matrix.module for matrix in trained.values()))
     for node, matrix in trained.items():
         value = LORA_A if matrix.letter == "a" else LORA_B
-        port = Port(value, modules.index(matrix.of), changes=True)
+        port = Port(value, modules.index(matrix.module), is_differentiable=True)
         values[node] = new_input(graph, port, node.meta["val"])
     for whole, parts in packed:
         values |= packing.taken_apart(whole, parts)
@@ -275,10 +277,10 @@ def _block(
     )
     answer = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
     return replace(
-        whole_block(as_module(graph_module, graph)),
+        whole_block(make_graph_module(graph_module, graph)),
         outputs=(
-            Port(answer, changes=True),
-            *(Port(SHARED_OUT, n, changes=True) for n in range(len(shared_out))),
+            Port(answer, is_differentiable=True),
+            *(Port(SHARED_OUT, n, is_differentiable=True) for n in range(len(shared_out))),
         ),
         tables=tuple(tables),
         modules=tuple(modules),
@@ -309,10 +311,10 @@ def whole_block(graph_module: GraphModule) -> ModelBlock:
     """A graph that is a block as it is, without tables and adapter; an input without a port is its state."""
     graph = graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.meta.setdefault(PORT, Port(HIDDEN_STATES, changes=True))
+        node.meta.setdefault(PORT, Port(HIDDEN_STATES, is_differentiable=True))
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
     signature = _signature(graph_module, graph)
-    return ModelBlock(graph_module, (Port(HIDDEN_STATES, changes=True),), weights, signature)
+    return ModelBlock(graph_module, (Port(HIDDEN_STATES, is_differentiable=True),), weights, signature)
 
 
 @dataclass(frozen=True)
@@ -369,7 +371,7 @@ class _Packing:
             return source
         arguments = (source, argument, *more)
         node: Node = self.graph.call_function(target, arguments)
-        node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+        node.meta["val"] = target(*map_arg(arguments, lambda each: to_meta(each.meta["val"])))
         return node
 
 
@@ -381,7 +383,7 @@ def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
     for node in graph.nodes:
         numbers[node] = len(numbers)
         if node.op == "get_attr":
-            tensor = attribute(graph_module, str(node.target))
+            tensor = get_attribute(graph_module, str(node.target))
             place = weights.setdefault(str(node.target), len(weights))
             lines.append(("weight", place, tuple(tensor.shape), tensor.dtype))
         elif node.op == "placeholder":

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.ir.folding import is_foldable
-from server_export.ir.modules import attribute
+from server_export.ir.modules import get_attribute
 from server_export.ir.operators import Category, members, rules
 from server_export.ir.rewriting import remove_identities
 from server_export.ir.writer import apply_rules
@@ -96,7 +96,7 @@ def _fold_numbers(graph_module: GraphModule) -> None:
     values: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            tensor = attribute(graph_module, str(node.target))
+            tensor = get_attribute(graph_module, str(node.target))
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.dim() == 0:
                 values[node] = tensor
         elif node.target is aten.type_as.default and node.args[0] in values:

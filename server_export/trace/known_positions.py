@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from server_export.ir.markers import BATCH, COPIES, TOKENS
-from server_export.ir.modules import attribute
+from server_export.ir.modules import get_attribute
 from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
 from server_export.trace.tables import TABLE, ModelTables
@@ -112,7 +112,7 @@ class Positions:
             return value.zero_() if "empty" in str(node.target) else value
 
     def _constant(self, name: str) -> torch.Tensor | None:
-        tensor = attribute(self._graph_module, name)
+        tensor = get_attribute(self._graph_module, name)
         if name in self._buffers:
             return self._buffers[name]
         is_known = isinstance(tensor, torch.Tensor) and not tensor.is_meta

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from prge.errors import Refusal
 from server_export.ir.markers import BATCH, COPIES, TOKENS
-from server_export.ir.modules import attribute
+from server_export.ir.modules import get_attribute
 from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
 from server_export.ir.writer import GraphWriter
@@ -43,7 +43,7 @@ def fold_positions(graph: ModelGraph) -> None:
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
-    tensors = {name: attribute(graph_module, name) for name in names}
+    tensors = {name: get_attribute(graph_module, name) for name in names}
     graph.buffers.update(
         {
             name.removeprefix(WHOLE_PREFIX): tensor
@@ -53,7 +53,7 @@ def fold_positions(graph: ModelGraph) -> None:
     )
 
 
-def drop_casts(graph_module: GraphModule) -> None:
+def remove_redundant_casts(graph_module: GraphModule) -> None:
     """Take out what brings numbers to a place or type that they have, in place."""
     for node in graph_module.graph.nodes:
         if node.target in (aten.to.dtype, aten.to.dtype_layout) and node.args:

@@ -46,7 +46,7 @@ def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def longest_row(loaded: LoadedModel, asked: int | None) -> int:
+def resolve_sequence_length(loaded: LoadedModel, asked: int | None) -> int:
     """Tokens of the longest row: what was asked for, or what is usual and the model has positions for.
 
     Raises:
@@ -55,7 +55,7 @@ def longest_row(loaded: LoadedModel, asked: int | None) -> int:
     return _within(loaded, "sequence_length", asked, DEFAULT_LENGTH, position_count(loaded))
 
 
-def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int:
+def resolve_context_length(loaded: LoadedModel, asked: int | None, longest: int) -> int:
     """Tokens of the longest text that the model writes, at least those of the longest row.
 
     Rotations that change with the length of a text are those of a row: such a model writes no longer texts
@@ -95,4 +95,4 @@ def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most:
 def position_numbers(loaded: LoadedModel, length: int) -> torch.Tensor:
     """Position numbers i64 [1, length] of a right-padded row; raises ConfigError if there are fewer."""
     first = first_position(loaded.model)
-    return torch.arange(first, first + longest_row(loaded, length)).reshape(1, -1)
+    return torch.arange(first, first + resolve_sequence_length(loaded, length)).reshape(1, -1)

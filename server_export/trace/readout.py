@@ -53,7 +53,7 @@ def _head_name(model: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def cut_head(model: nn.Module, rows: int) -> str:
+def shorten_head(model: nn.Module, rows: int) -> str:
     """Leave the vocabulary head of a model without weights so many rows; returns its name."""
     name = _head_name(model)
     head: nn.Linear = model.get_submodule(name)

@@ -15,7 +15,7 @@ from server_export.ir.writer import GraphWriter
 aten = torch.ops.aten
 
 
-def turn_by_layers(graph_module: GraphModule) -> None:
+def write_rotations_as_linear(graph_module: GraphModule) -> None:
     """Make a linear layer of what turns the pairs of a head, in place.
 
     The cosines and sines stay products with tables. Slices of any number of rows would leave the delegate.

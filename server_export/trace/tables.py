@@ -126,7 +126,7 @@ class ModelTables:
         )
 
     @property
-    def recurs(self) -> bool:
+    def has_recurrence(self) -> bool:
         """Whether a model has asked for those of a recurrence."""
         # A convolution asks for the one before alone.
         return any(table.type == "behind" and (table.window is None or table.first > 1) for table in self.all)

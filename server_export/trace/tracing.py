@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from prge.errors import PrgeError, Refusal, first_line
 from prge.model_spec import Matrix
 from server_export.adapter.layers import CallInputs
-from server_export.checkpoint.classifier import states_of
+from server_export.checkpoint.classifier import hidden_states_of
 from server_export.ir.markers import BATCH, TOKENS
 from server_export.ir.operators import Category, members
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
@@ -95,7 +95,7 @@ class _Whole(nn.Module):
         if self.traced.is_decoder:
             parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
             return parts
-        return states_of(output, length)
+        return hidden_states_of(output, length)
 
 
 class _WithKnownNumbers(TorchFunctionMode):
@@ -221,7 +221,7 @@ def _reads_masks(program: ExportedProgram, traced: TracedModel) -> bool:
     return _adds(program) if not traced.is_decoder else not _lacks_masks(program, traced.tables)
 
 
-def check_numbers(graph: ModelGraph) -> None:
+def refuse_complex_values(graph: ModelGraph) -> None:
     """Raise Refusal if a model computes with complex numbers other than rotations."""
     for node in graph.graph_module.graph.nodes:
         value = node.meta.get("val")

@@ -9,9 +9,9 @@ from typing import Any
 
 from prge.cli.settings import parse_settings
 from prge.formats.run_folder import DECISIONS, write_json
-from prge.system.progress import duration
+from prge.system.progress import format_duration
 from prge.system.terminal import best_effort
-from prge.system.threads import let_threads_sleep
+from prge.system.threads import set_passive_wait_policy
 from prge.training.evaluation import displacement
 from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
@@ -21,7 +21,7 @@ _COUNTS = ("examples", "cut_examples")
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge tune --help`."""
-    let_threads_sleep()
+    set_passive_wait_policy()
     from server_export.tune.stages import tune
 
     settings = parse_settings(TuneSettings, argv, "prge tune", ["data"])
@@ -60,7 +60,9 @@ def result_lines(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
             "that it was trained against"
         )
     memory = result["peak_mb"]
-    yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
+    yield f"\n{format_duration(result['seconds'])}" + (
+        f", at most {memory:.0f} MB while training" if memory else ""
+    )
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
     yield f"report   {out / 'report.html'}"
     if result["run_on_phone"]:

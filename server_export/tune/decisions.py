@@ -10,8 +10,8 @@ from typing import Any
 
 from prge.errors import ConfigError
 from prge.formats.signatures import DECODE, FORWARD, PREFILL
-from prge.system.progress import duration
-from prge.training.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
+from prge.system.progress import format_duration
+from prge.training.costs import BYTES_PER_TRAINED_VALUE, format_bytes, format_megabytes
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from prge.training.settings import TrainingFlags
 from server_export.tune.rates import longest_search
@@ -89,7 +89,7 @@ class RowFacts:
 
 def scheme(parameters: int) -> Decision:
     """How frozen weights are kept."""
-    size = bytes_text(4 * parameters)
+    size = format_bytes(4 * parameters)
     if parameters < _SMALL_MODEL:
         return Decision("quantize", "fp32", f"the weights take {size} in float32")
     return Decision("quantize", "8da4w", f"the weights would take {size} in float32, an eighth in int4")
@@ -117,8 +117,8 @@ def sequence_length(
         value = max(value // 2 // _LENGTH_STEP * _LENGTH_STEP, _SHORTEST_LENGTH)
     if value < most:
         why += (
-            f"; a step on {most:,} would take {bytes_text(needed(most))}, on {value:,} "
-            f"{bytes_text(needed(value))} of the {bytes_text(free)} that it may have"
+            f"; a step on {most:,} would take {format_bytes(needed(most))}, on {value:,} "
+            f"{format_bytes(needed(value))} of the {format_bytes(free)} that it may have"
         )
     return Decision("sequence_length", value, why)
 
@@ -151,11 +151,9 @@ def adapted(
         return _of_queries("random", "random directions learn less of more numbers")
     if numbers is None:
         return _of_queries("eva", "not all linear layers can have an adapter")
-    taken = BYTES_OF_A_NUMBER * numbers
+    taken = BYTES_PER_TRAINED_VALUE * numbers
     if taken > _ADAPTER_SHARE * free:
-        why = (
-            f"all linear layers would take {bytes_text(taken)} of the {bytes_text(free)} that a run may have"
-        )
+        why = f"all linear layers would take {format_bytes(taken)} of the {format_bytes(free)} that a run may have"
         return _of_queries("eva", why)
     why = "with exact gradients all linear layers learn more than some"
     values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}
@@ -182,7 +180,7 @@ def roles(estimator: EstimatorName | None, writes_texts: bool) -> Decision:
 
 def memory(free: int) -> Decision:
     """Most bytes of a run's process on a phone that has so many free."""
-    return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")
+    return Decision("memory", free // 2, f"half of the {format_bytes(free)} that the phone has free")
 
 
 def batch_size(facts: RowFacts) -> Decision:
@@ -262,7 +260,7 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
     def fitting(searched: bool) -> int:
         return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
 
-    rest = "take a third" if spent + left > 60 * minutes else f"have {duration(left)} left"
+    rest = "take a third" if spent + left > 60 * minutes else f"have {format_duration(left)} left"
     told = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s a step"
     count = fitting(searched)
     if count >= most.value:
@@ -296,13 +294,13 @@ def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> 
     count = int(batch.value)
     while count >= 1:
         if (taken := needed(count)) <= _MARGIN * limit:
-            bound = f"; --memory is {megabytes(limit)}, about {megabytes(taken)} are taken"
+            bound = f"; --memory is {format_megabytes(limit)}, about {format_megabytes(taken)} are taken"
             return Decision("batch_size", count, batch.why + bound)
         count //= 2
     least = math.ceil(needed(1) / _MARGIN / 1e6) * 10**6
     raise ConfigError(
-        f"--memory {megabytes(limit)} is too little:",
-        [f"a run of this model needs at least {megabytes(least)}"],
+        f"--memory {format_megabytes(limit)} is too little:",
+        [f"a run of this model needs at least {format_megabytes(least)}"],
         remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
         code="memory-too-little",
     )

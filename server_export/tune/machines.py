@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from prge.cli.subprocesses import answer_of, configured, run_verb, wait_until_free
+from prge.cli.subprocesses import output_of, run_verb, wait_until_free, write_verb_config
 from prge.errors import PrgeError
 from prge.formats.run_folder import JOURNAL
 
@@ -51,7 +51,7 @@ class Here:
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place."""
         wait_until_free(folder)
-        words = configured("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")
+        words = write_verb_config("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")
         if (folder / JOURNAL).is_file() and (folder / JOURNAL).stat().st_size:
             # With all places named again: the tuning may have been moved.
             words += ["--resume", str(folder)]
@@ -92,8 +92,8 @@ class PhoneMachine:
         """
         with tempfile.TemporaryDirectory(prefix="prge-") as place:  # the tuning's folder may not be begun
             asked = {**self._where, "json": True}
-            words = configured("android doctor", asked, Path(place) / "doctor.yaml")
-            told = answer_of(*words, codes=(0, 1))
+            words = write_verb_config("android doctor", asked, Path(place) / "doctor.yaml")
+            told = output_of(*words, codes=(0, 1))
         checks = {check["name"]: check for check in json.loads(told)}
         for check in checks.values():
             if check["state"] == "missing":
@@ -114,11 +114,11 @@ class PhoneMachine:
     def bring(self, bundle: Path) -> None:
         """See Place."""
         pushed = {**self._where, "paths": [bundle]}
-        run_verb(*configured("android push", pushed, self._settings / "push.yaml"))
+        run_verb(*write_verb_config("android push", pushed, self._settings / "push.yaml"))
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place. Of a short run nothing stays on the phone."""
         there = {"out": self.run_name(folder), "again": True, "pull": folder, "remove": is_short}
         asked = {**settings, **self._where, **there}
-        words = configured("android run", asked, self._settings / f"{folder.name}.yaml")
+        words = write_verb_config("android run", asked, self._settings / f"{folder.name}.yaml")
         run_verb(*words, quiet=is_short)

@@ -9,15 +9,21 @@ from typing import Any
 
 from prge.data.readers.files import Row
 from prge.data.sources import Part
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer
 from prge.errors import PrgeError
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.objectives.examples import Example
 from prge.system.memory import available_memory
-from prge.training.costs import BYTES_OF_A_TOKEN, StepShape, budget_within, costs_of, run_memory
-from prge.training.estimators.table import ESTIMATORS, fitting
-from server_export.check.estimation import Estimate, check_room, estimate
+from prge.training.costs import (
+    BYTES_PER_WAITING_TOKEN,
+    StepShape,
+    bundle_costs,
+    estimate_run_memory,
+    fit_budget,
+)
+from prge.training.estimators.table import ESTIMATORS, available_estimators
+from server_export.check.estimation import Estimate, check_resources, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
@@ -54,7 +60,7 @@ class Choosing:
         """
         settings, model = self._settings, str(self._settings.model)
         estimated = self._decide_adapter(model, rows)
-        check_room(estimated, settings.out)
+        check_resources(estimated, settings.out)
         spec = estimated.model
         tokenizing = Tokenizing(model, estimated)
 
@@ -64,7 +70,7 @@ class Choosing:
 
         self.decide("chat_template", settings.chat_template, template)
         chat_template = self._record.value("chat_template")
-        tokenizer = tokenizing.on_device(chat_template, None)
+        tokenizer = tokenizing.device_tokenizer(chat_template, None)
         longest = rows.check(tokenizer, spec)
 
         def some(tokenizer: Tokenizer) -> Sequence[Example]:
@@ -74,7 +80,7 @@ class Choosing:
         if begins := self._record.value("prepend_bos"):
             why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
             rows.notes.append(f"prepend_bos is {begins}: {why}")
-            tokenizer = tokenizing.on_device(chat_template, begins)
+            tokenizer = tokenizing.device_tokenizer(chat_template, begins)
             longest = rows.check(tokenizer, spec)
         self.decide(
             "sequence_length",
@@ -90,7 +96,7 @@ class Choosing:
         if limit := self._limit():
             # In seconds, and not after minutes of an export.
             needed = _on_a_row(estimated, model, min(length, longest))
-            budget_within(limit, needed, estimated.weights, "a run of this model", _LESS)
+            fit_budget(limit, needed, estimated.weights, "a run of this model", _LESS)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
     def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
@@ -128,7 +134,7 @@ class Choosing:
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
-            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
+            return asdict(rows.facts(load_bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
@@ -145,7 +151,7 @@ class Choosing:
         if limit is None:
             return wanted
         chain, entry = bundle.chain, ESTIMATORS[self._record.value("estimator")]
-        outline, weights = costs_of(bundle)
+        outline, weights = bundle_costs(bundle)
         length = min(facts.longest, chain.bounds.tokens)
 
         def needed(examples: int) -> int:
@@ -159,8 +165,8 @@ class Choosing:
                 copies=entry.copies(),
                 queries=entry.directions(),
             )
-            taken = run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
-            return taken + BYTES_OF_A_TOKEN * facts.tokens
+            taken = estimate_run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
+            return taken + BYTES_PER_WAITING_TOKEN * facts.tokens
 
         return decisions.within_memory(wanted, limit, needed)
 
@@ -173,7 +179,7 @@ def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], i
     shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
 
     def needed(loaded: int) -> int:
-        return run_memory(
+        return estimate_run_memory(
             estimated.outline, shape, estimated.weights, estimated.roles, "native", loaded
         ).total
 
@@ -181,7 +187,7 @@ def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], i
 
 
 def _best_estimator(bundle: Bundle) -> Decision:
-    best = fitting(bundle.chain.roles)[0]
+    best = available_estimators(bundle.chain.roles)[0]
     why = (
         "of the bundle's, the best"
         if ESTIMATORS[best].has_directions

@@ -14,7 +14,7 @@ from prge.data.options import BuildOptions, Overflow
 from prge.data.readers.files import Row, Selection, select_rows
 from prge.data.readers.splitting import split_rows
 from prge.data.row_report import DataReport
-from prge.data.sources import Part, RowSource, holding_part, read_source
+from prge.data.sources import Part, RowSource, read_source, sources_with_part
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
 from prge.model_spec import ModelSpec
@@ -45,12 +45,12 @@ class NamedRows:
         named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
         self._sources: dict[Part, RowSource] = {}
         for part, given in named.items():
-            where = holding_part(settings.data, part) if given is None else given
+            where = sources_with_part(settings.data, part) if given is None else given
             if where is not None:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
                 self.notes.append(f"{called}{len(source.rows):,} rows from {source.name}")
-                self.notes += filter(None, [source.told])
+                self.notes += filter(None, [source.feedback_summary])
 
     @property
     def chat(self) -> str:

@@ -10,11 +10,11 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from prge.cli.settings import PLACES, settings_to_yaml
+from prge.cli.settings import PATH_LIKE_SETTINGS, settings_to_yaml
 from prge.errors import ConfigError, RunError, shown
 from prge.formats.documents import mapping
 from prge.formats.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
-from prge.formats.stored_settings import leads_out, write_settings
+from prge.formats.stored_settings import is_outside, write_settings
 from prge.system.atomic import write_file
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
@@ -92,12 +92,14 @@ class Record:
         own = {
             str(getattr(each, name, None))
             for each in (self._settings, self._settings.resolved())
-            for name in PLACES
+            for name in PATH_LIKE_SETTINGS
         }
-        named = {each["name"]: each["value"] for each in content["decisions"] if each["name"] in PLACES}
+        named = {
+            each["name"]: each["value"] for each in content["decisions"] if each["name"] in PATH_LIKE_SETTINGS
+        }
         named["heads"] = str(self._settings.out / str(mapping(content["found"]).get("heads") or ""))
         for name, value in named.items():
-            if isinstance(value, str) and value not in own and leads_out(self._settings.out, value):
+            if isinstance(value, str) and value not in own and is_outside(self._settings.out, value):
                 raise RunError(
                     f"{self._path} names {shown(value)} as {name}, outside of its folder",
                     remedy="remove that entry, or give another folder with --out",

@@ -9,7 +9,7 @@ from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Bytes
 from prge.cli.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows
 from prge.cli.outputs import OutputFile, OutputFolder
-from prge.cli.settings import with_whole_paths
+from prge.cli.settings import with_absolute_paths
 from prge.data.options import Overflow
 from prge.data.sources import hub_names
 from prge.errors import ConfigError
@@ -17,7 +17,7 @@ from prge.formats.run_folder import CONFIG
 from prge.objectives.preferences import ObjectiveFlags
 from prge.training.estimators.table import EstimatorName
 from prge.training.settings import ExampleFlags, OptimizerFlags, TrainingFlags
-from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
+from server_export.settings import SCHEMES, AdapterType, Init, PrependBos, roles_problems
 
 OnBadRow = Literal["stop", "skip"]
 
@@ -76,7 +76,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     architecture."""
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only. Default: all."""
-    adapter: AdapterKind | None = None
+    adapter: AdapterType | None = None
     """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora for exact
     gradients of a decoder."""
     rank: int | None = None
@@ -161,4 +161,6 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     def resolved(self) -> TuneSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
         data = hub_names(self, ("data", "dev", "test"))
-        return with_whole_paths(self, leave=data, texts=("task", "chat_template"), places=["model"])
+        return with_absolute_paths(
+            self, keep=data, file_texts=("task", "chat_template"), path_texts=["model"]
+        )

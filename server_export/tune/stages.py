@@ -27,11 +27,11 @@ from typing import Any
 
 from prge.cli.main import main
 from prge.cli.settings import is_config_of
-from prge.cli.subprocesses import configured, json_of, run_verb, run_verb_here
+from prge.cli.subprocesses import read_json, run_verb, run_verb_here, write_verb_config
 from prge.data.readers.files import Row, read_rows
 from prge.data.row_report import unknown_note
 from prge.data.sources import Part
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import PrgeError, RunError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.run_folder import (
@@ -47,8 +47,8 @@ from prge.formats.run_folder import (
 from prge.formats.signatures import DECODE
 from prge.formats.stored_settings import check_links
 from prge.objectives.preferences import ObjectiveFlags
-from prge.system.atomic import check_place
-from prge.system.progress import TimeLeft, duration
+from prge.system.atomic import check_writable_folder
+from prge.system.progress import TimeLeft, format_duration
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.machines import Here, PhoneMachine, Place
@@ -78,7 +78,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             nothing was made for isn't begun.
     """
     with ExitStack() as held:
-        check_place(settings.out)
+        check_writable_folder(settings.out)
         if is_there := (settings.out / DECISIONS).is_file():
             check_links(settings.out)  # the same command again goes on with a folder, whoever made it
             held.enter_context(run_lock(settings.out))
@@ -111,7 +111,7 @@ class _Tuning:
 
     def __init__(self, settings: TuneSettings) -> None:
         self._record = Record(settings)
-        date = self._record.found("date", lambda: settings.dated().date)
+        date = self._record.found("date", lambda: settings.with_date().date)
         self._settings = settings = replace(settings, date=date)
         self._rows = RowFiles(
             settings.out / "rows",
@@ -189,7 +189,7 @@ class _Tuning:
                 self._parts = self._choosing.for_export(rows)
             else:
                 bundle = self._bundle
-                tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
+                tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
                 rows.check(tokenizer, model)
                 self._parts = rows.split(tokenizer, model)
             notes = self._notes = rows.notes
@@ -211,7 +211,7 @@ class _Tuning:
             if decided.get("quantize") == "8da4w":
                 decided |= {"calibration_rows": self._rows.train, "calibration_task": settings.task}
             # This process has imported already what takes a verb of its own ten seconds.
-            words = configured(
+            words = write_verb_config(
                 "export",
                 {"model": settings.model, "out": self._folder, **decided},
                 self._verbs / "export.yaml",
@@ -257,7 +257,9 @@ class _Tuning:
         pace = Pace(**record.found("pace", measured))
         searched = searched and record.value("learning_rate") is None
         rest = decisions.training_seconds(record.value("steps"), pace, searched)
-        print(f"a step takes {pace.step:.3g} s; training, the search included, takes about {duration(rest)}")
+        print(
+            f"a step takes {pace.step:.3g} s; training, the search included, takes about {format_duration(rest)}"
+        )
 
     def _ending(self, bundle: Bundle, pace: Pace) -> float:
         """Seconds of what comes after the final run: scores, adapter, report."""
@@ -396,7 +398,7 @@ class _Tuning:
         """What the model of a run is to answer, as settings of the run."""
         bundle = self._bundle
         if DECODE in bundle.chain.roles and self._rows.are_texts:
-            return {"sample_prompts": self._rows.write_prompts(bundle_tokenizer(bundle))}
+            return {"sample_prompts": self._rows.write_prompts(load_bundle_tokenizer(bundle))}
         return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.have_candidates else {}
 
     def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
@@ -412,7 +414,7 @@ class _Tuning:
                     raise
         if RowFacts(**self._record.known("facts")).fewest is not None:
             self._record.found("heads", lambda: f"{name}/{JOURNAL}")
-        return json_of(summary)
+        return read_json(summary)
 
     def _shared(self) -> dict[str, Any]:
         """Settings of every run."""
@@ -453,16 +455,16 @@ class _Tuning:
 
     def _verb(self, verb: str, settings: Mapping[str, Any], name: str = "") -> None:
         """Run a verb by a file in the folder: `name`.yaml, by default the verb's."""
-        run_verb(*configured(verb, settings, self._verbs / f"{name or verb}.yaml"))
+        run_verb(*write_verb_config(verb, settings, self._verbs / f"{name or verb}.yaml"))
 
     def result(self) -> dict[str, Any]:
         """Scores, decisions, memory and seconds."""
         out = self._settings.out
-        runs = [json_of(path) for path in (*out.glob("search/*/run.json"), out / "run" / SUMMARY)]
+        runs = [read_json(path) for path in (*out.glob("search/*/run.json"), out / "run" / SUMMARY)]
         peaks = [run["train"]["memory"].get("peak_bytes") for run in runs]
         scores = {name: out / f"{name}.json" for name in ("before", "after")}
         return {
-            **{f"score_{name}": json_of(path) if path.is_file() else None for name, path in scores.items()},
+            **{f"score_{name}": read_json(path) if path.is_file() else None for name, path in scores.items()},
             "scored_rows": "test" if self._rows.test else "dev",
             "chosen": {each.name: {"value": each.value, "why": each.why} for each in self._record.decisions},
             "peak_mb": max(filter(None, peaks), default=0) / 1e6 or None,
@@ -483,6 +485,6 @@ class _Tuning:
         if self._rows.have_candidates:
             task = ["--task", self._settings.task] if self._settings.task else []
             return ["eval", out, *task, "--data", "TEST_ROWS"]
-        if self._rows.are_messages and bundle_tokenizer(self._bundle).chat_template:
+        if self._rows.are_messages and load_bundle_tokenizer(self._bundle).chat_template:
             return ["chat", out]
         return ["generate", out, "--prompt", "PROMPT"]

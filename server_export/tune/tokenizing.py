@@ -72,14 +72,14 @@ class Tokenizing:
     model: str
     estimated: Estimate
 
-    def on_device(self, template: str | None, prepend_bos: PrependBos | None) -> Tokenizer:
+    def device_tokenizer(self, template: str | None, prepend_bos: PrependBos | None) -> Tokenizer:
         """With a chat template and settings of an export; None: its own. Raises PrgeError as an export."""
-        from server_export.checkpoint.chat_templates import give_template
-        from server_export.checkpoint.tokenization import on_device
+        from server_export.checkpoint.chat_templates import set_chat_template
+        from server_export.checkpoint.tokenization import device_tokenizer
 
         tokenizer, begins = self._load(), prepend_bos or "auto"
-        give_template(tokenizer, template, begins)
-        return on_device(tokenizer, begins, self.estimated.vocabulary_size)
+        set_chat_template(tokenizer, template, begins)
+        return device_tokenizer(tokenizer, begins, self.estimated.vocabulary_size)
 
     def has_template(self) -> bool:
         """Whether messages become text without further ado."""
@@ -105,7 +105,7 @@ class Tokenizing:
         if self.estimated.readout == "pooled" or tokenizer.bos_token_id is None or adds_bos(tokenizer):
             return None
         without, begun = (
-            [ScoredRow.of(each) for each in examples(self.on_device(template, begins))]
+            [ScoredRow.of(each) for each in examples(self.device_tokenizer(template, begins))]
             for begins in ("auto", "always")
         )
         if without == begun:
@@ -143,7 +143,7 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
     from torch.nn.functional import cross_entropy
 
     from server_export.checkpoint.loading import load_model
-    from server_export.memory import give_back_freed
+    from server_export.memory import release_freed_memory
 
     net: Any = load_model(model, pooled=False).model
     sums, count = [0.0, 0.0], 0
@@ -156,5 +156,5 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
                 sums[which] += float(cross_entropy(logits, targets, reduction="sum"))
             progress.update(number)
     del net
-    give_back_freed()
+    release_freed_memory()
     return sums[0] / max(count, 1), sums[1] / max(count, 1)

@@ -18,7 +18,7 @@ from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine
 from tests.prge.data.tiny_tokenizers import byte_level_backend, encoder_backend
-from tests.templates import write_template
+from tests.templates import write_peft_folder
 
 QUERIES = 4
 
@@ -114,7 +114,7 @@ class Device:
         self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
         if chat_template:
             (folder / TOKENIZER / "chat_template.jinja").write_text(chat_template)
-        write_template(folder / ADAPTER, self.chain().modules)
+        write_peft_folder(folder / ADAPTER, self.chain().modules)
         return make_bundle(
             folder,
             self.chain(),

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import write_peft
 from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from tests.device_runner.numpy_device import Device
-from tests.speakers import NumpySpeaker
+from tests.speakers import NumpyGenerationEngine
 from tests.templates import random_adapter
 
 TEMPLATE = (
@@ -28,9 +28,9 @@ class Speaking:
     def __init__(self, folder: Path, chat_template: str = "", context: int = 400) -> None:
         self.folder = Device().write_bundle(folder, chat_template=chat_template)
         self.bundle = open_bundle(self.folder)
-        self.tokenizer = bundle_tokenizer(self.bundle)
+        self.tokenizer = load_bundle_tokenizer(self.bundle)
         self.context = context
-        self.speakers: list[NumpySpeaker] = []
+        self.speakers: list[NumpyGenerationEngine] = []
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Let these modules open speakers in numpy."""
@@ -39,7 +39,7 @@ class Speaking:
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
         """Stands for device_runner.session.generation.open_generator."""
-        self.speakers.append(NumpySpeaker(bundle.chain.vocabulary_size, self.context, slots))
+        self.speakers.append(NumpyGenerationEngine(bundle.chain.vocabulary_size, self.context, slots))
         return Generator(self.speakers[-1], tokenizer)
 
     def write_adapter(self, folder: Path, seed: int = 1) -> Path:
@@ -52,8 +52,8 @@ class Speaking:
     ) -> Completion:
         """What the model says to a text or to messages, greedily, alone."""
         prompts = Prompts(self.tokenizer)
-        prompt = prompts.of_text(text) if isinstance(text, str) else prompts.of_messages(text)
-        speaker = NumpySpeaker(self.bundle.chain.vocabulary_size, self.context)
+        prompt = prompts.encode_text(text) if isinstance(text, str) else prompts.encode_messages(text)
+        speaker = NumpyGenerationEngine(self.bundle.chain.vocabulary_size, self.context)
         adapter = adapter or Adapter.zeros(self.bundle.chain.modules)
         request = Request(prompt, adapter, GenerationSettings(max_tokens))
         return Generator(speaker, self.tokenizer).generate([request])[0]

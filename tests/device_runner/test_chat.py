@@ -19,7 +19,7 @@ from prge.formats.peft import read_peft
 from prge.generation.prompts import Prompts
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.refusals import raises
-from tests.speakers import NumpySpeaker
+from tests.speakers import NumpyGenerationEngine
 from tests.terminals import Terminal
 
 Talk = Any
@@ -76,7 +76,7 @@ def test_a_turn_reads_only_what_is_new(speaking: Speaking, talk: Talk) -> None:
     turns = [("user", lines[0]), ("assistant", answer), ("user", lines[1])]
     messages = [{"role": role, "content": content} for role, content in turns]
     prompts = Prompts(speaking.tokenizer)
-    first, second = (len(prompts.of_messages(each).tokens) for each in (messages[:1], messages))
+    first, second = (len(prompts.encode_messages(each).tokens) for each in (messages[:1], messages))
     fed = [len(call) for call in speaking.speakers[0].calls if len(call) > 1]
     assert fed[0] == first
     assert fed[1] <= second - first
@@ -209,16 +209,16 @@ def test_interrupting_ends_the_answer_and_not_the_conversation(
 ) -> None:
     (whole,) = conversation(speaking, "a dog")
     steps = 0
-    step = NumpySpeaker.step
+    step = NumpyGenerationEngine.step
 
-    def interrupted(self: NumpySpeaker, tokens: Any) -> Any:
+    def interrupted(self: NumpyGenerationEngine, tokens: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, tokens)
 
-    monkeypatch.setattr(NumpySpeaker, "step", interrupted)
+    monkeypatch.setattr(NumpyGenerationEngine, "step", interrupted)
     before = signal.getsignal(signal.SIGINT)
     first, *_ = out = talk("a dog", "/reset", "a dog").split("\n")
     assert whole.startswith(first) and len(first) < len(whole)

@@ -19,7 +19,7 @@ from prge.objectives.examples import Example
 from tests.bundles import make_spec
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpySpeaker, make_adapter
+from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
@@ -39,18 +39,22 @@ def texts(found: Sequence[Any]) -> list[str]:
 def test_the_model_is_asked_the_question_without_its_answer() -> None:
     asked = ["the film", "on mat"]
     found = write_answers(
-        Generator(NumpySpeaker(), TOKENIZER), examples(*asked), make_adapter(1), Generate(9, ()), "error"
+        Generator(NumpyGenerationEngine(), TOKENIZER),
+        examples(*asked),
+        make_adapter(1),
+        Generate(9, ()),
+        "error",
     )
-    prompts = [Prompts(TOKENIZER).of_text(f"{text}\nAnswer:") for text in asked]
+    prompts = [Prompts(TOKENIZER).encode_text(f"{text}\nAnswer:") for text in asked]
     wanted = GenerationSettings(9)
-    direct = Generator(NumpySpeaker(), TOKENIZER).generate(
+    direct = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
         [Request(prompt, make_adapter(1), wanted) for prompt in prompts]
     )
     assert texts(found) == texts(direct) and len(found[0].tokens) == 9
 
 
 def test_an_answer_ends_before_a_stop_text() -> None:
-    generator = Generator(NumpySpeaker(), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(), TOKENIZER)
     asked = examples("the film")
     (whole,) = write_answers(generator, asked, make_adapter(), Generate(20, ()), "truncate")
     stop = whole.text[len(whole.text) // 2 :][:3]
@@ -62,7 +66,7 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
     asked = examples("the film was good " * 6)
     context = len(asked[0].prompt)
     for overflow, cut in (("truncate", 8),):
-        generator = Generator(NumpySpeaker(context=context), TOKENIZER)
+        generator = Generator(NumpyGenerationEngine(context=context), TOKENIZER)
         (found,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
         assert found.cut_tokens == cut and found.prompt_tokens == context - cut
     with raises(DataError, "prompt-too-long"):

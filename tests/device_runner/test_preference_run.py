@@ -21,7 +21,7 @@ from prge.errors import ConfigError, DataError
 from prge.objectives.preferences import ObjectiveName
 from tests.device_runner.numpy_device import Device, Killed
 from tests.refusals import raises
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.workshop import bits, write_rows
 
 WORDS = ["film", "cat", "good", "bad", "Yes", "No"]
@@ -85,7 +85,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("objective", "estimator"), [KINDS[0], *rest(*KINDS[1:])])
+@pytest.mark.parametrize(("objective", "estimator"), [KINDS[0], *second_tier(*KINDS[1:])])
 def test_it_learns_what_is_preferred_and_replays(
     settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prge.cli.main import main
-from prge.data.readers.feedback import Answered, append_feedback, read_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback, read_feedback
 
 MESSAGES = [{"role": "user", "content": "Where does Ann live?"}]
 
@@ -15,9 +15,9 @@ MESSAGES = [{"role": "user", "content": "Where does Ann live?"}]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "feedback.jsonl"
-    one = Answered("1", "m", "", {"messages": MESSAGES}, "In\x1b[2J Ulm", {})
-    other = Answered("2", "m", "", {"prompt": "The soup"}, " was cold", {})
-    append_feedback(path, [one.judged(correction="In Bonn"), other.judged("bad")])
+    one = AnswerRecord("1", "m", "", {"messages": MESSAGES}, "In\x1b[2J Ulm", {})
+    other = AnswerRecord("2", "m", "", {"prompt": "The soup"}, " was cold", {})
+    append_feedback(path, [one.to_feedback(correction="In Bonn"), other.to_feedback("bad")])
     return path
 
 

@@ -27,7 +27,7 @@ from prge.errors import BundleError, ConfigError, DataError, DivergenceError, En
 from prge.formats.journal import Journal, encode_array
 from prge.formats.run_folder import run_lock
 from prge.training import settings as training_flags
-from tests.bundles import read_json, rehash, write_manifest
+from tests.bundles import read_manifest, rehash, write_manifest
 from tests.device_runner.numpy_device import QUERIES, Device, Killed, write_films
 from tests.refusals import raises
 from tests.workshop import bits
@@ -497,7 +497,7 @@ def _list_template(bundle: Path, source: str) -> None:
     """Give a bundle a chat template that its manifest lists."""
     path = bundle / "tokenizer/chat_template.jinja"
     path.write_text(source)
-    manifest = read_json(bundle)
+    manifest = read_manifest(bundle)
     manifest["files"]["tokenizer/chat_template.jinja"] = {}
     write_manifest(bundle, manifest)
     rehash(bundle)

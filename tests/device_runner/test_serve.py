@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from device_runner import serve
-from device_runner.serving.listen_settings import read_keys
+from device_runner.serving.listen_settings import read_api_keys
 from device_runner.serving.settings import ServeSettings
 from device_runner.session.generation import by_name
 from prge.errors import BundleError, ConfigError
@@ -45,12 +45,12 @@ def test_a_key_comes_from_a_file_before_the_environment(
     assert "4096" in refused("--api-key-file", tmp_path / "key", code="file-unreadable")
     (tmp_path / "key").write_text("of-the-file\n")
     monkeypatch.setenv("PRGE_API_KEY", " of-the-environment\n")
-    assert read_keys(tmp_path / "key") == ("of-the-file",)
-    assert read_keys(None) == ("of-the-environment",)
+    assert read_api_keys(tmp_path / "key") == ("of-the-file",)
+    assert read_api_keys(None) == ("of-the-environment",)
     monkeypatch.delenv("PRGE_API_KEY")
-    assert read_keys(None) == ()
+    assert read_api_keys(None) == ()
     (tmp_path / "key").write_text("one\r\n\n  two \n")
-    assert read_keys(tmp_path / "key") == ("one", "two")
+    assert read_api_keys(tmp_path / "key") == ("one", "two")
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
@@ -93,9 +93,9 @@ def test_a_key_that_others_may_read_is_warned_of(tmp_path: Path, capsys: pytest.
     path.write_text("secret\n")
     for mode in (0o600, 0o400):
         path.chmod(mode)
-        assert read_keys(path) == ("secret",) and capsys.readouterr().err == ""
+        assert read_api_keys(path) == ("secret",) and capsys.readouterr().err == ""
     for mode in (0o644, 0o640):
         path.chmod(mode)
-        assert read_keys(path) == ("secret",)
+        assert read_api_keys(path) == ("secret",)
         told = capsys.readouterr().err
         assert f"whose mode is {mode:04o}: chmod 600 {path}" in told and "secret" not in told

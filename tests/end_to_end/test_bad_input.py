@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from prge.cli.main import main
 from tests.bundles import rehash
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.verbs import REPOSITORY, prge
 
 Run = Callable[..., str]
@@ -201,7 +201,7 @@ def test_standard_files_that_are_closed_end_no_run(run_words: list[object], tmp_
     prge("replay", tmp_path / "run", "--out", tmp_path / "replayed")
 
 
-@pytest.mark.parametrize("megabytes", [150, *rest(140, 160, 170)])
+@pytest.mark.parametrize("megabytes", [150, *second_tier(140, 160, 170)])
 def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
     """Python, numpy and the engine alone take more addresses than this; where they run out differs."""
     limit = megabytes << 20

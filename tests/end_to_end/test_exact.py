@@ -11,11 +11,11 @@ import pytest
 from device_runner import run as run_verb
 from prge.cli.main import main
 from prge.data.example_building import load_examples
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.bundle import open_bundle
 from prge.formats.journal import Journal
 from prge.formats.peft import read_lora
-from tests.budgets import allow_loaded
+from tests.budgets import fix_memory_budget
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -61,7 +61,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
     ):
         with monkeypatch.context() as patch:
             if loaded is not None:
-                allow_loaded(patch, run_verb, loaded)
+                fix_memory_budget(patch, run_verb, loaded)
             assert main([*map(str, words_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
         log = (tmp_path / name / "log.txt").read_text()
         assert told in log and log.index("training: exact") < log.index("activations: ")
@@ -137,7 +137,7 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
         start, step = journal.first("start"), journal.step(0)
     assert start is not None and step is not None and settings.items() <= start["settings"].items()
 
-    examples, _ = load_examples(tmp_path / "rows.jsonl", bundle_tokenizer(bundle), bundle.chain.model)
+    examples, _ = load_examples(tmp_path / "rows.jsonl", load_bundle_tokenizer(bundle), bundle.chain.model)
     sequences = [example.sequences[0] for example in examples]
     items = sum(len(sequence.targets) for sequence in sequences)
     assert len({len(sequence.targets) for sequence in sequences}) == 4

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.coordinator import read_agreement
 from device_runner.fleet.state import pack_state
 from device_runner.session.replay import replay
 from prge.formats.journal import Journal
@@ -103,7 +103,7 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
     steps = (ROUNDS - 1) * 3
     expected = replay(journal, steps)
     for name in ("a", "b"):
-        state = tmp_path / name / "fleets" / agreement_of(fleet).sha256.hex() / "state.safetensors"
+        state = tmp_path / name / "fleets" / read_agreement(fleet).sha256.hex() / "state.safetensors"
         assert arrays(state.read_bytes()) == arrays(pack_state(expected))
 
 

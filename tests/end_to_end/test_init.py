@@ -13,13 +13,13 @@ from prge.formats.bundle import open_bundle
 from prge.formats.peft import read_lora
 from tests.end_to_end.test_generate import expected
 from tests.verbs import prge
-from tests.workshop import Made, export
+from tests.workshop import FolderBuilder, export
 
 pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
-def spread(workshop: Path, made_once: Made) -> Path:
+def spread(workshop: Path, made_once: FolderBuilder) -> Path:
     rows = ["--init-rows", workshop / "train.jsonl", "--init-task", workshop / "task.yaml"]
     words = ["--init", "eva", *rows, "--spread-ranks", "--target-modules", "q_proj", "v_proj", "down_proj"]
     return (

@@ -17,7 +17,7 @@ import pytest
 from device_runner.engines.packed_files import files_in
 from prge.formats.journal import Journal
 from tests.compilers import needs_compiler
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.workshop import bits
 
 KILLS = {
@@ -197,7 +197,7 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["bundle tangent", *rest(*(kind for kind in KILLS if kind != "bundle tangent"))]
+    "kind", ["bundle tangent", *second_tier(*(kind for kind in KILLS if kind != "bundle tangent"))]
 )
 def test_killed_many_times_it_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
@@ -222,7 +222,7 @@ def lines_of(folder: Path) -> list[str]:
 @pytest.mark.timeout(600)
 @needs_compiler
 @pytest.mark.parametrize(
-    "instant", ["backward", *rest(*(instant for instant in INSTANTS if instant != "backward"))]
+    "instant", ["backward", *second_tier(*(instant for instant in INSTANTS if instant != "backward"))]
 )
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str

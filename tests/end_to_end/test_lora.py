@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from prge.data.example_building import load_examples
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import PeftAdapter, read_lora
 from tests.end_to_end.test_exact import losses, words_of
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -24,7 +24,7 @@ def both(bundle: Path, run: Path) -> tuple[PeftAdapter, PeftAdapter]:
     return read_lora(bundle / "adapter"), read_lora(run / "final")
 
 
-@pytest.mark.parametrize("estimator", ["exact", *rest("tangent", "antithetic")])
+@pytest.mark.parametrize("estimator", ["exact", *second_tier("tangent", "antithetic")])
 def test_both_matrices_learn(workshop: Path, lora_bundle: Path, tmp_path: Path, estimator: str) -> None:
     words = words_of(workshop, lora_bundle, tmp_path / "run")
     words[words.index("exact")] = estimator
@@ -89,7 +89,7 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     bundle = open_bundle(lora_bundle)
-    examples, _ = load_examples(data, bundle_tokenizer(bundle), bundle.chain.model)
+    examples, _ = load_examples(data, load_bundle_tokenizer(bundle), bundle.chain.model)
     losses_of_tokens = []
     for example in examples:
         (sequence,) = example.sequences

@@ -17,7 +17,7 @@ import pytest
 
 from prge.formats.bundle import open_bundle
 from prge.formats.signatures import BACKWARD
-from prge.training.costs import least_memory
+from prge.training.costs import minimum_memory
 from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
 
@@ -123,7 +123,7 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
     """A prediction of nothing stands for one that is wrong."""
     script = (
         "import sys; from prge.training import costs; from prge.cli.main import main; "
-        "costs.RunMemory.total = costs.RunMemory.beside = property(lambda self: lambda *_: 1); "
+        "costs.RunMemory.total = costs.RunMemory.total_starting_from = property(lambda self: lambda *_: 1); "
         "sys.exit(main(sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -143,7 +143,7 @@ def test_what_is_predicted_is_what_a_run_takes(
     """The least that `prge inspect` and tunings predict, of a whole process."""
     text = "abcdefgh" * 8
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text[at : at + tokens]} for at in range(8)])
-    predicted = least_memory(open_bundle(workshop / "bundle"), BACKWARD, batch, tokens)
+    predicted = minimum_memory(open_bundle(workshop / "bundle"), BACKWARD, batch, tokens)
     words: Words = ["run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out"]
     words += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
     _, taken = child(*words, "--memory", predicted)

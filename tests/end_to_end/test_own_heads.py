@@ -16,7 +16,7 @@ from server_export.export import ExportConfig, export
 from tests.tiny_models import make_tokenizer
 from tests.tiny_types import make_classifier
 from tests.verbs import prge
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 torch.set_num_threads(1)
 
@@ -25,7 +25,7 @@ TEXTS = [f"{word} {number}" for number in range(8) for word in ("a film", "no", 
 
 
 @pytest.fixture(scope="module")
-def folder(made_once: Made) -> Path:
+def folder(made_once: FolderBuilder) -> Path:
     """A folder with `model` and `bundle`."""
 
     def make(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.verbs import prge
 from tests.workshop import bits, write_rows
 
@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("adapter", "estimator"), [CASES[0], *rest(*CASES[1:])])
+@pytest.mark.parametrize(("adapter", "estimator"), [CASES[0], *second_tier(*CASES[1:])])
 def test_a_run_learns_pairs_and_replays(
     workshop: Path, lora_bundle: Path, tmp_path: Path, adapter: str, estimator: str
 ) -> None:
@@ -67,7 +67,7 @@ def unequal_pairs(count: int) -> list[dict[str, Any]]:
 STARTS = [("upper_bundle", "exact", 4), ("upper_bundle", "exact", 8), ("bundle", "tangent", 4)]
 
 
-@pytest.mark.parametrize(("bundle", "estimator", "batch"), [*STARTS, *rest(("bundle", "exact", 16))])
+@pytest.mark.parametrize(("bundle", "estimator", "batch"), [*STARTS, *second_tier(("bundle", "exact", 16))])
 def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
     workshop: Path, upper_bundle: Path, tmp_path: Path, bundle: str, estimator: str, batch: int
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.verbs import prge
-from tests.workshop import Made, write_rows
+from tests.workshop import FolderBuilder, write_rows
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(1800)]
 
@@ -55,7 +55,7 @@ def reference(smollm2: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def bundle(smollm2: Path, made_once: Made) -> Path:
+def bundle(smollm2: Path, made_once: FolderBuilder) -> Path:
     """An unquantized bundle that scores and generates."""
 
     def fill(folder: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from server_export.ir.rewriting import quantize_apart
-from server_export.lower.program import lowered
+from server_export.ir.rewriting import unshare_quantizations
+from server_export.lower.program import lower_programs
 
 _OPERATOR = re.compile(r"\w+\.(\w+)\.\w+")
 
@@ -37,11 +37,11 @@ def in_engine(
     """
     from executorch.runtime import Runtime
 
-    quantize_apart(graph_module.graph)
+    unshare_quantizations(graph_module.graph)
     graph_module.recompile()
     with torch.no_grad():
         exported = torch.export.export(graph_module, tuple(inputs), strict=False)
-    program = lowered({"forward": exported})
+    program = lower_programs({"forward": exported})
     nodes = program.exported_program("forward").graph.nodes
     calls = [_OPERATOR.fullmatch(str(node.target)) for node in nodes if node.op == "call_function"]
     method: Any = Runtime.get().load_program(program.buffer).load_method("forward")

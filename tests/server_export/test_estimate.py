@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prge.errors import ConfigError
-from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
-from server_export.check.estimation import announce, estimate
+from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
+from server_export.check.estimation import estimate, print_estimate
 from server_export.estimate import main
 from server_export.ir.operators import TABLE
 from server_export.settings import EstimateConfig
@@ -87,7 +87,7 @@ def test_weights_make_no_difference(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "rows"),
-    [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * PASSES_OF_BACKPROPAGATION)],
+    [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * BACKPROPAGATION_PASSES)],
 )
 def test_a_run_chooses_its_estimator(
     estimator: str, rows: int, outline_folder: Path, capsys: pytest.CaptureFixture[str]
@@ -138,7 +138,7 @@ def test_all_tables_of_tokens_are_counted_as_such(tmp_path: Path) -> None:
 
 
 def test_an_export_is_announced(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    announce(estimate(EstimateConfig(model=str(outline_folder))))
+    print_estimate(estimate(EstimateConfig(model=str(outline_folder))))
     assert "of memory at the peak of the export" in capsys.readouterr().out
 
 

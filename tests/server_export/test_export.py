@@ -15,7 +15,7 @@ from server_export.export import ExportConfig, export, main
 from server_export.lower.block_type import WeightsLayout
 from tests.refusals import raises, refusal
 from tests.tiny_models import SHALLOW, save_model
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 torch.set_num_threads(1)
 
@@ -26,12 +26,12 @@ def config(model: object, out: Path = Path("unused"), **changes: Any) -> ExportC
 
 
 @pytest.fixture(scope="session")
-def llama_folder(made_once: Made) -> Path:
+def llama_folder(made_once: FolderBuilder) -> Path:
     return made_once("exported-model", lambda folder: save_model(folder, "llama", **SHALLOW["llama"]))
 
 
 @pytest.fixture(scope="session")
-def llama_bundle(llama_folder: Path, made_once: Made) -> Path:
+def llama_bundle(llama_folder: Path, made_once: FolderBuilder) -> Path:
     given = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
     made = made_once("exported", lambda folder: export(config(llama_folder, folder / "bundle", **given)))
     return made / "bundle"

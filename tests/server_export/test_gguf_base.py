@@ -15,13 +15,13 @@ from prge.formats.peft import read_lora
 from server_export.checkpoint.loading import load_model
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
-from tests.bundles import read_json
+from tests.bundles import read_manifest
 from tests.gguf_files import write_gguf
 from tests.refusals import raises
 from tests.server_export.adapters import RANK, trained_folder
 from tests.tiny_models import LENGTH, make_model, make_tokenizer
 from tests.verbs import prge
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 torch.set_num_threads(1)
 FILE = "tiny.Q8_0.gguf"
@@ -43,13 +43,13 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def made(made_once: Made) -> Path:
+def made(made_once: FolderBuilder) -> Path:
     """See `fill`."""
     return made_once("gguf base", fill)
 
 
 def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
-    model = read_json(made / "bundle")["model"]
+    model = read_manifest(made / "bundle")["model"]
     assert model["sha256"] == file_sha256(made / FILE)
     assert model["source"] == {
         "format": "gguf",
@@ -63,10 +63,10 @@ def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
 
 def test_weights_and_programs_are_those_of_a_folder_with_the_same_weights(made: Path) -> None:
     files, others = (
-        {name: each["sha256"] for name, each in read_json(made / bundle)["files"].items()}
+        {name: each["sha256"] for name, each in read_manifest(made / bundle)["files"].items()}
         for bundle in ("bundle", "bundle-of-folder")
     )
-    assert "source" not in read_json(made / "bundle-of-folder")["model"]
+    assert "source" not in read_manifest(made / "bundle-of-folder")["model"]
     # The adapter's configuration names the base model.
     del files["adapter/adapter_config.json"], others["adapter/adapter_config.json"]
     assert files == others
@@ -152,13 +152,13 @@ def answer(model: Any) -> Any:
 
 
 def test_another_file_is_not_the_bundles_model(made: Path, tmp_path: Path) -> None:
-    from server_export.oracle import open_base
+    from server_export.oracle import load_base_model
 
     bundle = open_bundle(made / "bundle")
-    assert open_base(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)
+    assert load_base_model(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)
     other = write_gguf(tmp_path / FILE, make_model("llama"), make_tokenizer(), "Q4_1")
     with raises(BundleError, "model-differs"):
-        open_base(bundle, str(other))
+        load_base_model(bundle, str(other))
 
 
 def test_a_file_is_estimated_like_a_folder(made: Path) -> None:

@@ -19,18 +19,18 @@ from prge.formats.journal import Journal
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.objectives.objective import Loss
 from prge.training.recipe import Recipe
-from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.session import SessionData, SilentObserver, open_session
 from prge.training.store import RunStore
 from server_export.adapter.layers import convert_conv1d, default_target_modules, match_target_modules
-from server_export.oracle import TorchEngine, direction_values, split_values
+from server_export.oracle import TorchEngine, direction_values, split_adapter_values
 from tests.refusals import raises
 from tests.rows import bigram_completions
-from tests.templates import write_template
-from tests.tiers import rest
+from tests.templates import write_peft_folder
+from tests.tiers import second_tier
 from tests.tiny_models import DECODERS, VOCABULARY, WIDTH, make_model
 
 RANK, SCALE = 2, 1.5
-MODELS = ["llama", "llama lora", "bert", *rest("gpt2", "gemma3", "bert lora", "deberta-v2", "mamba")]
+MODELS = ["llama", "llama lora", "bert", *second_tier("gpt2", "gemma3", "bert lora", "deberta-v2", "mamba")]
 
 
 def make_engine(name: str, **settings: Any) -> TorchEngine:
@@ -83,7 +83,7 @@ def test_outputs_of_every_copy_are_those_of_peft(name: str) -> None:
     found = engine.forward(call)
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names), engine.network)
     for outputs, values in zip(found, call.adapters, strict=True):
-        trained = split_values(engine.model.modules, torch.from_numpy(values).double())
+        trained = split_adapter_values(engine.model.modules, torch.from_numpy(values).double())
         for layer in names:
             adapted: Any = engine.network.get_submodule(layer)
             lora_a, scale = trained.get(f"lora_a.{layer}"), SCALE
@@ -95,7 +95,7 @@ def test_outputs_of_every_copy_are_those_of_peft(name: str) -> None:
 
 
 # Norms of others compute in single precision, whatever they are given.
-@pytest.mark.parametrize("name", ["bert", *rest("bert lora", "gpt2")])
+@pytest.mark.parametrize("name", ["bert", *second_tier("bert lora", "gpt2")])
 def test_derivatives_along_directions_are_limits_of_differences(name: str) -> None:
     engine = make_engine(name)
     call, epsilon = make_call(engine), 1e-5
@@ -127,7 +127,7 @@ def test_the_gradient_along_a_direction_is_the_derivative_along_it(name: str) ->
     assert float(gradient @ along) == pytest.approx(float((np.cos(outputs) * changes[0]).sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", *rest("gpt2", "roberta", "opt")])
+@pytest.mark.parametrize("name", ["llama", "bert", *second_tier("gpt2", "roberta", "opt")])
 def test_padding_changes_nothing(name: str) -> None:
     alone, padded = make_engine(name), make_engine(name, padding=1)
     call = make_call(alone)
@@ -174,13 +174,13 @@ def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
         store = RunStore(
             folder=tmp_path / "run",
             journal=journal,
-            template=write_template(tmp_path / "template", engine.model.modules),
+            template=write_peft_folder(tmp_path / "template", engine.model.modules),
             checkpoint_every=0,
         )
         settings = {"kind": "start", **identity, "settings": recipe.to_record()}
         store.begin(settings, "", date=None, may_change=False)
         session = open_session(recipe, engine, SessionData(train=rows, dev=rows, adapter=start), store)
-        session.train(Unwatched())
+        session.train(SilentObserver())
         losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
 
     values = torch.nn.Parameter(torch.from_numpy(start.values.copy()))
@@ -191,7 +191,7 @@ def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
         loss = Loss(rows, outputs.detach().numpy()[None])
         expected.append(float(loss.losses.mean()))
         optimizer.zero_grad()
-        outputs.backward(torch.from_numpy(loss.by_output / len(rows)).float())
+        outputs.backward(torch.from_numpy(loss.grad_outputs / len(rows)).float())
         optimizer.step()
     assert losses == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(session.state.adapter.values, values.detach().numpy(), atol=1e-4)

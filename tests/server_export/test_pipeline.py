@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server_export.pipeline import BLOCK, WHOLE, explain
+from server_export.pipeline import BLOCK, WHOLE, describe_changes
 from server_export.trace.passes import Changes, Pass
 from tests.server_export.trace.graphs import chain_in
 from tests.tiny_models import save_model
@@ -23,7 +23,7 @@ def test_few_passes_change_a_plain_llama(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     changes = changes_of(tmp_path)
     assert changes.names == ["casts", "operators of XNNPACK", "rotations by layers"]
-    *_, last = explain(changes).splitlines()
+    *_, last = describe_changes(changes).splitlines()
     assert last == "rotations by layers: 4 slice, 2 neg, 2 cat -> 2 linear [model.layers.*.self_attn]"
 
 
@@ -32,7 +32,7 @@ def test_linear_attention_is_explained_by_its_patterns(tmp_path: Path) -> None:
     changes = changes_of(tmp_path)
     patterns = [name for name in changes.names if name not in PASSES]
     assert patterns == ["convolutions", "delta rule"]
-    lines = explain(changes).splitlines()
+    lines = describe_changes(changes).splitlines()
     assert len(lines) == len(changes.names)
     assert lines[1] == "delta rule: replaces 1 torch_chunk_gated_delta_rule of the model"
 

@@ -16,18 +16,18 @@ import torch
 
 from prge.errors import BundleError, ConfigError, PrgeError, RunError
 from prge.formats.bundle import Bundle, file_sha256, open_bundle
-from prge.formats.peft import find_adapter, read_lora, read_peft, run_of, write_peft
+from prge.formats.peft import find_adapter, find_run, read_lora, read_peft, write_peft
 from prge.formats.stored_settings import write_settings
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
-from tests.bundles import read_json, write_manifest
+from tests.bundles import read_manifest, write_manifest
 from tests.refusals import raises
 from tests.rows import completion
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
 from tests.server_export.publishing.hub_server import give_environment
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
 from tests.verbs import prge
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 torch.set_num_threads(1)
 HEAD = {
@@ -49,7 +49,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def saved(made_once: Made) -> Path:
+def saved(made_once: FolderBuilder) -> Path:
     """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
     return made_once("publish", fill)
 
@@ -137,9 +137,9 @@ def test_peft_and_merged_folders_give_the_trained_logits(
 
 
 def run(program: Path, inputs: list[Any]) -> Any:
-    from server_export.check.engine import loaded_method
+    from server_export.check.engine import bind_method
 
-    (answer,) = loaded_method(program / "program.pte", "forward", inputs)()
+    (answer,) = bind_method(program / "program.pte", "forward", inputs)()
     return answer
 
 
@@ -286,7 +286,7 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
 ) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     for source in (run_folder, run_folder / "final", run_folder / "checkpoints/step-000003"):
-        assert run_of(find_adapter(source)) == run_folder
+        assert find_run(find_adapter(source)) == run_folder
     folder = publish(PublishConfig(run_folder, tmp_path / "out"))
     card = (folder / "README.md").read_text()
     assert bundle.sha256 in card
@@ -338,7 +338,7 @@ def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text(newer)
     shutil.copytree(bundle.folder, tmp_path / "bundle")
-    manifest = read_json(tmp_path / "bundle")
+    manifest = read_manifest(tmp_path / "bundle")
     manifest["model"] |= {"name_or_path": "me/llama", "revision": commit, "sha256": None}
     write_manifest(tmp_path / "bundle", manifest)
     for form in ("peft", "merged"):
@@ -414,7 +414,7 @@ def test_settings_of_another_format_are_refused() -> None:
 
 
 @pytest.fixture(scope="session")
-def rounded(made_once: Made) -> Path:
+def rounded(made_once: FolderBuilder) -> Path:
     """Per architecture: a model whose embeddings are tied, its bundle in int4, and an adapter of that."""
 
     def fill(folder: Path) -> None:
@@ -444,19 +444,19 @@ INT4: dict[str, dict[str, Any]] = {
 
 def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
     """Weights f32 that an export writes as codes, by the bytes of their shape and values."""
-    from server_export.quantize.frozen import Frozen, codes_of, scale_of
+    from server_export.quantize.frozen import FrozenTensors, codes_name, scale_name
 
     found: list[Any] = []
-    tensors = Frozen.tensors
+    tensors = FrozenTensors.tensors
 
     def noted(self: Any, *given: Any) -> Any:
         made = dict(tensors(self, *given))
-        for codes, scale in ((made[codes_of(name)], made[scale_of(name)]) for name in self.layers):
+        for codes, scale in ((made[codes_name(name)], made[scale_name(name)]) for name in self.layers):
             groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
             found.append(groups.view(codes.shape))
         return iter(made.items())
 
-    monkeypatch.setattr(Frozen, "tensors", noted)
+    monkeypatch.setattr(FrozenTensors, "tensors", noted)
     export_again()
     return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
 

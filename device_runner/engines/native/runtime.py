@@ -29,7 +29,7 @@ from prge.engine import Array
 from prge.errors import EngineError
 from prge.formats.bundle import file_sha256
 from prge.formats.chain import TensorSpec
-from prge.system.memory import GET_MEMORY, tells_no_memory
+from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16
@@ -346,7 +346,7 @@ def interface() -> Any:
         again = f"remove the folder {path.parent} to have it built again, or use --engine torch"
         raise EngineError(
             f"the native engine's library can't be loaded: {error}",
-            remedy=GET_MEMORY if tells_no_memory(error) else again,
+            remedy=OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else again,
             code="native-library-unusable",
         ) from None
     return functions

@@ -36,7 +36,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from device_runner.fleet.network.flower_files import private_folder, write_private
 from prge.errors import ProblemsError
-from prge.system.regular_files import warn_of_shared_key
+from prge.system.regular_files import warn_if_key_is_shared
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "authority.key"
 CERTIFICATE, CERTIFICATE_KEY, DEVICE_KEY = "server.pem", "server.key", "device.key"
@@ -258,7 +258,7 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 
 def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurvePrivateKey:
     """The key of a file; raises KeysError for what is none."""
-    warn_of_shared_key(path)
+    warn_if_key_is_shared(path)
     try:
         key = load(path.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):

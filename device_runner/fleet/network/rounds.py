@@ -11,7 +11,7 @@ from device_runner.fleet.network.post import Post
 POLL_SECONDS = 0.5
 
 
-def take_rounds(
+def run_rounds(
     post: Post, coordinator: Coordinator, devices: int, tell: Callable[[str], None] = print
 ) -> None:
     """Take a fleet's rounds, from the coordinator's next on to its last.

@@ -22,7 +22,7 @@ from device_runner.fleet.network.flower import FleetState, encode_keys, fleet_ap
 from device_runner.fleet.network.flower_files import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
 from device_runner.fleet.network.post import Post
-from device_runner.serving.uvicorn_server import address_of, listening
+from device_runner.serving.uvicorn_server import format_address, listening
 from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
@@ -84,7 +84,7 @@ def superlink(
         application = fleet_application(state, keys is not None, post.allows)
         door = Admission(application, listener, known, most_bytes)
         with listener, _serving(door, listener, keys, most_bytes, home / "superlink.log"):
-            yield SuperLink(address_of(listener), state, post)
+            yield SuperLink(format_address(listener), state, post)
 
 
 def _most_connections() -> int:

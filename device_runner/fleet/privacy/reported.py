@@ -52,17 +52,17 @@ def part_norm(plan: Plan) -> float:
     The clipped root mean square of an example's scalars over q queries is at most `clip`, so their norm is
     clip * sqrt(q); an exact gradient's norm is at most `clip`.
     """
-    return plan.clip * math.sqrt(plan.queries) if plan.by_scalars else plan.clip
+    return plan.clip * math.sqrt(plan.queries) if plan.sends_projected_gradients else plan.clip
 
 
-def reach(plan: Plan) -> float:
+def sensitivity(plan: Plan) -> float:
     """How far the unit, a row or all that the owner has, can change a step's mean over examples."""
     return part_norm(plan) / (1 if plan.unit == "owner" else plan.examples)
 
 
 def grid(plan: Plan) -> float:
     """What one whole number stands for in a step's sum: noise has 2^20 of it."""
-    return plan.noise * reach(plan) * plan.examples / 2**GRID_BITS
+    return plan.noise * sensitivity(plan) * plan.examples / 2**GRID_BITS
 
 
 def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
@@ -80,7 +80,7 @@ def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
     return np.trunc(short / unit).astype(np.int64).sum(0)
 
 
-class Reported:
+class ReportingEstimator:
     """Implements Estimator: measures what a device reports, and so follows exactly that itself.
 
     Scalars of one direction for all examples become their mean; noise is added where the plan has it, and the
@@ -100,7 +100,7 @@ class Reported:
         measured = self._inner.measure(engine, step)
         if measured.gradient is not None:
             return measured
-        scalars = measured.scalars
+        scalars = measured.projected_gradients
         if self._plan.share_directions and self._plan.estimator == "tangent":
             scalars = scalars.mean(1, keepdims=True)
         return _told(measured, scalars)
@@ -110,7 +110,9 @@ class Reported:
         plan, unit = self._plan, grid(self._plan)
         total: Any = 0
         # An exact gradient is an example's where there is no other.
-        groups = [step.examples] if plan.by_scalars else [[example] for example in step.examples]
+        groups = (
+            [step.examples] if plan.sends_projected_gradients else [[example] for example in step.examples]
+        )
         for examples in groups:
             with np.errstate(all="ignore"):
                 measured = self._inner.measure(engine, replace(step, examples=examples))
@@ -133,7 +135,7 @@ class Reported:
 
 def _told(measured: Measurement, scalars: Float64Array) -> Measurement:
     with np.errstate(over="ignore"):
-        return replace(measured, scalars=scalars.astype(np.float32).astype(np.float64))
+        return replace(measured, projected_gradients=scalars.astype(np.float32).astype(np.float64))
 
 
 def spent(epsilon: float, bound: float) -> str:

@@ -13,7 +13,7 @@ from prge.formats.bundle import Bundle
 from prge.formats.curves import score_of
 from prge.formats.documents import DocumentError, mapping, read_json, read_yaml
 from prge.formats.peft import CONFIG as PEFT
-from prge.formats.peft import find_adapter, run_of
+from prge.formats.peft import find_adapter, find_run
 from prge.formats.run_folder import CONFIG, SUMMARY
 
 _LONGEST, _MOST = 200, 1e300
@@ -21,7 +21,7 @@ _LONGEST, _MOST = 200, 1e300
 _SETTINGS = ("estimator", "objective", "optimizer", "learning_rate", "train")
 
 
-def about_bundle(bundle: Bundle) -> Json:
+def describe_bundle(bundle: Bundle) -> Json:
     """Model, weights and size of a bundle, by names of the page's texts."""
     model = mapping(bundle.manifest.get("model"))
     told = {
@@ -35,7 +35,7 @@ def about_bundle(bundle: Bundle) -> Json:
     return _known(told)
 
 
-def about_adapter(source: Path) -> Json:
+def describe_adapter(source: Path) -> Json:
     """Where an adapter is from and how it was trained, as far as its folder and its run's tell.
 
     Args:
@@ -45,7 +45,7 @@ def about_adapter(source: Path) -> Json:
         folder = find_adapter(source)
         config = mapping(_document(folder / PEFT))
         told = {"adapter": folder.resolve().name, "rank": config.get("r"), "alpha": config.get("lora_alpha")}
-        if (run := run_of(folder)) is not None:
+        if (run := find_run(folder)) is not None:
             told |= {"adapter": run.name, **about_run(run)}
         return _known(told)
     return {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.reporting.content import curves, prompt_text
-from device_runner.reporting.run_reader import RunFacts, facts_of
+from device_runner.reporting.run_reader import RunFacts, collect_run_facts
 from device_runner.serving.page.about import about_run
 from device_runner.serving.page.stopping import PROCESSES, state_of
 from device_runner.serving.protocol import Json
@@ -123,7 +123,7 @@ class Followed:
         if self._facts is None or lines or samples or is_anew or documents != self._documents:
             self._documents, self._pictures = documents, {}
             metrics = [*self._evaluations.records, *self._steps.records]
-            self._facts = facts_of(self.folder, metrics, [])
+            self._facts = collect_run_facts(self.folder, metrics, [])
             self._how = about_run(self.folder)
         return self._facts
 

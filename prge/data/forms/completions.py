@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prge.data.columns import Fields, RowError, text_of
-from prge.data.forms.messages import as_messages, unlearnt
+from prge.data.columns import Fields, RowError, get_text
+from prge.data.forms.messages import to_messages, without_training
 from prge.data.readers.files import Row
 from prge.data.segments import Segmenter, Texts
 from prge.errors import shown
@@ -11,12 +11,12 @@ from prge.errors import shown
 
 def whole_text(segmenter: Segmenter, row: Row) -> Texts:
     """A row of `text`, all of which is learnt; raises RowError."""
-    return Texts((segmenter.learnt(segmenter.text(text_of(row.fields, "text"))),))
+    return Texts((segmenter.learnt(segmenter.text(get_text(row.fields, "text"))),))
 
 
 def completion_text(segmenter: Segmenter, row: Row) -> Texts:
     """A row of `prompt` and `completion`, both texts, of which the completion is learnt; raises RowError."""
-    prompt, completion = (text_of(row.fields, column) for column in ("prompt", "completion"))
+    prompt, completion = (get_text(row.fields, column) for column in ("prompt", "completion"))
     return Texts((segmenter.learnt(*segmenter.completed(prompt, completion)),))
 
 
@@ -25,7 +25,7 @@ def completion_fields(fields: Fields, chat: bool) -> Fields:
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if not isinstance(prompt, list) and not isinstance(completion, list):
         return fields
-    asked, answer = as_messages(prompt, "user"), as_messages(completion, "assistant")
+    asked, answer = to_messages(prompt, "user"), to_messages(completion, "assistant")
     for name, said in (("prompt", asked), ("completion", [] if completion is None else answer)):
         if not isinstance(said, list):
             raise RowError(
@@ -37,4 +37,4 @@ def completion_fields(fields: Fields, chat: bool) -> Fields:
             "its prompt ends with an answer: put that into the completion, or leave it out",
             code="prompt-ends-with-answer",
         )
-    return {"messages": [*unlearnt(asked), *(answer or [])]}
+    return {"messages": [*without_training(asked), *(answer or [])]}

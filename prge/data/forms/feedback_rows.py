@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prge.data.forms.form import CONTROL_TOKENS
-from prge.data.readers.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
+from prge.data.readers.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, with_leading_space
 from prge.data.readers.files import Row
 from prge.objectives.preferences import PREFERENCES, ObjectiveName
 
 
-def rows_of_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> tuple[list[Row], str]:
+def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> tuple[list[Row], str]:
     """Rows to learn from, and in a line what became of the feedback.
 
     Args:
@@ -41,16 +41,16 @@ def rows_of_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> 
         left = f", {len(rated)} ratings left out" if rated else ""
         return [Row(row.number, _pair(row.fields)) for row in corrected], f"{counts}; pairs{left}"
     left = f", {BAD} ratings left out" if len(good) < len(rated) else ""
-    learnable = [row for row in rows if can_be_learnt(row.fields)]
+    learnable = [row for row in rows if has_positive_answer(row.fields)]
     return [Row(row.number, _completion(row.fields)) for row in learnable], f"{counts}; completions{left}"
 
 
-def can_be_learnt(row: Fields) -> bool:
+def has_positive_answer(row: Fields) -> bool:
     """Whether a row says what should be answered, and not only what should not."""
     return "correction" in row or row["rating"] == GOOD
 
 
-def asked_text(row: Fields) -> str:
+def prompt_key(row: Fields) -> str:
     """What was asked, the same text for the same question."""
     return json.dumps(row.get("messages", row.get("prompt")), sort_keys=True)
 
@@ -93,4 +93,4 @@ def _said(row: Fields, text: str) -> Any:
     """An answer as a text after its prompt, or as a message."""
     if "messages" in row:
         return [{"role": "assistant", "content": text}]
-    return spaced(text, row["answer"])
+    return with_leading_space(text, row["answer"])

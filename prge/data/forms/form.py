@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from prge.data.columns import Fields, RowError, column_names, decoded, present_columns
+from prge.data.columns import Fields, RowError, decode_column, format_column_names, present_columns
 from prge.data.forms.completions import completion_fields, completion_text, whole_text
 from prge.data.forms.instructions import HISTORY, instruction_fields
 from prge.data.forms.messages import (
@@ -32,7 +32,7 @@ from prge.data.forms.messages import (
     template_variables,
     with_system,
 )
-from prge.data.forms.preferences import liked_fields, pair_candidates, rated_fields, rating_candidates
+from prge.data.forms.preferences import chosen_fields, pair_candidates, rated_fields, rating_candidates
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.readers.files import Row
 from prge.data.segments import Candidates, Segmenter, Texts
@@ -59,7 +59,7 @@ class Form:
 
     name: str
     columns: tuple[str, ...]
-    asked: tuple[str, ...]
+    prompt_columns: tuple[str, ...]
     plain: Callable[[Fields, bool], Fields]
     optional: tuple[str, ...] = ()
     chat: Literal["needs", "takes", ""] = ""
@@ -81,20 +81,20 @@ class Form:
 
     def needed(self, asked: bool) -> tuple[str, ...]:
         """Columns that a row must have; `asked`: it may lack what is to be answered."""
-        return self.asked if asked else self.columns
+        return self.prompt_columns if asked else self.columns
 
-    def row(self, row: Row, *, chat: bool, asked: bool = False) -> Row:
+    def row(self, row: Row, *, chat: bool, prompts_only: bool = False) -> Row:
         """A row as text, prompt and completion, or messages with `chat_template_kwargs` where it has some.
 
         Args:
             row: of a file of this form.
             chat: whether the model has a chat template.
-            asked: the row may lack what is to be answered.
+            prompts_only: the row may lack what is to be answered.
 
         Raises:
             RowError: it lacks a column, or has what isn't of this form.
         """
-        self.check(row, asked)
+        self.check(row, prompts_only)
         fields = self.own(row).fields
         made = self.plain(fields, chat)
         if "messages" in made:
@@ -160,7 +160,7 @@ def _as_it_is(fields: Fields, chat: bool) -> Fields:
 
 
 def _message_fields(fields: Fields, chat: bool) -> Fields:
-    return {"messages": decoded("messages", fields["messages"])}
+    return {"messages": decode_column("messages", fields["messages"])}
 
 
 def _sharegpt_fields(fields: Fields, chat: bool) -> Fields:
@@ -174,7 +174,7 @@ _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 _TURNS, _INSTRUCTION = ("conversations",), ("instruction", "output")
 _BESIDE_INSTRUCTION = ("input", SYSTEM, HISTORY, WEIGHT)
 FORMS = (
-    Form("pairs", _PAIR, _PAIR, liked_fields, ("prompt", *_OF_ROW), prefers="pairs"),
+    Form("pairs", _PAIR, _PAIR, chosen_fields, ("prompt", *_OF_ROW), prefers="pairs"),
     Form("messages", ("messages",), ("messages",), _message_fields, _OF_ROW, "needs"),
     Form("ShareGPT", _TURNS, _TURNS, _sharegpt_fields, (WEIGHT,), "needs"),
     Form("ratings", _RATING, _RATING, rated_fields, _OF_ROW, prefers="ratings"),
@@ -189,7 +189,7 @@ def find_form(
     source: str,
     named: Collection[str] = (),
     *,
-    asked: bool = False,
+    prompts_only: bool = False,
     objective: ObjectiveName = "auto",
 ) -> Form:
     """The form of all rows of a file.
@@ -209,13 +209,14 @@ def find_form(
     if objective == "completion":
         forms = [form for form in forms if form.prefers != "ratings"]
     found = {
-        next((form for form in forms if {*form.needed(asked)} <= row.fields.keys()), None) for row in rows
+        next((form for form in forms if {*form.needed(prompts_only)} <= row.fields.keys()), None)
+        for row in rows
     } - {None}
     if not found:
-        known = "; ".join(f"{form.name}: {', '.join(form.needed(asked))}" for form in FORMS)
+        known = "; ".join(f"{form.name}: {', '.join(form.needed(prompts_only))}" for form in FORMS)
         raise DataError(
             what,
-            [f"its columns are {column_names(present_columns(rows))}; known are {known}"],
+            [f"its columns are {format_column_names(present_columns(rows))}; known are {known}"],
             remedy="name them, such as --columns prompt=question completion=answer, or give a --task",
             code="form-unknown",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prge.data.columns import Fields, RowError, decoded, text_of
+from prge.data.columns import Fields, RowError, decode_column, get_text
 from prge.data.forms.messages import SYSTEM
 from prge.errors import shown
 
@@ -17,15 +17,15 @@ def instruction_fields(fields: Fields, chat: bool) -> Fields:
     Raises:
         RowError: a column is no text, or there is nothing to answer or to learn.
     """
-    instruction, given = text_of(fields, "instruction"), fields.get("input")
-    given = "" if given is None else text_of(fields, "input")
+    instruction, given = get_text(fields, "instruction"), fields.get("input")
+    given = "" if given is None else get_text(fields, "input")
     asked = [text for text in (instruction, given) if text.strip()]
     if not asked:
         raise RowError("its instruction is empty: there is nothing to answer", code="prompt-empty")
-    answer = text_of(fields, "output") if "output" in fields else ""
+    answer = get_text(fields, "output") if "output" in fields else ""
     earlier = list(_history(fields))
     if not chat:
-        system = text_of(fields, SYSTEM) if fields.get(SYSTEM) else ""
+        system = get_text(fields, SYSTEM) if fields.get(SYSTEM) else ""
         headings = [
             heading
             for question, reply in earlier
@@ -44,7 +44,7 @@ def instruction_fields(fields: Fields, chat: bool) -> Fields:
 
 def _history(fields: Fields) -> Iterator[tuple[str, str]]:
     """Earlier questions with their answers; raises RowError."""
-    history = decoded(HISTORY, fields.get(HISTORY) or [])
+    history = decode_column(HISTORY, fields.get(HISTORY) or [])
     if not isinstance(history, list):
         raise RowError(
             f"{HISTORY} must be a list of questions with their answers, not {shown(history)}",

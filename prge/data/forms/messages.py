@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from prge.data.columns import Fields, RowError, decoded
+from prge.data.columns import Fields, RowError, decode_column
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.readers.files import Row
 from prge.data.row_report import (
@@ -51,14 +51,14 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
         DataError: the template refuses them.
         BundleError: the template takes too much for them.
     """
-    from prge.data.tokenization.chat import check_messages, learnt_turns
+    from prge.data.tokenization.chat import check_messages, trained_turns
 
     try:
         messages = check_messages(row.fields["messages"])
     except ValueError as error:
         raise RowError(str(error), code="messages-malformed") from None
     variables = row.fields.get(TEMPLATE_KWARGS, {})
-    whole = conversation_of(segmenter, row.number, messages, learnt_turns(messages), variables)
+    whole = make_conversation(segmenter, row.number, messages, trained_turns(messages), variables)
     renderings = whole.renderings()
     left_out = whole.chat.left_out(messages[: max(whole.learnt) + 1], variables)
     events = [*_unread(whole.chat, variables), *(f"{name} {LEFT_OUT}" for name in left_out)]
@@ -75,7 +75,7 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
 
 def sharegpt_messages(fields: Fields) -> list[Mapping[str, Any]]:
     """The messages of a row of ShareGPT's `conversations`; raises RowError."""
-    turns = decoded("conversations", fields["conversations"])
+    turns = decode_column("conversations", fields["conversations"])
     if not isinstance(turns, list) or not turns:
         raise RowError("conversations must be a list of at least one turn", code="turns-malformed")
     return [_sharegpt_message(number, turn) for number, turn in enumerate(turns, 1)]
@@ -96,12 +96,12 @@ def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     return {**rest, "role": SHAREGPT_ROLES[role.lower()], "content": content}
 
 
-def as_messages(said: Any, role: str) -> Any:
+def to_messages(said: Any, role: str) -> Any:
     """Messages, where a text stands for one of a role; what is neither stays as it is."""
     return [{"role": role, "content": said}] if isinstance(said, str) and said.strip() else said
 
 
-def unlearnt(messages: Sequence[Any]) -> list[Any]:
+def without_training(messages: Sequence[Any]) -> list[Any]:
     """Messages, of which none is learnt."""
     return [
         {**each, "train": False} if isinstance(each, Mapping) and each.get("role") == "assistant" else each
@@ -131,7 +131,7 @@ def with_system(system: Any, messages: Any) -> Any:
 
 def template_kwargs(given: Any) -> dict[str, Any]:
     """Arguments of a chat template by a mapping, JSON of one, or nothing; raises RowError."""
-    kwargs = decoded(TEMPLATE_KWARGS, given or {}, "a mapping")
+    kwargs = decode_column(TEMPLATE_KWARGS, given or {}, "a mapping")
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(
             f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}",
@@ -157,7 +157,7 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     """
     variables = {name: fields[name] for name in names if fields.get(name) is not None}
     variables |= template_kwargs(fields.get(TEMPLATE_KWARGS))
-    tools = decoded(TOOLS, fields.get(TOOLS) or variables.get(TOOLS) or [])
+    tools = decode_column(TOOLS, fields.get(TOOLS) or variables.get(TOOLS) or [])
     if not isinstance(tools, list):
         raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}", code="column-not-json")
     return (
@@ -264,7 +264,7 @@ class Conversation:
         return part.segmented(renderings[0])
 
 
-def conversation_of(
+def make_conversation(
     segmenter: Segmenter,
     row: int,
     messages: Sequence[Message],

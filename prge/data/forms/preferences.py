@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from prge.data.columns import Fields, RowError
 from prge.data.forms.messages import (
     SYSTEM,
-    as_messages,
-    conversation_of,
+    make_conversation,
     template_variables,
-    unlearnt,
+    to_messages,
     with_system,
+    without_training,
 )
 from prge.data.readers.files import Row
 from prge.data.segments import Candidates, SegmentedText, Segmenter
@@ -41,15 +41,15 @@ def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) ->
         RowError: it is no pair, or can't be learnt.
         DataError, BundleError: as of `messages_texts`.
     """
-    pair = pair_fields(row.fields)
+    pair = parse_pair(row.fields)
     answers = [pair["chosen"], pair["rejected"]]
     return Candidates(_texts(segmenter, variables, row, pair["prompt"], answers), "answers", 0)
 
 
 def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
-    """The answer of a row of `rated_rows`, then that of the other row after the same prompt; see above."""
+    """The answer of a row of `rows_for_kto`, then that of the other row after the same prompt; see above."""
     # A pair that can't be used tells why.
-    rating = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
+    rating = parse_rating(row.fields) if OTHER in row.fields else parse_pair(row.fields)
     if type(rating[OTHER]) is not type(rating["prompt"]):
         raise RowError("it and the row before are not both texts or both messages", code="texts-and-messages")
     answers = [rating["completion"], rating[OTHER]]
@@ -64,7 +64,7 @@ def _texts(
     """Answers after one prompt, all texts or all messages."""
     if not isinstance(prompt, list):
         return tuple(segmenter.learnt(*segmenter.completed(prompt, answer)) for answer in answers)
-    from prge.data.tokenization.chat import check_messages, learnt_turns
+    from prge.data.tokenization.chat import check_messages, trained_turns
 
     try:
         asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
@@ -73,13 +73,13 @@ def _texts(
         raise RowError(str(error), code="messages-malformed") from None
     texts = []
     for messages in whole:
-        turns = [index for index in learnt_turns(messages) if index >= len(asked)]
+        turns = [index for index in trained_turns(messages) if index >= len(asked)]
         if not turns:
             raise RowError(
                 "one of its answers has no message of the assistant's that is learnt", code="nothing-to-learn"
             )
         given = template_variables(row.fields, variables)
-        conversation = conversation_of(segmenter, row.number, messages, turns, given)
+        conversation = make_conversation(segmenter, row.number, messages, turns, given)
         renderings = conversation.renderings()
         if len(renderings) != 1 or len(renderings[0].turns) < len(turns):
             raise RowError(
@@ -91,29 +91,29 @@ def _texts(
     return tuple(texts)
 
 
-def liked_fields(fields: Fields, chat: bool) -> Fields:
+def chosen_fields(fields: Fields, chat: bool) -> Fields:
     """What is liked of a pair, as `prompt` and `completion` or as `messages`; raises RowError."""
-    pair = pair_fields(fields)
+    pair = parse_pair(fields)
     return _answered(pair["prompt"], pair["chosen"])
 
 
 def rated_fields(fields: Fields, chat: bool) -> Fields:
     """A rated answer, as `prompt` and `completion` or as `messages`; raises RowError."""
-    rating = rating_fields(fields)
+    rating = parse_rating(fields)
     return _answered(rating["prompt"], rating["completion"])
 
 
 def _answered(prompt: Any, answer: Any) -> Fields:
     if isinstance(prompt, list):
-        return {"messages": [*unlearnt(prompt), *answer]}
+        return {"messages": [*without_training(prompt), *answer]}
     return {"prompt": prompt, "completion": answer}
 
 
-def pair_fields(fields: Fields) -> Fields:
+def parse_pair(fields: Fields) -> Fields:
     """A pair as `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
     prompt, chosen, rejected = fields.get("prompt"), fields["chosen"], fields["rejected"]
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
-        chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
+        chosen, rejected = to_messages(chosen, "assistant"), to_messages(rejected, "assistant")
     _check_alike({"chosen": chosen, "rejected": rejected})
     if chosen == rejected:
         raise RowError("its chosen and rejected are equal: nothing is preferred", code="answers-equal")
@@ -134,12 +134,12 @@ def pair_fields(fields: Fields) -> Fields:
     return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
 
 
-def rating_fields(fields: Fields) -> Fields:
+def parse_rating(fields: Fields) -> Fields:
     """A rated answer as `prompt`, `completion` and `label`, true or false; raises RowError."""
     prompt, completion, label = fields["prompt"], fields["completion"], fields["label"]
     if isinstance(prompt, list) != isinstance(completion, list):
-        prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
-        other = {OTHER: as_messages(fields[OTHER], "assistant")} if OTHER in fields else {}
+        prompt, completion = to_messages(prompt, "user"), to_messages(completion, "assistant")
+        other = {OTHER: to_messages(fields[OTHER], "assistant")} if OTHER in fields else {}
         fields = {**fields, "prompt": prompt, "completion": completion, **other}
     _check_alike({"prompt": prompt, "completion": completion})
     _check_said("completion", completion)
@@ -153,7 +153,7 @@ def rating_fields(fields: Fields) -> Fields:
     return {**fields, "label": known}
 
 
-def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
+def rows_for_kto(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
     """Rows of ratings, each with the completion of the one before as `other`, the first with the last one's.
 
     Pairs become a liked and a disliked answer each, first all that are liked; one that can't be used stays.
@@ -163,7 +163,7 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
         pairs: list[tuple[Row, Fields]] = []
         for row in rows:
             try:
-                pairs.append((row, pair_fields(row.fields)))
+                pairs.append((row, parse_pair(row.fields)))
             except (KeyError, RowError):
                 broken.append(row)
         rows = [

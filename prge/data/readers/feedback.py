@@ -32,7 +32,7 @@ from prge.system.regular_files import open_regular, read_regular
 TEMPLATE_KWARGS = "chat_template_kwargs"
 GOOD, BAD = RATINGS = ("good", "bad")
 _OWNERS = 0o600
-# How a row begins that `Answered.judged` made.
+# How a row begins that `AnswerRecord.judged` made.
 _FIRST = b'{"id": "'
 # Far above what a row may have, so that the first line of another file is never read whole.
 _LONGEST_LINE = 64 << 20
@@ -40,7 +40,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerRecord:
     """An answer that feedback may be given on.
 
     `asked` has `prompt` or `messages`; `adapter` is the digest of the one that answered, `settings` are how
@@ -50,11 +50,11 @@ class Answered:
     id: str
     model: str
     adapter: str
-    asked: Fields
+    prompt_fields: Fields
     answer: str
     settings: Fields
 
-    def judged(self, rating: str | None = None, correction: str | None = None) -> Fields:
+    def to_feedback(self, rating: str | None = None, correction: str | None = None) -> Fields:
         """The row of what somebody says of it: a rating, or what should have been answered.
 
         Raises:
@@ -71,7 +71,7 @@ class Answered:
         given = {"rating": rating} if correction is None else {"correction": correction}
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         head = {"id": self.id, "time": time, "model": self.model, "adapter": self.adapter}
-        return {**head, "settings": self.settings, **self.asked, "answer": self.answer, **given}
+        return {**head, "settings": self.settings, **self.prompt_fields, "answer": self.answer, **given}
 
 
 def adapter_digest(adapter: Adapter) -> str:
@@ -82,13 +82,13 @@ def adapter_digest(adapter: Adapter) -> str:
     return digest.hexdigest()[:16]
 
 
-def asked_messages(messages: Sequence[Fields], variables: Fields) -> Fields:
+def conversation_fields(messages: Sequence[Fields], variables: Fields) -> Fields:
     """What was asked by messages, with what the chat template was given beside them."""
     given = {TEMPLATE_KWARGS: dict(variables)} if variables else {}
     return {"messages": [*messages], **given}
 
 
-def spaced(correction: str, answer: str) -> str:
+def with_leading_space(correction: str, answer: str) -> str:
     """A correction of an answer that goes on in its prompt's text, with the space that the answer had."""
     space = answer[: len(answer) - len(answer.lstrip())]
     return correction if correction[:1].isspace() else space + correction
@@ -123,7 +123,7 @@ def check_feedback(path: Path) -> None:
         raise storage_error(path, error) from None
 
 
-def problem_of(row: Fields) -> str:
+def find_feedback_problem(row: Fields) -> str:
     """What is wrong with a row of feedback, which anybody may have written; empty if nothing is."""
     if not isinstance(row["answer"], str):
         return f"its answer is {shown(row['answer'])}, must be a text"
@@ -180,12 +180,12 @@ def append_feedback(
         raise storage_error(path, error) from None
 
 
-def size_of(row: Fields) -> int:
+def row_bytes(row: Fields) -> int:
     """Bytes that a row takes in a file."""
     return len(_line(row))
 
 
-def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
+def remove_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
     """Take rows out of a file of lines, which is rewritten at once or not at all; how many they were.
 
     Rows are looked at before the file is locked, but for those that are appended meanwhile.
@@ -234,7 +234,7 @@ def _kept(
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:
-    """Rows of a file of lines, as `forget_rows` tells of them; raises OSError."""
+    """Rows of a file of lines, as `remove_rows` tells of them; raises OSError."""
     for number, line in enumerate(whole_lines(read_regular(path)).split(b"\n"), 1):
         if line.strip():
             yield number, _parsed(line), line.decode(errors="replace")
@@ -245,16 +245,18 @@ def read_feedback(path: Path) -> list[Fields]:
     if not path.exists():
         return []
     rows = [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
-    return [row for row in rows if not problem_of(row)]
+    return [row for row in rows if not find_feedback_problem(row)]
 
 
-def row_of_line(line: bytes) -> Fields | None:
+def parse_feedback_line(line: bytes) -> Fields | None:
     """The feedback of a line; None where it is something else, or unsound."""
     fields = _parsed(line)
-    return fields if fields is not None and is_feedback(fields) and not problem_of(fields) else None
+    return (
+        fields if fields is not None and is_feedback(fields) and not find_feedback_problem(fields) else None
+    )
 
 
-def key_of(row: Fields) -> str:
+def feedback_key(row: Fields) -> str:
     """The key of a feedback row: a hash of 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -268,13 +270,13 @@ def whole_lines(content: bytes) -> bytes:
     return content if _parsed(content[end:]) is not None else content[:end]
 
 
-def texts_of(value: object) -> Iterator[str]:
+def iter_texts(value: object) -> Iterator[str]:
     """All texts of a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_of(each)
+            yield from iter_texts(each)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class RowNumber(int):
         return int(self), self.in_file, self.file
 
 
-def place_of_row(number: int) -> dict[str, Any]:
+def row_location(number: int) -> dict[str, Any]:
     """A row's number under the name `row` for a line of JSON, with its `file` where there are several."""
     if isinstance(number, RowNumber):
         return {"file": number.file, "row": number.in_file}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import DataError, first_line
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 from prge.system.regular_files import open_regular
 from prge.system.sandbox import BoundedChild, LimitError
 
@@ -55,7 +55,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(
             what,
             ["parquet needs the package pyarrow, which is not installed"],
-            remedy=f"{install_extra('data')}, or write the rows as jsonl",
+            remedy=f"{install_extra_command('data')}, or write the rows as jsonl",
             code="package-missing",
         ) from None
     try:
@@ -70,7 +70,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     def asked(request: bytes) -> bytes:
         try:
-            answer = child.ask(request)
+            answer = child.call(request)
         except LimitError as error:
             raise DataError(what, [f"decoding it {error}"], remedy=_REMEDY, code="parquet-damaged") from None
         if answer[:1] == _ERROR:

@@ -15,8 +15,8 @@ from prge.data.readers.files import Row
 
 _SHARE = 0.1
 # Of the part that is split off: with fewer rows a figure says little, with more it takes time alone.
-FEWEST, MOST = 16, 500
-# It takes this share of the rows where it would have fewer than FEWEST.
+MIN_DEV_ROWS, MAX_DEV_ROWS = 16, 500
+# It takes this share of the rows where it would have fewer than MIN_DEV_ROWS.
 MOST_OF_FEW = 0.2
 
 
@@ -32,7 +32,7 @@ class Splits:
 def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> Splits:
     """Split a tenth of the rows off for development; the parts share no content.
 
-    These are at least `FEWEST` as long as that is no more than a fifth of the rows, and at most `MOST`. A
+    These are at least `MIN_DEV_ROWS` as long as that is no more than a fifth of the rows, and at most `MAX_DEV_ROWS`. A
     group that is larger than what there is room for stays in training, unless every group is. At least one
     group stays in training.
 
@@ -44,10 +44,10 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> S
     for index, row in enumerate(rows):
         groups.setdefault(content_hash(row, columns), []).append(index)
     in_order = [groups[key] for key in sorted(groups)]
-    chosen = {index for group in _chosen(in_order, wanted(len(rows))) for index in group}
+    chosen = {index for group in _chosen(in_order, dev_row_count(len(rows))) for index in group}
     train = [row for index, row in enumerate(rows) if index not in chosen]
     dev = [row for index, row in enumerate(rows) if index in chosen]
-    few = "; figures of so few say little" if len(dev) < FEWEST else ""
+    few = "; figures of so few say little" if len(dev) < MIN_DEV_ROWS else ""
     notes = [f"dev: {len(dev)} of {len(rows)} rows, by a hash of their content{few}"]
     if not dev:
         notes = ["no dev rows can be split off: all rows are equal"]
@@ -56,9 +56,9 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> S
     return Splits(train, dev, notes)
 
 
-def wanted(rows: int) -> int:
+def dev_row_count(rows: int) -> int:
     """Development rows of a file of so many, at least one."""
-    return max(1, min(max(round(_SHARE * rows), min(FEWEST, int(MOST_OF_FEW * rows))), MOST))
+    return max(1, min(max(round(_SHARE * rows), min(MIN_DEV_ROWS, int(MOST_OF_FEW * rows))), MAX_DEV_ROWS))
 
 
 def content_hash(row: Row, columns: Collection[str] | None = None) -> bytes:

@@ -27,7 +27,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prge.data.tokenization.inputs import checked_json
+from prge.data.tokenization.inputs import to_json_value
 from prge.errors import BundleError, DataError, shown
 from prge.system.sandbox import BoundedChild, LimitError
 
@@ -177,7 +177,7 @@ class ChatTemplate:
             DataError: the template refuses the messages, or what it writes of a turn can't be told.
             BundleError: it takes more than the bounds of time, memory or text.
         """
-        chosen = learnt_turns(messages) if learnt is None else sorted(learnt)
+        chosen = trained_turns(messages) if learnt is None else sorted(learnt)
         answer = self._ask(
             messages=list(messages), learnt=chosen, variables=dict(variables), date=self._today()
         )
@@ -211,9 +211,9 @@ class ChatTemplate:
         return self._date or date.today().isoformat()
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        request = checked_json(request, "what the chat template is given")
+        request = to_json_value(request, "what the chat template is given")
         try:
-            answer: dict[str, Any] = json.loads(self._child.ask(json.dumps(request).encode()))
+            answer: dict[str, Any] = json.loads(self._child.call(json.dumps(request).encode()))
         except LimitError as error:
             raise _refused(str(error), "chat-template-unbounded") from None
         if "refused" in answer:
@@ -520,7 +520,7 @@ def _parts_of(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def learnt_turns(messages: Sequence[Message]) -> list[int]:
+def trained_turns(messages: Sequence[Message]) -> list[int]:
     """Indices of the assistant's messages but those of `weight` 0, as in OpenAI's rows, or `train` false."""
     return [
         index
@@ -545,7 +545,7 @@ def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
         raise ValueError("the last message is the assistant's: there is nothing to answer")
     if answered and not any(message["role"] == ASSISTANT for message in made):
         raise ValueError(f"no message has the role {ASSISTANT!r}: there is nothing to learn from")
-    if answered and not learnt_turns(made):
+    if answered and not trained_turns(made):
         raise ValueError("every answer has the weight 0, or train false: there is nothing to learn from")
     return made
 

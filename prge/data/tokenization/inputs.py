@@ -1,9 +1,9 @@
 """Checks of texts, JSON values and token ids from outside; what the model can't take is a DataError.
 
-texts    standard input by `read_text_of` or `decoded_text`; every text by `check_text` before it is
+texts    standard input by `read_input_text` or `decode_utf8`; every text by `check_text` before it is
          tokenized (tokenizer.py)
-values   of messages and of what a chat template is given besides, by `checked_json`
-ids      every prompt's by `checked_ids` before a model reads them (prge/generation/loop.py)
+values   of messages and of what a chat template is given besides, by `to_json_value`
+ids      every prompt's by `check_token_ids` before a model reads them (prge/generation/loop.py)
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from prge.cli.field_types import plain_value
+from prge.cli.field_types import to_python_value
 from prge.errors import DataError, shown
 from prge.formats.documents import DocumentError, parse_json
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def decoded_text(content: bytes, source: str) -> str:
+def decode_utf8(content: bytes, source: str) -> str:
     """The text of UTF-8 bytes.
 
     Args:
@@ -42,14 +42,14 @@ def decoded_text(content: bytes, source: str) -> str:
         ) from None
 
 
-def read_text_of(stream: TextIO) -> str:
-    """All text of standard input but the line break at its end; raises DataError as `decoded_text`."""
+def read_input_text(stream: TextIO) -> str:
+    """All text of standard input but the line break at its end; raises DataError as `decode_utf8`."""
     binary = getattr(stream, "buffer", None)
-    text = stream.read() if binary is None else decoded_text(binary.read(), "standard input")
+    text = stream.read() if binary is None else decode_utf8(binary.read(), "standard input")
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
-def is_text(text: str) -> bool:
+def is_valid_unicode(text: str) -> bool:
     """Whether a text can be written in UTF-8: it has no half of a surrogate pair."""
     return text.isascii() or _SURROGATE.search(text) is None
 
@@ -68,7 +68,7 @@ def check_text(text: str) -> None:
         )
 
 
-def checked_json(value: object, name: str) -> Any:
+def to_json_value(value: object, name: str) -> Any:
     """A value as JSON has it, with lists for tuples and Python's numbers for numpy's.
 
     Args:
@@ -95,13 +95,13 @@ def checked_json(value: object, name: str) -> Any:
 
 
 def _default(value: object) -> Any:
-    plain = plain_value(value)
+    plain = to_python_value(value)
     if plain is value:
         raise TypeError(f"it has {shown(value)}, which JSON has no type for")
     return plain
 
 
-def checked_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, ...]:
+def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, ...]:
     """Token ids as Python's integers.
 
     Args:

@@ -67,7 +67,7 @@ Control = bool | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class EncodedPair:
     """Token ids i32 of a prompt, `begin` included, and of what follows it.
 
     `exact` says that prompt and completion encoded together begin with the prompt encoded alone, so that the
@@ -156,7 +156,12 @@ class Tokenizer:
         return ids
 
     def ids(
-        self, text: str, *, control: Control = False, before: Sequence[int] = (), most: int | None = None
+        self,
+        text: str,
+        *,
+        control: Control = False,
+        before: Sequence[int] = (),
+        max_tokens: int | None = None,
     ) -> Ids:
         """Token ids of a text, i32.
 
@@ -165,7 +170,7 @@ class Tokenizer:
             control: read control tokens that are written in the text, all or those that begin at these
                 characters, instead of taking `</s>` for the four characters that it is.
             before: ids in front, unless the text's own begin with them.
-            most: of a text with more there are a few more than these, and the rest isn't read.
+            max_tokens: of a text with more there are a few more than these, and the rest isn't read.
         """
         count = len(before)
         # Seldom has a text more tokens than characters, but for a space in front; what isn't written takes no
@@ -178,7 +183,7 @@ class Tokenizer:
                 ids.resize(end + end // 8, refcheck=False)
             ids[count:end] = part[:, 0]
             count = end
-            if most is not None and count > most:
+            if max_tokens is not None and count > max_tokens:
                 break
         ids.resize(count, refcheck=False)
         return ids[len(before) :] if self._is_doubled(ids, before) else ids
@@ -196,7 +201,7 @@ class Tokenizer:
 
     def encode_pair(
         self, prompt: str, completion: str, *, control: bool = False, control_after: bool = False
-    ) -> Pair:
+    ) -> EncodedPair:
         """Encode a prompt and what follows it, with an exact boundary between them.
 
         Control tokens that are written in the prompt are read as such with `control`, those in the completion
@@ -221,7 +226,7 @@ class Tokenizer:
         count = len(head.tail)
         exact = np.array_equal(ids[:count], head.tail[:, 0])
         tail = ids[count:] if exact else self._continuation(completion, control_after)
-        return Pair(head.ids, tail, exact)
+        return EncodedPair(head.ids, tail, exact)
 
     def _continuation(self, text: str, control: bool) -> Ids:
         """Token ids of a text that follows another one.
@@ -589,7 +594,7 @@ def _is_token(backend: Backend, identifier: object) -> bool:
     )
 
 
-def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
+def load_bundle_tokenizer(bundle: Bundle) -> Tokenizer:
     """The tokenizer of an opened bundle; raises BundleError as `load_tokenizer`."""
     block = bundle.manifest.get("tokenizer")
     return load_tokenizer(bundle.tokenizer, block if isinstance(block, Mapping) else {})

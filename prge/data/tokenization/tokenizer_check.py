@@ -74,7 +74,7 @@ def _try(work: Callable[[bytes], object], request: bytes, path: Path) -> None:
         return b""
 
     try:
-        problem = BoundedChild(tried, SECONDS, MEMORY).ask(request).decode()
+        problem = BoundedChild(tried, SECONDS, MEMORY).call(request).decode()
     except LimitError as error:
         problem = f"trying it {error}"
     if problem:

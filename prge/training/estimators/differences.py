@@ -1,4 +1,4 @@
-"""Differences of losses between copies of the adapter: from losses of perturbed copies to a gradient.
+"""Differences of losses between copies of the adapter: from losses of perturb_adapter copies to a gradient.
 
     variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
 
@@ -18,25 +18,25 @@ from prge.formats.adapter import Adapter, adapter_size
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import sequences_of
 from prge.training.estimators.directions import DirectionSampler
-from prge.training.estimators.protocol import Measurement, Step, clipped
+from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
 
 
 @dataclass(frozen=True)
-class Variant:
+class Perturbation:
     """One copy's perturbation: `scale` times the direction of `query`; scale 0 is the clean adapter."""
 
     query: int
     scale: float
 
 
-class Rule(Protocol):
+class FiniteDifference(Protocol):
     """Which copies are compared, and how their losses become one scalar per query."""
 
-    def variants(self) -> Sequence[Variant]:
-        """The perturbed copies that a step needs, in order."""
+    def perturbations(self) -> Sequence[Perturbation]:
+        """The perturb_adapter copies that a step needs, in order."""
         ...
 
-    def scalars(self, losses: Float64Array) -> Float64Array:
+    def projected_gradients(self, losses: Float64Array) -> Float64Array:
         """One scalar per query, f64 [queries], from the variants' losses, f64 [variants]."""
         ...
 
@@ -51,11 +51,11 @@ class Antithetic:
     queries: int
     epsilon: float
 
-    def variants(self) -> Sequence[Variant]:
+    def perturbations(self) -> Sequence[Perturbation]:
         """All positive copies, then all negative ones."""
-        return [Variant(query, sign * self.epsilon) for sign in (1, -1) for query in range(self.queries)]
+        return [Perturbation(query, sign * self.epsilon) for sign in (1, -1) for query in range(self.queries)]
 
-    def scalars(self, losses: Float64Array) -> Float64Array:
+    def projected_gradients(self, losses: Float64Array) -> Float64Array:
         """Central differences, f64 [queries]."""
         above, below = losses[: self.queries], losses[self.queries :]
         slopes: Float64Array = (above - below) / (2 * self.epsilon)
@@ -66,7 +66,7 @@ class Antithetic:
 class OneSided:
     """One-sided differences to a clean copy: 1 + q copies.
 
-    scalar_i = (L(B + eps z_i) - L(B)) / deviation of the perturbed losses
+    scalar_i = (L(B + eps z_i) - L(B)) / deviation of the perturb_adapter losses
 
     That is FZOO's step (arXiv 2506.09034), which shrinks where the loss is steep. Without `normalize` the
     unit is eps: a derivative, as it is to be compared with others.
@@ -76,15 +76,15 @@ class OneSided:
     epsilon: float
     normalize: bool = True
 
-    def variants(self) -> Sequence[Variant]:
+    def perturbations(self) -> Sequence[Perturbation]:
         """The clean copy, then one copy per query."""
-        return [Variant(0, 0.0), *(Variant(query, self.epsilon) for query in range(self.queries))]
+        return [Perturbation(0, 0.0), *(Perturbation(query, self.epsilon) for query in range(self.queries))]
 
-    def scalars(self, losses: Float64Array) -> Float64Array:
+    def projected_gradients(self, losses: Float64Array) -> Float64Array:
         """Differences to the clean copy, f64 [queries]."""
-        perturbed = losses[1:]
-        difference: Float64Array = perturbed - losses[0]
-        unit = float(perturbed.std()) if self.normalize else self.epsilon
+        perturb_adapter = losses[1:]
+        difference: Float64Array = perturb_adapter - losses[0]
+        unit = float(perturb_adapter.std()) if self.normalize else self.epsilon
         return difference / unit if unit > 0 else np.zeros_like(difference)
 
 
@@ -94,23 +94,23 @@ class Differences:
     The gradient of a trained head is the mean over the variants.
     """
 
-    def __init__(self, rule: Rule, clip: float = 0.0) -> None:
+    def __init__(self, rule: FiniteDifference, clip: float = 0.0) -> None:
         self.rule = rule
         self.clip = clip
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """The loss of every variant over all examples, in one call."""
-        variants = self.rule.variants()
+        variants = self.rule.perturbations()
         directions = DirectionSampler(step.seed, step.number, step.adapter.size)
         adapters = np.empty((len(variants), step.adapter.size), np.float32)
         for copy, variant in enumerate(variants):
-            adapters[copy] = perturbed(step.adapter, variant, directions)
+            adapters[copy] = perturb_adapter(step.adapter, variant, directions)
         begin = engine.seconds
         loss = step.loss(engine.forward(Call(sequences_of(step.examples), adapters)))
         mean = loss.losses.sum(-1) / len(step.examples)
         return Measurement(
             float(mean.mean()),
-            clipped(self.rule.scalars(mean), self.clip),
+            clip_by_rms(self.rule.projected_gradients(mean), self.clip),
             step.head_gradient([loss]),
             engine.seconds - begin,
         )
@@ -129,7 +129,9 @@ class Differences:
         return total
 
 
-def perturbed(adapter: Adapter, variant: Variant, directions: Callable[[int], FloatArray]) -> FloatArray:
+def perturb_adapter(
+    adapter: Adapter, variant: Perturbation, directions: Callable[[int], FloatArray]
+) -> FloatArray:
     """The adapter's values moved along one direction, f32 [size]; `directions` makes that of a query."""
     if variant.scale == 0:
         return adapter.values

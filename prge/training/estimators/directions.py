@@ -97,9 +97,9 @@ class RankOneDirections:
         The same bits on every machine: signs times scalars on one grid have exact sums in any order.
 
         Args:
-            scalars: f64 [queries, examples]; `on_grid` is applied to them.
+            scalars: f64 [queries, examples]; `truncate_to_grid` is applied to them.
         """
-        scalars = on_grid(scalars)
+        scalars = truncate_to_grid(scalars)
         means = []
         for matrix, u, v in self.factors():
             left = (u * scalars[..., None]).reshape(-1, matrix.rank)
@@ -128,7 +128,7 @@ class RankOneDirections:
         return np.broadcast_to(signs, (self.queries, self.examples, width))
 
 
-def on_grid(scalars: Float64Array, axis: int | None = None) -> Float64Array:
+def truncate_to_grid(scalars: Float64Array, axis: int | None = None) -> Float64Array:
     """Scalars cut to multiples of one power of two, at most 2^30 of them; what is not finite stays.
 
     With an `axis`, one power for each place beside it, so that what is said of one depends on no other.

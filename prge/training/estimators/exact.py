@@ -43,19 +43,19 @@ class Exact:
         for examples in self._microbatches(step):
 
             def grad_fn(outputs: FloatArray, examples: Sequence[Example] = examples) -> Array:
-                return step.loss(outputs[None], examples).by_output / count
+                return step.loss(outputs[None], examples).grad_outputs / count
 
             call = Call(sequences_of(examples), step.adapter.values[None])
             outputs, found = engine.vjp(call, grad_fn)
             # What the engine returns is the example's share of the mean.
-            gradient += shortened(found.astype(float), self.clip_examples / count)
+            gradient += clip_by_norm(found.astype(float), self.clip_examples / count)
             losses.append(step.loss(outputs[None], examples))
         return Measurement(
             sum(float(loss.losses.sum()) for loss in losses) / count,
             np.zeros(0),
             step.head_gradient(losses),
             engine.seconds - begin,
-            gradient=shortened(gradient, self.clip).astype(np.float32),
+            gradient=clip_by_norm(gradient, self.clip).astype(np.float32),
         )
 
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
@@ -64,7 +64,7 @@ class Exact:
             return iter([[example] for example in step.examples])
         return (
             microbatches(step.examples, MICROBATCH_TOKENS)
-            if step.objective.is_separate
+            if step.objective.is_separable
             else iter([step.examples])
         )
 
@@ -85,7 +85,7 @@ class Exact:
         return decode_array(learnt[GRADIENT])
 
 
-def shortened(gradient: Float64Array, limit: float) -> Float64Array:
+def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
     """A gradient whose norm is at most `limit`; 0 leaves it."""
     return gradient * (limit / max(float(np.linalg.norm(gradient)), limit)) if limit else gradient
 

@@ -25,9 +25,9 @@ from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
 # Forward passes that an exact gradient counts as wherever costs are compared.
-PASSES_OF_BACKPROPAGATION = 3
+BACKPROPAGATION_PASSES = 3
 # What a journal can have of a step for `Estimator.gradient`.
-LEARNT = frozenset({"scalars", GRADIENT})
+GRADIENT_KEYS = frozenset({"scalars", GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Measurement:
     """
 
     loss: float
-    scalars: Float64Array
+    projected_gradients: Float64Array
     head_gradient: FloatArray | None
     engine_seconds: float
     largest_tangent: float | None = None
@@ -81,13 +81,13 @@ class Measurement:
     @property
     def derivatives(self) -> Float64Array | FloatArray:
         """All that the gradient follows from."""
-        return self.scalars if self.gradient is None else self.gradient
+        return self.projected_gradients if self.gradient is None else self.gradient
 
     @property
     def learnt(self) -> Record:
         """What a journal keeps of it, so that `Estimator.gradient` has all it needs."""
         record: Record = (
-            {"scalars": self.scalars.tolist()}
+            {"scalars": self.projected_gradients.tolist()}
             if self.gradient is None
             else {GRADIENT: encode_array(self.gradient)}
         )
@@ -110,7 +110,7 @@ class Estimator(Protocol):
         ...
 
 
-class InTurn:
+class EstimatorSequence:
     """Implements Estimator by several, each from a step of its own on: those of a run that changed it.
 
     Args:
@@ -134,7 +134,7 @@ class InTurn:
         return next(estimator for first, estimator in reversed(self._since) if first <= step)
 
 
-def clipped(scalars: Float64Array, limit: float) -> Float64Array:
+def clip_by_rms(scalars: Float64Array, limit: float) -> Float64Array:
     """Scalars shrunk together until their root mean square over queries is at most `limit`; 0 leaves them.
 
     For random signs that root mean square estimates the gradient's norm, so this is clipping by norm: of the

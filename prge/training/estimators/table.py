@@ -12,7 +12,7 @@ from typing import Literal
 from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
-from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION, Estimator
+from prge.training.estimators.protocol import BACKPROPAGATION_PASSES, Estimator
 from prge.training.estimators.tangents import TangentEstimator
 
 EstimatorName = Literal["exact", "tangent", "antithetic", "fzoo"]
@@ -82,7 +82,7 @@ class EstimatorEntry:
         """Forward passes that a step of so many queries costs for each sequence."""
         queries = queries or DEFAULT_QUERIES
         if self.role == BACKWARD:
-            return PASSES_OF_BACKPROPAGATION
+            return BACKPROPAGATION_PASSES
         return 1 + queries if self.role == JVP else self.variants(queries)
 
 
@@ -146,12 +146,12 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
 }
 
 
-def fitting(roles: Collection[str]) -> list[EstimatorName]:
+def available_estimators(roles: Collection[str]) -> list[EstimatorName]:
     """The estimators of a bundle with some roles, the best first."""
     return [name for name, entry in ESTIMATORS.items() if entry.role in roles]
 
 
-def having(setting: str) -> list[EstimatorName]:
+def estimators_with_setting(setting: str) -> list[EstimatorName]:
     """The estimators that a setting belongs to."""
     return [name for name, entry in ESTIMATORS.items() if setting in entry.settings]
 

@@ -17,8 +17,8 @@ import numpy as np
 from prge.engine import Call, Engine, Float64Array, FloatArray
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import sequences_of
-from prge.training.estimators.directions import RankOneDirections, on_grid
-from prge.training.estimators.protocol import Measurement, Step, clipped
+from prge.training.estimators.directions import RankOneDirections, truncate_to_grid
+from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
 
 
 class TangentEstimator:
@@ -45,7 +45,7 @@ class TangentEstimator:
         loss = step.loss(outputs[None])
         return Measurement(
             float(loss.losses.sum()) / len(step.examples),
-            on_grid(clipped(loss.along(derivatives), self.clip), axis=0),
+            truncate_to_grid(clip_by_rms(loss.along(derivatives), self.clip), axis=0),
             step.head_gradient([loss]),
             engine.seconds - begin,
             float(np.abs(derivatives).max(initial=0.0)),

@@ -56,7 +56,7 @@ _SAME = 1e-4
 _GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 
-def config_of(header: GgufHeader) -> Any:
+def load_gguf_config(header: GgufHeader) -> Any:
     """transformers' configuration of a file's model.
 
     Raises:
@@ -125,7 +125,7 @@ def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
         for key, field in header.fields.items():
             is_kept = field.element is None or (isinstance(field.value, list) and field.value)
             if is_kept and not key.startswith(("general.architecture", "general.alignment", "split.")):
-                kinds = (each and gguf.GGUFValueType(each) for each in (field.kind, field.element))
+                kinds = (each and gguf.GGUFValueType(each) for each in (field.type_id, field.element))
                 writer.add_key_value(key, field.value, *kinds)
         for name in header.tensors:
             writer.add_tensor(name, np.zeros(1, np.float32))
@@ -167,7 +167,7 @@ class _Translation:
         self._take_neutral()
         if self._unread:
             told = ", ".join(
-                f"{key} = {shown(self._header.of_model(key))}" for key in sorted(self._unread)[:5]
+                f"{key} = {shown(self._header.model_value(key))}" for key in sorted(self._unread)[:5]
             )
             raise Refusal(
                 "gguf-key-not-read",
@@ -196,7 +196,7 @@ class _Translation:
         if key not in self._unread:
             return None
         self._unread.discard(key)
-        return self._header.of_model(key)
+        return self._header.model_value(key)
 
     def _refuse(self, what: str) -> Refusal:
         return Refusal("gguf-value-not-read", f"{self._header.path} can't be read: {what}", remedy=_REMEDY)
@@ -208,29 +208,29 @@ class _Translation:
             has = hasattr(self._base, name) or name in ("rope_theta", "rope_local_base_freq")
             if has and (slides or name != "sliding_window") and (value := self._take(key)) is not None:
                 self._more[name] = value
-        width = self._header.of_model("attention.key_length")
+        width = self._header.model_value("attention.key_length")
         if width is not None and not hasattr(self._base, "head_dim") and width == self._head_width():
             self._take("attention.key_length")
-        if self._header.of_model("attention.value_length", width) == (width or self._head_width()):
+        if self._header.model_value("attention.value_length", width) == (width or self._head_width()):
             self._take("attention.value_length")
         if self._kind == "gpt2":
-            self._more["n_positions"] = self._header.of_model("context_length")
-            self._more["n_inner"] = self._header.of_model("feed_forward_length")
-        if self._kind == "bloom" and self._header.of_model("feed_forward_length") == 4 * self._width():
+            self._more["n_positions"] = self._header.model_value("context_length")
+            self._more["n_inner"] = self._header.model_value("feed_forward_length")
+        if self._kind == "bloom" and self._header.model_value("feed_forward_length") == 4 * self._width():
             self._unread -= {"feed_forward_length", "context_length"}
-        if self._kind == "mamba" and self._header.of_model("attention.head_count") == 0:
+        if self._kind == "mamba" and self._header.model_value("attention.head_count") == 0:
             self._unread -= {"feed_forward_length", "attention.head_count"}
         if self._kind in _GEMMA_LARGEST:
             is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._kind]
             self._more["query_pre_attn_scalar"] = (
                 self._width() // self._count("attention.head_count")
                 if is_largest
-                else self._header.of_model("attention.key_length")
+                else self._header.model_value("attention.key_length")
             )
 
     def _count(self, key: str) -> int:
         """A value that the header must have, a whole number of at least 1."""
-        value = self._header.of_model(key)
+        value = self._header.model_value(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._refuse(f"{key} is {shown(value)}")
         return value
@@ -261,9 +261,9 @@ class _Translation:
 
     def _take_rotation(self) -> None:
         """How many numbers of a head are turned."""
-        turned = self._header.of_model("rope.dimension_count")
+        turned = self._header.model_value("rope.dimension_count")
         self._take("rope.dimension_count")
-        if turned is None or not self._header.of_model("attention.head_count"):
+        if turned is None or not self._header.model_value("attention.head_count"):
             return
         share = self._count("rope.dimension_count") / self._head_width()
         parameters = getattr(self._base, "rope_parameters", None)
@@ -326,5 +326,5 @@ class _Translation:
         for key in _SAID_ELSEWHERE:
             self._take(key)
         for key, value in _NEUTRAL.items():
-            if self._header.of_model(key) == value:
+            if self._header.model_value(key) == value:
                 self._take(key)

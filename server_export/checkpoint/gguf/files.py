@@ -23,16 +23,16 @@ from typing import Any
 
 from prge.errors import Refusal, shown
 from prge.formats.bundle import file_sha256
-from server_export.checkpoint.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, config_of
+from server_export.checkpoint.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, load_gguf_config
 from server_export.checkpoint.gguf.header import (
     EMBEDDING,
-    SUFFIX,
+    GGUF_SUFFIX,
     GgufHeader,
     GgufTensor,
-    kind_name,
     read_header,
+    type_name,
 )
-from server_export.checkpoint.gguf.tokenizer import end_tokens, tokenizer_of
+from server_export.checkpoint.gguf.tokenizer import eos_token_ids, load_gguf_tokenizer
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
@@ -70,7 +70,7 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
     if path.is_dir():
         if (path / "config.json").exists():
             return ()
-        files = sorted(each for each in path.glob(f"*{SUFFIX}") if not each.name.startswith("mmproj"))
+        files = sorted(each for each in path.glob(f"*{GGUF_SUFFIX}") if not each.name.startswith("mmproj"))
         whole = {_parts(each)[0] for each in files}
         if len(whole) > 1:
             raise Refusal(
@@ -79,7 +79,7 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
                 remedy="give one of them with --model",
             )
         return _parts(files[0]) if files else ()
-    if path.suffix != SUFFIX:
+    if path.suffix != GGUF_SUFFIX:
         return ()
     if not path.exists():
         raise Refusal(
@@ -130,8 +130,8 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
 @cache
 def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
     header = _joined([read_header(path) for path in paths])
-    config = config_of(header)
-    tokenizer = tokenizer_of(header)
+    config = load_gguf_config(header)
+    tokenizer = load_gguf_tokenizer(header)
     folder = Path(tempfile.mkdtemp(prefix="prge-gguf-"))
     atexit.register(_remove, folder, os.getpid())
     content = {name: value for name, value in config.to_dict().items() if name != "_model_name_or_path"}
@@ -142,7 +142,7 @@ def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
         for name in ("bos", "pad")
         if getattr(tokenizer, f"{name}_token_id") is not None
     }
-    generation = {**ids, "eos_token_id": end_tokens(header)}
+    generation = {**ids, "eos_token_id": eos_token_ids(header)}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     return GgufModel(paths, header, folder)
 
@@ -193,8 +193,8 @@ def quantization_of(header: GgufHeader) -> dict[str, Any]:
     matrices: Counter[str] = Counter()
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1 and tensor.name != EMBEDDING:
-            matrices[kind_name(tensor)] += tensor.numel
-    embedding = kind_name(header.tensors[EMBEDDING])
+            matrices[type_name(tensor)] += tensor.numel
+    embedding = type_name(header.tensors[EMBEDDING])
     names = [name for name, _ in matrices.most_common()]
     told = " and ".join(names) or embedding
     if names and names != [embedding]:
@@ -204,5 +204,5 @@ def quantization_of(header: GgufHeader) -> dict[str, Any]:
         known = gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
         known = None
-    types: Mapping[str, int] = Counter(kind_name(tensor) for tensor in header.tensors.values())
+    types: Mapping[str, int] = Counter(type_name(tensor) for tensor in header.tensors.values())
     return {"description": told, "file_type": known, "types": dict(sorted(types.items()))}

@@ -23,10 +23,10 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from prge.errors import PrgeError, Refusal, shown
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 from prge.system.regular_files import open_regular
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"
 TOKENS, MERGES, TOKEN_TYPES, SCORES = (
     f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "token_type", "scores")
@@ -59,7 +59,7 @@ class GgufValue:
     `value` is a number, a text, or a list; of arrays of texts and of long ones it is the count alone.
     """
 
-    kind: int
+    type_id: int
     value: Any
     element: int | None = None
 
@@ -71,7 +71,7 @@ class GgufTensor:
     path: Path
     name: str
     shape: tuple[int, ...]
-    kind: int
+    type_id: int
     start: int
     bytes: int
 
@@ -84,7 +84,7 @@ class GgufTensor:
         """Its numbers, dequantized to float32; of some rows of the first dimension, if they are given."""
         import gguf
 
-        kind = gguf.GGMLQuantizationType(self.kind)
+        kind = gguf.GGMLQuantizationType(self.type_id)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         stored = (*self.shape[:-1], self.shape[-1] // block * size)
         data = np.memmap(self.path, np.uint8, "r", self.start, stored)
@@ -121,7 +121,7 @@ class GgufHeader:
         """A value; see `GgufValue`."""
         return self.fields[key].value if key in self.fields else default
 
-    def of_model(self, key: str, default: Any = None) -> Any:
+    def model_value(self, key: str, default: Any = None) -> Any:
         """A value that the header says under the name of its architecture."""
         return self.get(f"{self.architecture}.{key}", default)
 
@@ -148,7 +148,7 @@ def require_gguf() -> None:
     except ModuleNotFoundError:
         raise PrgeError(
             "reading GGUF needs the package gguf, which is not installed",
-            remedy=install_extra("gguf"),
+            remedy=install_extra_command("gguf"),
             code="package-missing",
         ) from None
 
@@ -290,7 +290,7 @@ class _Reader:
         if _ALIGNMENT not in fields:
             return _DEFAULT_ALIGNMENT
         given = fields[_ALIGNMENT]
-        is_power = given.kind == 4 and given.value and not given.value & (given.value - 1)
+        is_power = given.type_id == 4 and given.value and not given.value & (given.value - 1)
         if not is_power or given.value > _MOST_ALIGNMENT:
             self._refuse(
                 f"{_ALIGNMENT} is {shown(given.value)}, must be a power of 2 up to {_MOST_ALIGNMENT}"
@@ -306,7 +306,7 @@ class _Reader:
             self._refuse(
                 f"{shown(tensor.name)} would end at byte {begin + tensor.bytes:,} of a file of {self._size:,}"
             )
-        return GgufTensor(tensor.path, tensor.name, tensor.shape, tensor.kind, begin, tensor.bytes)
+        return GgufTensor(tensor.path, tensor.name, tensor.shape, tensor.type_id, begin, tensor.bytes)
 
     def _check_apart(self, tensors: Mapping[str, GgufTensor]) -> None:
         """Several tensors of the same bytes would take more memory than the file has."""
@@ -317,7 +317,7 @@ class _Reader:
 
     def _check_fields(self, fields: Mapping[str, GgufValue]) -> None:
         architecture = fields.get(ARCHITECTURE)
-        if architecture is None or architecture.kind != _STRING or not architecture.value:
+        if architecture is None or architecture.type_id != _STRING or not architecture.value:
             self._refuse(f"it has no {ARCHITECTURE}")
         kind = fields[_KIND].value if _KIND in fields else "model"
         if kind != "model":
@@ -334,7 +334,7 @@ class _Reader:
             return
         texts = [name for name in (TOKENS, MERGES) if name in fields]
         for name in texts:
-            if (fields[name].kind, fields[name].element) != (_ARRAY, _STRING):
+            if (fields[name].type_id, fields[name].element) != (_ARRAY, _STRING):
                 self._refuse(f"{name} is no array of texts")
         count = int(tokens.value)
         if not 1 <= count <= _MOST_TOKENS:
@@ -344,7 +344,7 @@ class _Reader:
                 self._refuse(f"{name} has {given:,} values for {count:,} tokens")
         for name, field in fields.items():
             is_id = _TOKEN_ID.fullmatch(name) is not None
-            if is_id and (field.kind not in _WHOLE or not 0 <= field.value < count):
+            if is_id and (field.type_id not in _WHOLE or not 0 <= field.value < count):
                 self._refuse(f"{name} is {shown(field.value)}, there are {count:,} tokens")
         table = tensors.get(EMBEDDING)
         if table is not None and table.shape[0] < count:
@@ -352,7 +352,7 @@ class _Reader:
 
 
 def _length(field: GgufValue) -> int:
-    if field.kind != _ARRAY or field.element == _STRING:
+    if field.type_id != _ARRAY or field.element == _STRING:
         return -1
     return len(field.value) if isinstance(field.value, list) else int(field.value)
 
@@ -380,6 +380,6 @@ def _kind_name(kind: int) -> str:
         return str(kind)
 
 
-def kind_name(tensor: GgufTensor) -> str:
+def type_name(tensor: GgufTensor) -> str:
     """ggml's name for the type that a tensor is stored in, such as Q4_1."""
-    return _kind_name(tensor.kind)
+    return _kind_name(tensor.type_id)

@@ -24,7 +24,7 @@ _ENDS = frozenset(
 )
 
 
-def tokenizer_of(header: GgufHeader) -> Any:
+def load_gguf_tokenizer(header: GgufHeader) -> Any:
     """The fast tokenizer of a file, with its special tokens and its chat template.
 
     Raises:
@@ -60,7 +60,7 @@ def _refused(header: GgufHeader) -> Iterator[None]:
         ) from None
 
 
-def end_tokens(header: GgufHeader) -> list[int]:
+def eos_token_ids(header: GgufHeader) -> list[int]:
     """Tokens that end an answer: those of the header, and control tokens that are named so."""
     from transformers.integrations.gguf import get_gguf_tokenizer
 

@@ -16,7 +16,7 @@ import torch
 from prge.errors import Refusal, refused_as, shown
 from server_export.checkpoint.gguf.files import IN_CONFIGURATION, GgufModel
 from server_export.checkpoint.gguf.header import GgufTensor
-from server_export.checkpoint.tensor_names import sources
+from server_export.checkpoint.tensor_names import tensor_sources
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _REMEDY = "take the model's own folder with safetensors, such as its publisher's on the hub"
@@ -122,7 +122,7 @@ class GgufTensors:
     def _check(self) -> None:
         """That everything a model has is there, in as many numbers as its configuration says, and no more."""
         parameters = dict(self._whole.named_parameters())
-        found = sources(self._whole, self.names, self.conversions)
+        found = tensor_sources(self._whole, self.names, self.conversions)
         problems = [f"it lacks {name}" for name in parameters if name not in found]
         used = set[str]()
         for source in found.values():

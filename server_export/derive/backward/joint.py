@@ -24,7 +24,7 @@ from prge.errors import Refusal, refused_as
 from server_export.derive.backward.layers import FROZEN, Expansion, FrozenLayer, replace_layers
 from server_export.derive.backward.rules import ONES, decompositions, through, write_backward
 from server_export.ir.block import PORT, port_of
-from server_export.ir.modules import as_module, attribute, copied
+from server_export.ir.modules import copy_graph_module, get_attribute, make_graph_module
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.walks import ancestors
@@ -64,12 +64,12 @@ def backpropagate(
     Raises:
         Refusal: the answer doesn't depend on what is wanted, or an operator has no derivative.
     """
-    graph_module = copied(graph_module)
+    graph_module = copy_graph_module(graph_module)
     inputs = _inputs(graph_module, adapter, tokens, slopes)
     layers = replace_layers(graph_module)
     known = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
     constants = list(dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")))
-    tensors = [attribute(graph_module, name).detach().to("meta") for name in constants]
+    tensors = [get_attribute(graph_module, name).detach().to("meta") for name in constants]
 
     def joint(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors_of = dict(zip(constants, arguments, strict=False))
@@ -194,4 +194,4 @@ def _rebuilt(
             node.replace_all_uses_with(new)
             graph.erase_node(node)
     graph.lint()
-    return as_module(root, graph)
+    return make_graph_module(root, graph)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.modules import attribute
-from server_export.ir.shapes import without_memory
+from server_export.ir.modules import get_attribute
+from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.writer import GraphWriter
 from server_export.quantize.quantization import int8_weight
@@ -157,13 +157,13 @@ class Expansion:
     def _backward(self, source: Node, layer: FrozenLayer) -> Node:
         writer = self._writer
         if layer.scales is None:
-            weight = _transposed(attribute(self.root, str(layer.weight.target)).detach())
+            weight = _transposed(get_attribute(self.root, str(layer.weight.target)).detach())
             name, *_ = transposed_names(str(layer.weight.target))
             # A row spreads one number over itself.
             product = aten.mul.Tensor if weight.dim() == 1 else aten.linear.default
             return writer.call(product, source, self._constant(name, weight))
         parts = [str(node.target) for node in _tensors(layer.weight)]
-        backward = transposed_codes(*(attribute(self.root, part) for part in parts))
+        backward = transposed_codes(*(get_attribute(self.root, part) for part in parts))
         names = transposed_names(parts[0])
         codes, *scales = (self._constant(name, tensor) for name, tensor in zip(names, backward, strict=True))
         rows = source.meta["val"].shape[-2]
@@ -212,7 +212,7 @@ class Expansion:
     def _constant_of(self, node: Node) -> Node:
         """The copy of a constant."""
         copy = self._copy(node)
-        copy.meta.setdefault("val", without_memory(node.meta["val"]))
+        copy.meta.setdefault("val", to_meta(node.meta["val"]))
         return copy
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
@@ -221,7 +221,9 @@ class Expansion:
         return self._writer.attribute(name, tensor)
 
 
-def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+def add_transposed_weights(
+    tensors: Mapping[str, torch.Tensor], names: Collection[str]
+) -> dict[str, torch.Tensor]:
     """A block's constants, with those among `names` that its way back has of its layers."""
     made = dict(tensors)
     for name, tensor in tensors.items():

@@ -26,7 +26,7 @@ from prge.formats.signatures import RESIDUAL, Port
 from server_export.derive.backward.joint import GRAD, REMEDY
 from server_export.derive.backward.rules import ONES
 from server_export.ir.block import new_input
-from server_export.ir.modules import as_module
+from server_export.ir.modules import make_graph_module
 from server_export.ir.walks import ancestors, descendants
 
 aten = torch.ops.aten
@@ -154,7 +154,7 @@ def _part(
     )
     graph.output(tuple(answers))
     graph.lint()
-    return as_module(joint, graph)
+    return make_graph_module(joint, graph)
 
 
 def _reshaped(graph: Graph, source: Node, shape: Sequence[int]) -> Node:

@@ -18,7 +18,7 @@ from prge.errors import Refusal
 from prge.formats.signatures import Part, Port
 from server_export.derive.jvp.adapter import Factors, of_factors
 from server_export.ir.block import PORT, port_of
-from server_export.ir.modules import as_module
+from server_export.ir.modules import make_graph_module
 from server_export.ir.operators import differentiable, row_of
 from server_export.ir.tangents import Dual, GraphTangents
 
@@ -87,7 +87,7 @@ def differentiate(
     for node in sums.values():
         if not node.users:
             graph.erase_node(node)
-    return as_module(graph_module, graph)
+    return make_graph_module(graph_module, graph)
 
 
 def _differentiated(
@@ -151,7 +151,7 @@ def _apply_rule(writer: GraphTangents, node: Node, values: Mapping[Node, Any]) -
     raise _no_rule(node)
 
 
-def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> None:
+def check_jvp_rules(graph_module: GraphModule, differentiated: Collection[str]) -> None:
     """Refuse a graph before it is differentiated by inputs of these names.
 
     Raises:

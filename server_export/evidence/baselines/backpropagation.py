@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from prge.objectives.examples import Example
-from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
 from server_export.evidence.baselines.method import StepResult, TrainingMethod
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -45,7 +45,7 @@ class Backpropagation(TrainingMethod):
         loss = self.problem.loss(examples)
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return StepResult(loss.item(), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
+        return StepResult(loss.item(), BACKPROPAGATION_PASSES * self.problem.rows(examples))
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:

@@ -46,7 +46,7 @@ def run(settings: BaselineSettings) -> Path:
         PrgeError: bad input, a folder that holds something else, or a training that diverged.
         KeyboardInterrupt: interrupted by the user.
     """
-    settings = settings.dated()
+    settings = settings.with_date()
     bundle = open_bundle(settings.bundle)
     with run_lock(settings.out):
         _check_folder(settings.out)

@@ -19,7 +19,7 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.objectives.examples import Example, labels_of, sequences_of
-from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.fixed_length import fix_length, restore_length
 from server_export.evidence.baselines.method import StepResult, TrainingMethod
@@ -144,7 +144,7 @@ class ExecutorchTraining(TrainingMethod):
         with torch.no_grad():
             for name, inside in self._module.named_parameters().items():
                 self._matrices[name].copy_(inside.T)
-        return StepResult(float(loss), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
+        return StepResult(float(loss), BACKPROPAGATION_PASSES * self.problem.rows(examples))
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the newest step by parameter name."""

@@ -9,12 +9,12 @@ from prge.data.example_building import load_examples
 from prge.data.forms.task import Task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Selection
-from prge.data.row_report import show_sample
+from prge.data.row_report import format_sample
 from prge.data.sources import Part, read_source
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.bundle import Bundle
 from prge.objectives.examples import Example
-from prge.training.checkpoint_heads import task_of
+from prge.training.checkpoint_heads import load_bundle_task
 from server_export.evidence.baselines.settings import BaselineSettings
 
 
@@ -36,8 +36,8 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     Raises:
         PrgeError: what is wrong with them.
     """
-    task = task_of(bundle, settings.task)
-    tokenizer = bundle_tokenizer(bundle)
+    task = load_bundle_task(bundle, settings.task)
+    tokenizer = load_bundle_tokenizer(bundle)
     options = BuildOptions(
         settings.overflow,
         settings.append_eos,
@@ -53,11 +53,11 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
         rows = read_source(where, part, settings.columns, task=task)
         training = part == "train"
         examples, report = load_examples(rows, tokenizer, model, task, chosen, options, training=training)
-        texts.append(report.text())
+        texts.append(report.summary())
         return examples
 
     train = read(settings.train, "train", Selection(settings.train_start, settings.train_limit, seed))
-    texts.append(show_sample(train[0], tokenizer))
+    texts.append(format_sample(train[0], tokenizer))
     dev = read(settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed))
     test = read(settings.test, "test", Selection())
     return BaselineInputs(task, tokenizer.pad_id, train, dev, test, "\n".join(texts))

@@ -90,7 +90,7 @@ class ModelProblem:
         outputs = self.engine.outputs(sequences_of(examples), self.values)
         loss = Loss(examples, outputs.detach().numpy()[None], head=head)
         # The outputs times the loss's gradient by them: it has the loss's derivatives, and gets its value.
-        by_output = torch.from_numpy(loss.by_output / len(examples))
+        by_output = torch.from_numpy(loss.grad_outputs / len(examples))
         along = (outputs.double() * by_output).sum()
         return along + (float(loss.losses.mean()) - along.detach())
 

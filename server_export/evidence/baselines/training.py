@@ -15,23 +15,23 @@ from prge.errors import DivergenceError
 from prge.formats.bundle import Bundle
 from prge.formats.curves import merit_of
 from prge.formats.journal import Record
-from prge.formats.run_folder import FINAL, reported
+from prge.formats.run_folder import FINAL, as_run_error
 from prge.objectives.examples import Example, token_count
 from prge.system.memory import resident_bytes
 from prge.training.checkpoint import TrainingProgress
-from prge.training.checkpoint_heads import head_of
+from prge.training.checkpoint_heads import load_head
 from prge.training.estimators.protocol import Measurement
 from prge.training.evaluation import evaluate
 from prge.training.loop import loss_has_risen, train
-from prge.training.monitor import Watcher, graceful_stop
+from prge.training.monitor import RunMonitor, graceful_stop
 from prge.training.optimizers import schedule
-from prge.training.sampler import Sampler, most_sequences
+from prge.training.sampler import Sampler, max_sequences
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.method import TrainingMethod
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
-from server_export.oracle import open_base
+from server_export.oracle import load_base_model
 from server_export.quiet_libraries import quiet_libraries
 
 # Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
@@ -52,11 +52,11 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     entry = METHODS[settings.method]
     make = entry.load()
     idle_bytes = resident_bytes()
-    widest = most_sequences(inputs.train)
+    widest = max_sequences(inputs.train)
     batch_size = settings.batch_size or max(bundle.chain.bounds.batch // widest, 1)
-    base = open_base(bundle, settings.model)
+    base = load_base_model(bundle, settings.model)
     rows, seed = inputs.train, settings.seed
-    head = head_of(bundle, bundle.adapter, inputs.task, rows[0].candidates)
+    head = load_head(bundle, bundle.adapter, inputs.task, rows[0].candidates)
     problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds, head)
     if not entry.adapts:
         problem.merge_adapter()
@@ -78,17 +78,17 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
             "memory": {"baseline_bytes": idle_bytes},
         }
 
-    watcher = Watcher(settings, 0, lambda _: learner.rows, describe)
+    watcher = RunMonitor(settings, 0, lambda _: learner.rows, describe)
     with watcher, graceful_stop(watcher):
-        watcher.say(inputs.report)
+        watcher.note(inputs.report)
         # There is no resuming, so that nothing is kept on the way.
-        train(learner, settings.loop(checkpoint_every=0), watcher, lambda: watcher.stopped)
+        train(learner, settings.loop_settings(checkpoint_every=0), watcher, lambda: watcher.stopped)
         if watcher.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
         watcher.stop_clock()
         learner.take_best()
         if inputs.test:
-            watcher.told["test"] = learner.score(inputs.test)
+            watcher.summary_facts["test"] = learner.score(inputs.test)
         learner.method.write(settings.out / FINAL)
         best = learner.best or {}
         watcher.say_final(best.get("step", watcher.steps), best)
@@ -111,8 +111,10 @@ class BaselineLearner:
         self._settings = settings
         self._inputs = inputs
         self._file = settings.out / BEST
-        self._batch = Sampler(inputs.train, problem.batch_size, settings.seed).chosen
-        self._rate = schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising)
+        self._batch = Sampler(inputs.train, problem.batch_size, settings.seed).examples_at
+        self._rate = schedule(
+            settings.schedule, settings.learning_rate, settings.steps, settings.warmup_steps
+        )
 
     @property
     def best(self) -> Record | None:
@@ -159,7 +161,7 @@ class BaselineLearner:
     def save(self, best: bool = False) -> None:
         """See Learner; nothing but the best parameters is kept."""
         if best:
-            with reported(self._file):
+            with as_run_error(self._file):
                 torch.save([parameter.detach() for parameter in self.method.trained], self._file)
 
     def take_best(self) -> None:

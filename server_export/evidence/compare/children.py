@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prge.cli.subprocesses import verb_code
-from prge.formats.run_folder import reported
+from prge.cli.subprocesses import exit_code_of
+from prge.formats.run_folder import as_run_error
 
 # Threads of torch spin while they wait, which costs the measured process its time.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -27,13 +27,13 @@ print(json.dumps(PeakMemory().report()))
 
 def run_verb(words: Sequence[str], log: Path) -> int:
     """Run `prge` with some words, append what it prints to `log`; returns its exit code."""
-    with reported(log):
+    with as_run_error(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         stream = log.open("ab")
     with stream:
         stream.write(f"$ prge {shlex.join(words)}\n".encode())
         stream.flush()
-        return verb_code(
+        return exit_code_of(
             *words,
             environment=_ENVIRONMENT,
             stdin=subprocess.DEVNULL,

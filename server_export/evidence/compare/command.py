@@ -62,7 +62,7 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
     """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
-    from prge.report.charts import as_file
+    from prge.report.charts import standalone_svg
     from prge.report.rendering import to_html, to_markdown
     from server_export.evidence.compare.content import compose
     from server_export.evidence.compare.figures import draw_all
@@ -73,7 +73,7 @@ def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = 
     blocks = tuple(compose(result, outcome, pictures))
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, svg in pictures.items():
-        write_file(out / FIGURES / f"{name}.svg", as_file(svg).encode())
+        write_file(out / FIGURES / f"{name}.svg", standalone_svg(svg).encode())
     write_file(out / MARKDOWN, to_markdown(blocks, FIGURES).encode())
     write_file(out / PAGE, to_html(blocks).encode())
     if json_file is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from prge.cli.settings import settings_to_yaml
-from prge.cli.subprocesses import configured, json_of, wait_until_free
+from prge.cli.subprocesses import read_json, wait_until_free, write_verb_config
 from prge.errors import PrgeError, RunError, shown
 from prge.formats.bundle import file_sha256, open_bundle
 from prge.formats.documents import DocumentError, read_yaml
@@ -120,7 +120,7 @@ class Comparison:
             _log(f"{self._bundle.name}: exporting")
             log = self.out / "bundle.txt"
             chosen = export_settings(self.settings, self._bundle)
-            code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
+            code = self.verb(write_verb_config("export", chosen, log.with_suffix(".yaml")), log)
             if code:
                 raise RunError(
                     f"`prge export` ended with code {code}: {last_words(log)}",
@@ -233,7 +233,7 @@ class Comparison:
             shutil.rmtree(run, ignore_errors=True)
             verb = "baseline" if method.estimator is None else "run"
             chosen = run_settings(method, self.settings, plan, self._bundle, self.rows, run)
-            words = configured(verb, chosen, folder / f"{verb}.yaml")
+            words = write_verb_config(verb, chosen, folder / f"{verb}.yaml")
         _log(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
         log = folder / OUTPUT
         code = self.verb(words, log)
@@ -250,11 +250,11 @@ class Comparison:
         path, partial = folder / TEST, folder / f".{TEST}"
         if not path.is_file():
             chosen = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
-            code = self.verb(configured("eval", chosen, folder / "eval.yaml"), folder / OUTPUT)
+            code = self.verb(write_verb_config("eval", chosen, folder / "eval.yaml"), folder / OUTPUT)
             if code:
                 raise _failed(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
             partial.rename(path)
-        return json_of(path)
+        return read_json(path)
 
     def _centre(self, method: ComparedMethod) -> float:
         return self.settings.learning_rates.get(method.name, method.learning_rate)
@@ -277,7 +277,7 @@ class Comparison:
 def _dated(settings: CompareSettings, stored: Path) -> CompareSettings:
     """The settings with the date that the comparison began with, or with today's for a new one."""
     if settings.date or not stored.is_file():
-        return settings.dated()
+        return settings.with_date()
     try:
         content = read_yaml(stored)
     except (OSError, DocumentError):

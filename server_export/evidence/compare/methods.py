@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.training.estimators.protocol import BACKPROPAGATION_PASSES
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.baselines.methods import MethodEntry
@@ -43,7 +43,7 @@ class ComparedMethod:
         if self.estimator is not None:
             each = ESTIMATORS[self.estimator].passes(self.run.get("queries", self.queries))
         else:
-            each = 2 if self.forward_only else PASSES_OF_BACKPROPAGATION
+            each = 2 if self.forward_only else BACKPROPAGATION_PASSES
         return each * self.examples(batch_size)
 
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from prge.data.columns import column_names, present_columns
+from prge.data.columns import format_column_names, present_columns
 from prge.data.forms.form import find_form
 from prge.data.forms.task import Task, load_task
 from prge.data.readers.files import Row, Selection, json_fields, select_rows
@@ -72,4 +72,4 @@ def _report_unread(source: RowSource, task: Task | None) -> None:
         form = find_form(source.rows, source.name, source.renamed)
         read = {*form.columns, *form.optional, *form.of_chats}
     if unread := [column for column in present_columns(source.rows) if column not in read]:
-        print(f"{source.name}: columns that are not read: {column_names(unread)}", flush=True)
+        print(f"{source.name}: columns that are not read: {format_column_names(unread)}", flush=True)

@@ -10,7 +10,7 @@ from prge.cli.bounds import bound_problems
 from prge.cli.inputs import AdapterInput
 from prge.cli.outputs import OutputFile, OutputFolder
 from prge.data.options import Overflow
-from prge.data.sources import Part, file_of_part
+from prge.data.sources import Part, find_part_file
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.training.optimizers import OptimizerName, ScheduleName
@@ -131,7 +131,7 @@ class CompareSettings(ExampleFlags):
     def rows_file(self, part: Part) -> Path:
         """The file of a part's rows; raises DataError where the folder has none, or several."""
         name: str | None = getattr(self, part)
-        return file_of_part(self.data_folder, part) if name is None else self.data_folder / name
+        return find_part_file(self.data_folder, part) if name is None else self.data_folder / name
 
     @property
     def task_path(self) -> str | None:

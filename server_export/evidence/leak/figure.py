@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prge.report.charts import Line, Look, as_file, beside, line_chart
+from prge.report.charts import Line, Look, arrange_charts, line_chart, standalone_svg
 
 _PANELS = {
     "length": "unknown tokens of a row",
@@ -24,7 +24,7 @@ def draw(result: Mapping[str, Any]) -> str:
     """An SVG of what `--json` holds: a panel for each setting that was varied, mean and range over seeds."""
     varied = {cell["varied"] for cell in result["table"]}
     names = [name for name in _PANELS if name in varied] or ["length"]
-    return as_file(beside([_panel(result, name) for name in names]))
+    return standalone_svg(arrange_charts([_panel(result, name) for name in names]))
 
 
 def _panel(result: Mapping[str, Any], name: str) -> str:

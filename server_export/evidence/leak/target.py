@@ -11,7 +11,7 @@ from prge.data.forms.task import load_task
 from prge.data.options import BuildOptions
 from prge.data.row_report import warn_unread
 from prge.data.sources import read_source
-from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer, load_bundle_tokenizer
 from prge.errors import ConfigError, DataError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import read_lora
@@ -20,11 +20,11 @@ from prge.objectives.examples import Example
 from server_export.adapter.initial_adapter import start_adapter
 from server_export.adapter.layers import convert_conv1d
 from server_export.checkpoint.loading import LoadedModel, load_model
-from server_export.checkpoint.tokenization import load_tokenizer, on_device
+from server_export.checkpoint.tokenization import device_tokenizer, load_tokenizer
 from server_export.evidence.leak.rows import KnownForm, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import LENGTH, Victim
-from server_export.oracle import TorchEngine, open_base
+from server_export.oracle import TorchEngine, load_base_model
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class AttackTarget:
             start = start_adapter(replace(settings.export, rank=rank, seed=seed), loaded, False)
             return Victim.of(loaded, start.scaled_lora_a(), start.lora_b)
         adapter = read_lora(settings.adapter or self.bundle.adapter)
-        engine = TorchEngine.of(self.bundle, open_base(self.bundle, settings.model_path), adapter=adapter)
+        engine = TorchEngine.of(
+            self.bundle, load_base_model(self.bundle, settings.model_path), adapter=adapter
+        )
         return Victim(engine, {name: torch.from_numpy(matrix) for name, matrix in adapter.lora_b.items()})
 
     def reports(self, length: int, batch: int, seed: int) -> tuple[KnownForm, list[Rows]]:
@@ -90,12 +92,12 @@ def open_target(settings: LeakSettings) -> AttackTarget:
             code="trains-both-matrices",
         )
     if bundle is not None:
-        tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
+        tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
         if model.is_encoder:
             raise _encoder(settings.model_path)
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
-        tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
+        tokenizer = device_tokenizer(load_tokenizer(settings.model_path), "auto", vocabulary)
         # Rows are read by the length and the vocabulary alone.
         some = (AdaptedModule("", 1, 1, 1),)
         model = ModelSpec("logprobs", 0, vocabulary, LENGTH, some)

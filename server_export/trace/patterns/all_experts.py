@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from prge.errors import Refusal
-from server_export.checkpoint.experts import expert_layers, sees_all
+from server_export.checkpoint.experts import expert_layers, is_dense_experts
 from server_export.ir.writer import GraphWriter
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import ModelGraph, TracedModel
@@ -41,7 +41,7 @@ ALL_EXPERTS = torch.ops.prge.all_experts.default
 def _prepare(traced: TracedModel) -> None:
     """Let all experts of a layer be one operator of the graph, in place."""
     for number, module in enumerate(expert_layers(traced.model).values()):
-        if sees_all(module):
+        if is_dense_experts(module):
             module.forward = partial(_all_asked, module, number)
 
 
@@ -122,7 +122,7 @@ register(
         model_types=("llama4", "llama4_text"),
         example="llama4_text",
         attributes=("gate_up_proj",),
-        matches=lambda traced: any(map(sees_all, traced.model.modules())),
+        matches=lambda traced: any(map(is_dense_experts, traced.model.modules())),
         prepare=_prepare,
         rewrites=(Rewrite(choose_experts, operators=(ALL_EXPERTS,)),),
     )

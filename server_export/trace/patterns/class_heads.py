@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from server_export.checkpoint.classifier import given_to_base
+from server_export.checkpoint.classifier import override_base_inputs
 from server_export.trace.attention import seen_tokens
 from server_export.trace.model_graph import TracedModel
 from server_export.trace.patterns import Call, Pattern, register
@@ -17,7 +17,7 @@ def _call(traced: TracedModel, call: Call) -> Call:
         assert padding is not None
         seen = seen_tokens(padding).float()
         # The encoder within gets what others get, whatever the head gives it.
-        with given_to_base(traced.model, arguments):
+        with override_base_inputs(traced.model, arguments):
             return traced.model(input_ids=tokens, attention_mask=seen, return_dict=True)
 
     return with_head

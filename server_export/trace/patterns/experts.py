@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.checkpoint.experts import expert_layers, sees_all, weight_names
+from server_export.checkpoint.experts import expert_layers, is_dense_experts, weight_names
 from server_export.ir.markers import TOKENS
 from server_export.ir.modules import remove_unused_attributes
-from server_export.ir.plain import take_apart
+from server_export.ir.plain import decompose
 from server_export.trace.cutting import ModelBlock, whole_block
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import WHOLE_PREFIX, TracedModel
@@ -37,7 +37,7 @@ def _prepare(traced: TracedModel) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _asked)
     for number, module in enumerate(layers):
         module.number = number
-    if any(not sees_all(module) for module in layers):
+    if any(not is_dense_experts(module) for module in layers):
         traced.model.set_experts_implementation(NAME)
 
 
@@ -82,7 +82,7 @@ class _Expert(nn.Module):
     def forward(self, state: torch.Tensor) -> torch.Tensor:
         (module,) = self.experts
         seen, share = state[..., :-1], state[..., -1:]
-        if sees_all(module):
+        if is_dense_experts(module):
             gate, up = self._layer("gate_up_proj", seen * share).chunk(2, -1)
             return self._layer("down_proj", module.act_fn(gate) * up)
         wide = self._layer("gate_up_proj" if module.has_gate else "up_proj", seen)
@@ -115,7 +115,7 @@ def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[Mo
     with torch.device("meta"), torch.no_grad():
         exported = torch.export.export(_Expert(name, module, 0).eval(), (state,), strict=False)
     graph_module = exported.module(check_guards=False)
-    take_apart(graph_module)
+    decompose(graph_module)
     remove_unused_attributes(graph_module)
     output = graph_module.graph.output_node()
     output.args = (tuple(output.args[0]),)

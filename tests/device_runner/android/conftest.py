@@ -19,7 +19,7 @@ from tests.device_runner.android.daemons import (
     lacking_for_packages,
 )
 from tests.verbs import prge
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 
@@ -72,7 +72,7 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def stack_bundle(made_once: Made) -> Path:
+def stack_bundle(made_once: FolderBuilder) -> Path:
     """The demo's model for differences of copies, which writes, too."""
 
     def fill(folder: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("flwr")
 
 from device_runner.android.runtime import MANIFEST
-from device_runner.fleet.messages import TaskRefusal, parse_answer
+from device_runner.fleet.messages import TaskRefusal, parse_reply
 from device_runner.fleet.network.keys import make_keys
 from tests.bundles import make_bundle
 from tests.device_runner.android.conftest import built_runtime
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.device_runner.android.fleet_of_one import train_fleet_of_one
-from tests.device_runner.fleet.network.nodes import Echoes, rounds_of, serving
+from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds, serving
 
 
 @pytest.mark.whole
@@ -37,12 +37,12 @@ def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
             assert told == "mine: running\n"
             port = link.address.split(":")[1]
             assert (tmp_path / "phone" / "adb.reversed").read_text() == f"tcp:{port} tcp:{port}\n"
-            rounds_of(link, rounds, 1)
+            run_all_rounds(link, rounds, 1)
         finally:
             phone.prge("stop", "mine", "--now")
     # What the server said is no task, and the phone says so.
     ((content,),) = (answers.values() for answers in rounds.received)
-    assert isinstance(parse_answer(content), TaskRefusal)
+    assert isinstance(parse_reply(content), TaskRefusal)
     own = phone.folder / "fleets" / "mine"
     assert "policy.yaml" in (own / "device.yaml").read_text()
     key = phone.folder / "fleets" / "mine-keys" / "device.key"

@@ -13,8 +13,8 @@ import yaml
 
 from device_runner.android.command import REMOTE
 from device_runner.android.remote import RemoteVerb
-from prge.cli.inputs import Input, InputFile, TestRows, inputs_of
-from prge.cli.outputs import Output, OutputFile, outputs_of
+from prge.cli.inputs import Input, InputFile, TestRows, input_settings
+from prge.cli.outputs import Output, OutputFile, output_settings
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.verbs import prge
 from tests.workshop import write_rows
@@ -184,7 +184,7 @@ def test_all_that_verbs_take_can_be_brought() -> None:
     """What the executor can't bring or fetch by its type follows from the flags of a verb."""
     for name, verb in REMOTE.items():
         given = {each.name for each in fields(verb.all_settings)} - {each.name for each in fields(verb.flags)}
-        kinds = {**inputs_of(verb.settings), **outputs_of(verb.settings)}
+        kinds = {**input_settings(verb.settings), **output_settings(verb.settings)}
         folders = {item for item in given if kinds.get(item) in (Input.FOLDER, Input.PATH, Output.FOLDER)}
         assert folders == ({"keys"} if name == "join" else set())
 

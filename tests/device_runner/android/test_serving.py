@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from prge.formats.documents import parse_yaml
-from prge.formats.stored_settings import holds_own, key_path
-from prge.formats.tune_folder import bundle_at
+from prge.formats.stored_settings import is_own_file, key_path
+from prge.formats.tune_folder import resolve_bundle
 from tests.bundles import make_bundle
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
@@ -285,7 +285,7 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
     assert Path(parse_yaml((there / "config.yaml").read_text())["bundle"]).is_dir()
     # The phone's prge follows it: signed with the key there, which stays the same.
     monkeypatch.setenv("XDG_CONFIG_HOME", f"{stopped.folder}/config")
-    assert holds_own(there / "config.yaml") and bundle_at(there).is_dir()
+    assert is_own_file(there / "config.yaml") and resolve_bundle(there).is_dir()
     assert key_path().stat().st_mode & 0o777 == 0o600
     before = key_path().read_bytes()
     stopped.prge("serve", tuning, *(["--learn"] if learns else []))

@@ -24,7 +24,7 @@ from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.model_spec import ModelSpec, matrices
 from prge.numerics import vocabulary_shards as vocabulary
 from server_export.checkpoint.loading import load_model
-from server_export.oracle import TorchEngine, open_base
+from server_export.oracle import TorchEngine, load_base_model
 from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
@@ -62,7 +62,7 @@ def export_chain(
 def oracle_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchEngine:
     """What PyTorch computes of the model and the bundle that `export_chain` wrote."""
     bundle = open_bundle(folder / "bundle")
-    return TorchEngine.of(bundle, open_base(bundle, str(folder / "model"))).to(dtype)
+    return TorchEngine.of(bundle, load_base_model(bundle, str(folder / "model"))).to(dtype)
 
 
 def logits_of(oracle: TorchEngine, adapter: Adapter, tokens: Sequence[int]) -> FloatArray:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 if TYPE_CHECKING:
     from tests.device_runner.engines.blocks import Kind
@@ -29,7 +29,7 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
 
 
 @pytest.fixture(scope="session")
-def make_chain(made_once: Made) -> Callable[[str], Path]:
+def make_chain(made_once: FolderBuilder) -> Callable[[str], Path]:
     """The folder of an exported chain by its architecture, such as `llama`, or `llama lora` where both
     matrices are trained; made when it is first asked for."""
 

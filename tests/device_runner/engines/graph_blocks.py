@@ -31,11 +31,11 @@ from prge.formats.signatures import (
 )
 from prge.numerics.expert_routing import Routing
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
-from server_export.derive.backward.layers import with_transposed
+from server_export.checkpoint.loading import load_meta_model
+from server_export.derive.backward.layers import add_transposed_weights
 from server_export.derive.roles import derive
 from server_export.ir.block import Block
-from server_export.lower.roles import past_of
+from server_export.lower.roles import past_inputs
 from server_export.pipeline import build_chain
 
 
@@ -49,7 +49,7 @@ class GraphBlocks:
     """
 
     def __init__(self, model: Path, lora_a: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
-        outline, files = outline_model(str(model)), find_files(str(model))
+        outline, files = load_meta_model(str(model)), find_files(str(model))
         self._model = build_chain(outline, files, dict(lora_a), longest=bounds.context)
         self.lora_a = {name: matrix.numpy() for name, matrix in lora_a.items()}
         self.sha256 = "no bundle"
@@ -58,7 +58,7 @@ class GraphBlocks:
         for number in self._model.block_types:
             self._derive(number)
         self.chain = self._described(bounds)
-        widths = [(0, self._width(0)), *map(self._model.state_widths, range(1, len(self._model.blocks)))]
+        widths = [(0, self._width(0)), *map(self._model.hidden_widths, range(1, len(self._model.blocks)))]
         self._routings = read_routings(self.chain, widths)
         self.tables = SimpleNamespace(of=self._table, tensor=self._table_tensor)
         self._tensors = lru_cache(None)(self._tensors_of)
@@ -73,7 +73,7 @@ class GraphBlocks:
             wanted = (FORWARD, JVP, BACKWARD) if wanted is ALL_ROLES else (FORWARD,)
         of_type = model.block_types[number].block
         self._blocks[number] = derive(of_type, wanted, not block.is_expert)
-        self._past[number] = past_of(of_type, wanted)
+        self._past[number] = past_inputs(of_type, wanted)
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model
@@ -93,7 +93,7 @@ class GraphBlocks:
         tables = [manifest.TableSpec(t.type, t.window, t.first, t.members) for t in model.tables.all]
         readout, pooling = ("logprobs", "mean") if model.is_decoder else ("pooled", "first")
         return manifest.Chain(
-            readout, pooling, self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
+            readout, pooling, self._width(model.head_start - 1), model.vocabulary_size, model.modules, bounds,
             tuple(tables), tuple(
                 manifest.BlockProgram(f"{first}.pte", _methods(self._blocks[first]), model.blocks[first].is_expert)
                 for first in types
@@ -108,7 +108,7 @@ class GraphBlocks:
     def width(self, number: int) -> int:
         if routing := self._routings.get(number):
             return routing.entering
-        return self._model.state_widths(number)[0] if number < len(self._model.blocks) else self.chain.width
+        return self._model.hidden_widths(number)[0] if number < len(self._model.blocks) else self.chain.width
 
     def routing(self, number: int) -> Routing:
         return self._routings[number]
@@ -184,7 +184,7 @@ class GraphBlocks:
     def _tensors_of(self, number: int) -> dict[str, torch.Tensor]:
         graphs = [block.graph_module.graph for block in self._blocks[self._model.type_of[number]].values()]
         names = {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
-        return with_transposed(self._model.tensors(number), names)
+        return add_transposed_weights(self._model.tensors(number), names)
 
     def _table(self, number: int, length: int, start: int = 0) -> Array:
         table = self._model.tables.all[number]

@@ -25,12 +25,12 @@ from prge.errors import RunError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.chain import Bounds
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, RESIDUAL_ROLES
-from tests.bundles import read_json, write_manifest
+from tests.bundles import read_manifest, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import TOKENS, bits, call_of, computed, export_chain, opened
 from tests.refusals import raises
-from tests.tiers import rest
-from tests.workshop import Made
+from tests.tiers import second_tier
+from tests.workshop import FolderBuilder
 
 ENOUGH = 1 << 40
 # More than a tiny chain has, and than a call of it is divided into.
@@ -134,9 +134,11 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(
     scope="module",
-    params=["llama", *rest("llama lora", "llama 8da4w", "gpt2 8da8w", "bert", "bert lora", "gemma4")],
+    params=["llama", *second_tier("llama lora", "llama 8da4w", "gpt2 8da8w", "bert", "bert lora", "gemma4")],
 )
-def bundle(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], made_once: Made) -> Bundle:
+def bundle(
+    request: pytest.FixtureRequest, make_chain: Callable[[str], Path], made_once: FolderBuilder
+) -> Bundle:
     name, _, kind = request.param.partition(" ")
     if not kind.startswith("8"):
         return open_bundle(make_chain(request.param) / "bundle")
@@ -219,7 +221,7 @@ def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
     for _ in range(2):
         for call, want in zip(calls, expected, strict=True):
             assert bits(computed(engine, BACKWARD, call)) == want
-            last = store.residuals(bundle.chain.end - 1)
+            last = store.residuals(bundle.chain.head_start - 1)
             whole = next(iter(last.values())).memory.base
             assert whole is not None and memory in (None, id(whole))
             memory = id(whole)
@@ -250,7 +252,7 @@ def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
 @needs_compiler
 def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     for kind in manifest["chain"]["programs"]:
         for role in RESIDUAL_ROLES:
             kind["methods"].pop(role, None)

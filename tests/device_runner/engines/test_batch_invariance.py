@@ -32,10 +32,10 @@ from prge.objectives.examples import Example
 from prge.objectives.scoring import score
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import export_chain, opened, split
-from tests.rows import choice, classified, completion, long_choice
+from tests.rows import choice, classification, completion, long_choice
 from tests.templates import random_adapter
-from tests.tiers import rest
-from tests.workshop import Made
+from tests.tiers import second_tier
+from tests.workshop import FolderBuilder
 
 pytestmark = needs_compiler
 
@@ -144,7 +144,7 @@ def gradient_by_outputs(outputs: FloatArray) -> Array:
     return np.cos(3 * outputs) / 8
 
 
-def made(name: str, made_once: Made) -> Path:
+def made(name: str, made_once: FolderBuilder) -> Path:
     """The folder of `architecture scheme ...`, with the settings that come behind."""
     architecture, scheme, *more = name.split()
     roles = [FORWARD, JVP, BACKWARD]
@@ -158,10 +158,10 @@ def made(name: str, made_once: Made) -> Path:
     params=[
         "llama fp32",
         "llama 8da4w",
-        *rest("llama 8da4w adapter=lora", "bert 8da4w", "qwen3_moe 8da4w", "lfm2 8da4w"),
+        *second_tier("llama 8da4w adapter=lora", "bert 8da4w", "qwen3_moe 8da4w", "lfm2 8da4w"),
     ],
 )
-def scene(request: pytest.FixtureRequest, made_once: Made) -> Scene:
+def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
     return Scene(open_bundle(made(request.param, made_once) / "bundle"))
 
 
@@ -230,10 +230,10 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
 
 
 def examples_of(scene: Scene) -> list[Example]:
-    """Examples of all kinds of candidates, some with more of them than others; or classified ones."""
+    """Examples of all kinds of candidates, some with more of them than others; or classification ones."""
     tokens = [[*sequence.tokens] for sequence in scene.sequences]
     if scene.bundle.chain.is_encoder:
-        return [classified(row, each, 3, row % 3) for row, each in enumerate(tokens)]
+        return [classification(row, each, 3, row % 3) for row, each in enumerate(tokens)]
     return [
         *(completion(row, each, len(each) // 2) for row, each in enumerate(tokens[:5])),
         choice(5, tokens[3], [7, 8], 1),
@@ -273,7 +273,7 @@ def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
 
 
 @pytest.fixture
-def long_rows(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> Path:
+def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
     from prge.formats import chain
 
@@ -288,7 +288,7 @@ def long_rows(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.whole
-def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: Made, smollm2: Path) -> None:
+def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: FolderBuilder, smollm2: Path) -> None:
     """Through 30 layers that round to int8 the last bit of a float comes to tenths of a nat."""
 
     def fill(folder: Path) -> None:

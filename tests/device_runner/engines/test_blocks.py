@@ -16,7 +16,7 @@ from prge.errors import BundleError, PrgeError
 from prge.formats.bundle import TABLES, open_bundle
 from prge.formats.signatures import BACKWARD, FORWARD
 from prge.model_spec import LARGEST_SIZE
-from tests.bundles import read_json, rehash, write_manifest
+from tests.bundles import read_manifest, rehash, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, bits, call_of, computed, opened
 from tests.refusals import raises
@@ -141,7 +141,7 @@ def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
 
 
 def change(folder: Path, how: Callable[[Any], object]) -> None:
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     how(manifest["chain"])
     write_manifest(folder, manifest)
 

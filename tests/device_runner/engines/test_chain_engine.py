@@ -36,7 +36,7 @@ from tests.device_runner.engines.chains import (
     split,
 )
 from tests.refusals import raises
-from tests.tiers import rest
+from tests.tiers import second_tier
 
 pytestmark = needs_compiler
 
@@ -46,7 +46,7 @@ TANGENTS = [(2, 3), (9, 6)]
 ROLES = [FORWARD, JVP, BACKWARD]
 
 
-@pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma4")])
+@pytest.fixture(scope="module", params=["llama", *second_tier("llama lora", "bert", "bert lora", "gemma4")])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

@@ -30,9 +30,9 @@ from tests.device_runner.engines.chains import (
     split,
 )
 from tests.refusals import raises
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import save_model
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 pytestmark = needs_compiler
 
@@ -49,8 +49,8 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "_SHORTEST_CHUNK", 2)
 
 
-@pytest.fixture(params=["llama", *rest("gemma3", "llama lora")])
-def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
+@pytest.fixture(params=["llama", *second_tier("gemma3", "llama lora")])
+def folder(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Path:
     architecture, *adapter = request.param.split()
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     roles = ["forward", "jvp", "backward"]
@@ -115,7 +115,9 @@ def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_a_real_shape_at_1024_tokens(
+    made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Qwen2.5-0.5B's block and a row of four chunks as an export cuts them, against autograd."""
     monkeypatch.undo()
 

@@ -40,7 +40,7 @@ def bundle(folder: Path) -> Bundle:
 
 def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: Bundle) -> None:
     chain = bundle.chain
-    layers = [turn for turn in chain.turns(range(chain.end)) if chain.is_expert(turn.start)]
+    layers = [turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start)]
     # No padding, which asks for experts too.
     call = call_of(chain.model, 1, lengths=[8])
     (sequence,) = call.sequences

@@ -20,7 +20,7 @@ from server_export.oracle import TorchEngine
 from tests.device_runner.engines.chains import POSITIONS, logits_of, oracle_of
 from tests.refusals import raises
 from tests.templates import random_adapter
-from tests.tiers import rest
+from tests.tiers import second_tier
 
 # What is different in the engine; tests/server_export/derive/test_past.py has the graphs of all.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma4")
@@ -60,7 +60,7 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.fixture(params=["llama", *rest("llama lora", *ARCHITECTURES)])
+@pytest.fixture(params=["llama", *second_tier("llama lora", *ARCHITECTURES)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

@@ -16,7 +16,7 @@ from device_runner.engines.batch import Batch
 from device_runner.engines.forward import Forward
 from prge.formats.bundle import open_bundle
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD
-from server_export.oracle import TorchEngine, open_base
+from server_export.oracle import TorchEngine, load_base_model
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     bits,
@@ -27,8 +27,8 @@ from tests.device_runner.engines.chains import (
     oracle_of,
     slope_of,
 )
-from tests.tiers import rest
-from tests.workshop import Made
+from tests.tiers import second_tier
+from tests.workshop import FolderBuilder
 
 pytestmark = needs_compiler
 
@@ -46,10 +46,12 @@ ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
     ("architecture", "pooling"),
     [
         ("llama", ""),
-        *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
-        *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
-        *rest(("deberta-v2", "mean"), ("mpnet", "mean")),
-        *rest(("olmoe", "")),
+        *second_tier(
+            *((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")
+        ),
+        *second_tier(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
+        *second_tier(("deberta-v2", "mean"), ("mpnet", "mean")),
+        *second_tier(("olmoe", "")),
     ],
 )
 def test_in_float32_it_is_autograds_but_for_rounding(
@@ -81,7 +83,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
 
 
 @pytest.fixture(scope="module")
-def deep(made_once: Made) -> Path:
+def deep(made_once: FolderBuilder) -> Path:
     """A narrow Llama of many layers, in int4."""
     settings: dict[str, Any] = {"layers": LAYERS, "roles": ["backward"], "quantize": "8da4w"}
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
@@ -98,7 +100,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     The median of five calls: where autograd's activations are not rounded, one call may be far off by chance.
     """
     bundle = open_bundle(deep / "bundle")
-    base = open_base(bundle, str(deep / "model"), rounds_activations=activations == "rounded")
+    base = load_base_model(bundle, str(deep / "model"), rounds_activations=activations == "rounded")
     oracle, cosines, ratios = TorchEngine.of(bundle, base), [], []
     for seed in range(5):
         call = call_of(bundle.chain.model, 4, seed=seed)
@@ -135,11 +137,11 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
     engine = opened(bundle, BACKWARD, loaded=memory).engine
     before, run = engine.vjp(call, slope_of)[1], Forward.run
 
-    def broken(self: Forward, number: int, now: str, part: Batch, *rest: Any, **more: Any) -> Any:
+    def broken(self: Forward, number: int, now: str, part: Batch, *second_tier: Any, **more: Any) -> Any:
         if (number, now) == (LAYERS // 2, role):
             part.values[name] = part.values[name].copy()
             part.values[name].ravel()[5] = bad
-        return run(self, number, now, part, *rest, **more)
+        return run(self, number, now, part, *second_tier, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "run", broken)

@@ -30,8 +30,8 @@ from prge.formats.bundle import open_bundle
 from prge.formats.chain import Bounds
 from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.model_spec import ModelSpec
-from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.adapter.layers import default_target_modules, match_target_modules, per_token_layers
+from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.oracle import TorchEngine
 from server_export.trace.patterns import unread_modules
 from tests.compilers import needs_compiler
@@ -48,10 +48,10 @@ from tests.device_runner.engines.chains import (
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.server_export.derive.test_blocks import IN_BLOCKS
 from tests.templates import random_adapter
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import RECURRENT, save_model
 from tests.tiny_types import make_classifier, make_tiny
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 torch.set_num_threads(1)
 
@@ -204,11 +204,11 @@ def recurrence(folder: Path, name: str) -> Case:
 def design(folder: Path, name: str) -> Case:
     """A decoder of another design."""
     make_tiny(name).save_pretrained(folder)
-    network: Any = outline_model(str(folder)).model
+    network: Any = load_meta_model(str(folder)).model
     unread = unread_modules(network)
     names = match_target_modules(network, default_target_modules(network, unread), unread)
     # Layers for what an encoder made are never asked.
-    lora_a = lora_a_of(network, read_by_rows(network, names) or names, 0.3)
+    lora_a = lora_a_of(network, per_token_layers(network, names) or names, 0.3)
     limits = Limits(outputs=1e-5, gradient=1e-4, tangents=1e-4, logits=1e-4)
     case = graphs_of(folder, lora_a, 24, limits)
     case.oracle.to(torch.float64)
@@ -233,7 +233,7 @@ def classifier(folder: Path, name: str) -> Case:
     return Case(lambda _: ChainEngine(blocks, 1), oracle, (), limits, blocks, head=head)
 
 
-def chunks(made_once: Made, name: str) -> Case:
+def chunks(made_once: FolderBuilder, name: str) -> Case:
     """A bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter than one."""
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
@@ -267,7 +267,7 @@ FIRST = ["shared: gemma4", "recurrent: lfm2", "design: doge", "classifier: bert"
 def cases(names: Sequence[str], *more: Any) -> Any:
     """A test's parameter: the first of each sort of model, the others with everything."""
     first = [name for name in names if name in FIRST]
-    others = rest(*(name for name in names if name not in FIRST))
+    others = second_tier(*(name for name in names if name not in FIRST))
     return pytest.mark.parametrize("case", [*first, *others, *more], indirect=True)
 
 
@@ -276,7 +276,7 @@ every = cases([*DECODERS, *CLASSES_OF_ROWS], *ON_ENGINE)
 
 @pytest.fixture(scope="module")
 def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, made_once: Made
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, made_once: FolderBuilder
 ) -> Iterator[Case]:
     kind, _, name = request.param.partition(": ")
     with short_chunks():

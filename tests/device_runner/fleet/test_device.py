@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from device_runner.fleet.device import FLEETS, LEDGER, answer
-from device_runner.fleet.messages import RoundResult, RoundTask, Steps, TaskRefusal, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundSteps, RoundTask, TaskRefusal, parse_reply
 from device_runner.fleet.server import open_fleet
 from device_runner.fleet.state import pack_state
 from device_runner.session.pauses import Gates
@@ -40,12 +40,12 @@ class Server:
         self.fleet, self.plan = fleet, self.agreement.plan
         self.folder = fleet.folder / str(NODE)
 
-    def steps(self, number: int, value: float = 0.0) -> Steps:
+    def steps(self, number: int, value: float = 0.0) -> RoundSteps:
         """What a round gave all."""
         count = self.plan.local_steps
         scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
-        return Steps(count * number, few, few, scalars)
+        return RoundSteps(count * number, few, few, scalars)
 
     def task(self, number: int, **changes: Any) -> bytes:
         """A round after others of zeros, or what else is said."""
@@ -55,7 +55,7 @@ class Server:
 
     def ask(self, number: int, **changes: Any) -> Any:
         """What the device says."""
-        return parse_answer(answer(self.folder, self.task(number, **changes)))
+        return parse_reply(answer(self.folder, self.task(number, **changes)))
 
     def refusal(self, number: int, **changes: Any) -> str:
         """Why it says no."""
@@ -136,7 +136,7 @@ class TestOneAnswerALine:
                 except Killed:
                     said, was_killed = set(), True
             said |= {answer(twin, task), answer(twin, task)}
-            assert len(said) == 1 and isinstance(parse_answer(said.pop()), RoundResult)
+            assert len(said) == 1 and isinstance(parse_reply(said.pop()), RoundResult)
             assert kinds(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
@@ -224,10 +224,10 @@ class TestWhatIsNotOfThePlan:
         few, wide = np.zeros(1, np.float32), np.zeros((2, 5), np.float32)
         for missed, reason in (
             (
-                replace(good, rates=few, losses=few, scalars=good.scalars[:1]),
+                replace(good, rates=few, losses=few, projected_gradients=good.projected_gradients[:1]),
                 "a round of 1 steps of 4 scalars",
             ),
-            (replace(good, scalars=wide), "a round of 2 steps of 5 scalars"),
+            (replace(good, projected_gradients=wide), "a round of 2 steps of 5 scalars"),
             (server.steps(0, np.nan), "steps from 0 on after which the adapter has"),
         ):
             assert reason in server.refusal(1, missed=missed.to_bytes())
@@ -239,7 +239,7 @@ class TestWhatIsNotOfThePlan:
         assert "steps from 0 on" in server.refusal(1, step=1, missed=server.steps(0).to_bytes())
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
-        said = parse_answer(answer(server.folder, bytes(content)))
+        said = parse_reply(answer(server.folder, bytes(content)))
         assert isinstance(said, TaskRefusal) and "ends early" in said.reason
 
     def test_states(self, server: Server) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from device_runner.fleet.coordinator import RoundReport
 from device_runner.fleet.device import FLEETS, STATE, answer
-from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_reply
 from device_runner.fleet.server import open_fleet
 from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
@@ -224,7 +224,7 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
     ]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_answer(honest := fleet.direct(node, task))
+        said = parse_reply(honest := fleet.direct(node, task))
         assert isinstance(said, RoundResult)
         return lies[said.number][0](said) if node == liar else honest
 
@@ -304,7 +304,7 @@ def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> No
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_answer(fleet.direct(node, task))
+        said = parse_reply(fleet.direct(node, task))
         assert isinstance(said, RoundResult)
         absurd = np.full_like(said.values, 9e5)
         return replace(said, values=absurd if said.number == 1 else said.values).to_bytes()
@@ -368,7 +368,7 @@ def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> Non
     told, changes, check = LIES[lie]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_answer(fleet.direct(node, task))
+        said = parse_reply(fleet.direct(node, task))
         assert isinstance(said, RoundResult)
         return told(said) if node == NODE else said.to_bytes()
 
@@ -388,7 +388,7 @@ class TestADeviceRefuses:
     def _reason(self, fleet: Fleet, **changes: Any) -> str:
         with open_fleet(fleet.settings()) as server:
             task = RoundTask.parse(server.tasks([NODE])[NODE])
-        said = parse_answer(fleet.direct(NODE, replace(task, **changes).to_bytes()))
+        said = parse_reply(fleet.direct(NODE, replace(task, **changes).to_bytes()))
         assert isinstance(said, TaskRefusal)
         return said.reason
 
@@ -427,7 +427,7 @@ class TestADeviceRefuses:
             assert "state" in self._reason(fleet, state=state)
 
     def test_what_is_no_task(self, fleet: Fleet) -> None:
-        assert isinstance(parse_answer(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
+        assert isinstance(parse_reply(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 
 class TestWithNoise:

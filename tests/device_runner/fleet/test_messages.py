@@ -15,10 +15,10 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import (
     MessageError,
     RoundResult,
+    RoundSteps,
     RoundTask,
-    Steps,
     TaskRefusal,
-    parse_answer,
+    parse_reply,
 )
 from prge.engine import FloatArray
 from tests.refusals import raises
@@ -32,9 +32,9 @@ def _floats(shape: Any) -> st.SearchStrategy[FloatArray]:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Steps:
+def steps(draw: st.DrawFn) -> RoundSteps:
     count, size = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    return Steps(draw(numbers), *map(draw, (_floats(count), _floats(count), _floats((count, size)))))
+    return RoundSteps(draw(numbers), *map(draw, (_floats(count), _floats(count), _floats((count, size)))))
 
 
 answers = st.builds(
@@ -54,7 +54,13 @@ def _equal(left: Any, right: Any) -> bool:
 
 @given(hashes, numbers, numbers, st.floats(0, 1e6, width=32), st.binary(), st.lists(steps()), st.binary())
 def test_a_task_there_and_back(
-    sha256: bytes, number: int, step: int, seconds: float, agreement: bytes, missed: list[Steps], state: bytes
+    sha256: bytes,
+    number: int,
+    step: int,
+    seconds: float,
+    agreement: bytes,
+    missed: list[RoundSteps],
+    state: bytes,
 ) -> None:
     rounds = b"".join(each.to_bytes() for each in missed)
     task = RoundTask(sha256, number, step, seconds, agreement, rounds, state)
@@ -64,12 +70,12 @@ def test_a_task_there_and_back(
 
 @given(answers)
 def test_an_answer_there_and_back(answer: RoundResult) -> None:
-    assert _equal(parse_answer(answer.to_bytes()), answer)
+    assert _equal(parse_reply(answer.to_bytes()), answer)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])) | st.just("no\nno \x1b[2J"))
 def test_a_refusal_is_one_printable_line(reason: str) -> None:
-    said = parse_answer(TaskRefusal(reason).to_bytes())
+    said = parse_reply(TaskRefusal(reason).to_bytes())
     assert isinstance(said, TaskRefusal) and "\n" not in said.reason and "\x1b" not in said.reason
     if reason.isprintable() and len(reason) < 100:
         assert said.reason == reason
@@ -77,7 +83,7 @@ def test_a_refusal_is_one_printable_line(reason: str) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error_with_a_reason(content: bytes) -> None:
-    for parse in (RoundTask.parse, parse_answer):
+    for parse in (RoundTask.parse, parse_reply):
         try:
             parse(content)
         except MessageError as error:
@@ -90,14 +96,14 @@ def test_a_message_that_ends_early_or_late_is_none(answer: RoundResult, data: st
     end = data.draw(st.integers(0, len(content) - 1))
     for other in (content[:end], content + b"\x00"):
         with raises(MessageError, "message-damaged", "message-of-other-version"):
-            parse_answer(other)
+            parse_reply(other)
 
 
 @given(steps(), st.integers(0, 100))
-def test_steps_as_records_of_a_journal_and_back(steps: Steps, number: int) -> None:
-    records = steps.records(number, 7, steps.scalars.shape[1:])
+def test_steps_as_records_of_a_journal_and_back(steps: RoundSteps, number: int) -> None:
+    records = steps.records(number, 7, steps.projected_gradients.shape[1:])
     assert all(record["seed"] == 7 and record["round"] == number for record in records)
-    assert _equal(Steps.of_records(records), steps)
+    assert _equal(RoundSteps.of_records(records), steps)
 
 
 def test_sixteen_scalars_take_less_than_400_bytes_in_flowers_form() -> None:
@@ -110,11 +116,13 @@ def test_sixteen_scalars_take_less_than_400_bytes_in_flowers_form() -> None:
 def test_a_thousand_missed_steps_of_sixteen_scalars_take_less_than_90_kilobytes() -> None:
     one = np.ones(1, np.float32)
     assert int(np.prod(Plan().shape)) == 16
-    rounds = b"".join(Steps(step, one, one, np.ones((1, 16), np.float32)).to_bytes() for step in range(1000))
+    rounds = b"".join(
+        RoundSteps(step, one, one, np.ones((1, 16), np.float32)).to_bytes() for step in range(1000)
+    )
     assert len(RoundTask(bytes(16), 1000, 1000, 60.0, missed=rounds).to_bytes()) < 90_000
 
 
-@pytest.mark.parametrize("parse", [RoundTask.parse, parse_answer])
+@pytest.mark.parametrize("parse", [RoundTask.parse, parse_reply])
 def test_another_versions_message_is_told_as_one(parse: Any) -> None:
     with raises(MessageError, "message-of-other-version", saying="form 1"):
         parse(b"\x01\x00" + bytes(100))

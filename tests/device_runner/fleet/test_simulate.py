@@ -85,15 +85,15 @@ def test_one_that_is_killed_goes_on_to_the_same_figures(
     words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _figures(words, **way, out=tmp_path / "whole", name="films")
-    take_round = Simulation.take_round
+    run_round = Simulation.run_round
 
     def killed(simulation: Simulation, fleet: Coordinator) -> RoundReport:
         if fleet.round == 3:
             raise Killed
-        return take_round(simulation, fleet)
+        return run_round(simulation, fleet)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Simulation, "take_round", killed)
+        patch.setattr(Simulation, "run_round", killed)
         simulate.main(words(**way, name="films"))
     with raises(RunError, "rows-differ"):
         simulate.main(words(**way, name="films", devices=9))

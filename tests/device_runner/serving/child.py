@@ -14,7 +14,7 @@ from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.models import Models
-from device_runner.serving.uvicorn_server import Server, address_of, listening
+from device_runner.serving.uvicorn_server import Server, format_address, listening
 from device_runner.serving.worker import Worker
 from device_runner.session.constraints import Cool
 from device_runner.session.pauses import Gates
@@ -27,7 +27,7 @@ from prge.formats.adapter import Adapter
 from prge.generation.loop import Generator
 from tests.bundles import make_spec
 from tests.prge.data.tiny_tokenizers import byte_level_backend
-from tests.speakers import NumpySpeaker, make_adapter
+from tests.speakers import NumpyGenerationEngine, make_adapter
 
 CONTEXT = 2048
 TEMPLATE = (
@@ -42,7 +42,7 @@ FAILING = 419
 LIMIT = 1 << 20
 
 
-class SlowSpeaker(NumpySpeaker):
+class SlowSpeaker(NumpyGenerationEngine):
     """A speaker whose steps take a while, and of which a test may ask when it misuses it."""
 
     def __init__(self, seconds: float) -> None:
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         storage = ThreadPoolExecutor(1)
         file = FeedbackFile(Path(sys.argv[4]), examples, storage, LIMIT) if sys.argv[4] else None
         feedback = Feedback(file, lambda text: print(text, flush=True))
-        print(address_of(listener), flush=True)
+        print(format_address(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
         app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=gates)

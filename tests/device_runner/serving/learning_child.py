@@ -14,14 +14,14 @@ from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.history import FEEDBACK
-from device_runner.serving.learning import Learning, plan_rounds
+from device_runner.serving.learning import OnlineLearner, plan_rounds
 from device_runner.serving.models import Models
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.settings import LearnFlags
-from device_runner.serving.uvicorn_server import Server, address_of, listening
+from device_runner.serving.uvicorn_server import Server, format_address, listening
 from device_runner.serving.worker import Worker
 from device_runner.session.settings import EngineFlags
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.generation.loop import Generator
@@ -44,8 +44,8 @@ if __name__ == "__main__":
     learn.mkdir(exist_ok=True)
     bundle = open_bundle(folder)
     flags = LearnFlags(learn=learn, learn_every=every, learning_rate=0.05, learn_epochs=3)
-    tokenizer, storage = bundle_tokenizer(bundle), ThreadPoolExecutor(1)
-    learning = Learning(
+    tokenizer, storage = load_bundle_tokenizer(bundle), ThreadPoolExecutor(1)
+    learning = OnlineLearner(
         flags,
         *plan_rounds(flags, EngineFlags(), None, bundle, tokenizer),
         bundle,
@@ -56,8 +56,8 @@ if __name__ == "__main__":
         begin=NumpyRound,
         storage=storage,
     )
-    models = Models({"base": make_adapter()}, bundle_tokenizer(bundle))
-    generator = Generator(SlowSpeaker(0.0), bundle_tokenizer(bundle))
+    models = Models({"base": make_adapter()}, load_bundle_tokenizer(bundle))
+    generator = Generator(SlowSpeaker(0.0), load_bundle_tokenizer(bundle))
     with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning.pause) as worker:
         file = FeedbackFile(learn / FEEDBACK, learning.examples, storage, 1 << 30)
         feedback = Feedback(file, tell, learning.wake)
@@ -69,7 +69,7 @@ if __name__ == "__main__":
                 tell(f"in the event loop: {event} {arguments}")
 
         sys.addaudithook(watch)
-        tell(address_of(listener))
+        tell(format_address(listener))
         Server(app, worker, ending=feedback.close, ticking=learning.tick).run([listener])
     storage.shutdown(cancel_futures=True)
     learning.close()

@@ -16,8 +16,8 @@ import pytest
 from device_runner.serving import feedback as module
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.protocol import Asked, Judgement, RequestError
-from prge.data.readers.feedback import Answered, read_feedback
-from prge.generation.sampling import ChoiceSettings
+from prge.data.readers.feedback import AnswerRecord, read_feedback
+from prge.generation.sampling import SamplingSettings
 from tests.prge.data.test_feedback_examples import make_examples
 
 Make = Callable[..., Feedback]
@@ -41,9 +41,11 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
         def made(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, most_bytes)
             feedback = Feedback(file, told.append)
-            asked = Asked("m", (), (prompt,), 1, (), ChoiceSettings(), 1, False, False)
+            asked = Asked("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
-                feedback.remember(asked, 0, Answered(str(number), "m", "", {"prompt": prompt}, answer, {}))
+                feedback.remember(
+                    asked, 0, AnswerRecord(str(number), "m", "", {"prompt": prompt}, answer, {})
+                )
             return feedback
 
         yield made

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from prge.data.readers.feedback import Answered, read_feedback
+from prge.data.readers.feedback import AnswerRecord, read_feedback
 from tests.device_runner.numpy_device import Device
 from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
@@ -96,9 +96,9 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
 def write_many(path: Path, count: int = ROWS) -> None:
     """Feedback of a long time."""
     path.parent.mkdir(exist_ok=True)
-    row = Answered("ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}).judged(
-        "good"
-    )
+    row = AnswerRecord(
+        "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}
+    ).to_feedback("good")
     line = json.dumps(row)
     path.write_text("".join(line.replace("ID", str(number)) + "\n" for number in range(count)))
 

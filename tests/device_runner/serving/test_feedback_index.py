@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from device_runner.serving.feedback_index import ChangedError, FeedbackIndex, IndexEntry
-from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback, feedback_key, read_feedback, remove_rows
 
 
 def rows(*numbers: int) -> list[Any]:
     """Rows of these numbers, equal whenever they are made."""
     return [
         {
-            **Answered(str(number), "m", "", {"prompt": f"q{number % 3}"}, f" a{number}", {}).judged(
+            **AnswerRecord(str(number), "m", "", {"prompt": f"q{number % 3}"}, f" a{number}", {}).to_feedback(
                 "good" if number % 2 else "bad"
             ),
             "time": "2026-01-01T00:00:00+00:00",
@@ -43,7 +43,7 @@ def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> Non
     entries = read(index)
     kept = read_feedback(path)
     assert len(kept) == 7  # one of them twice
-    assert [entry.key for entry in entries] == list(dict.fromkeys(map(key_of, kept)))
+    assert [entry.key for entry in entries] == list(dict.fromkeys(map(feedback_key, kept)))
     assert [entry.is_learnable for entry in entries] == [False, True] * 3
     questions = [entry.question for entry in entries]
     assert questions[:3] == questions[3:] and len(set(questions)) == 3
@@ -93,7 +93,7 @@ def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
     index = FeedbackIndex(path)
     first, second, *_ = read(index)
     for _ in range(3):  # inode numbers come again
-        forget_rows(path, lambda number, fields, line: number == 1)
+        remove_rows(path, lambda number, fields, line: number == 1)
         with pytest.raises(ChangedError):
             index.rows([second.key])
         assert not index.has_all([first.key])
@@ -113,7 +113,7 @@ def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_pat
     with path.open("r+b") as stream:
         stream.write(path.read_bytes().replace(b" a3", b" b3"))
     assert not index.has_all([keys[1]])
-    assert [entry.key for entry in read(index)] == [keys[0], key_of(read_feedback(path)[1]), keys[2]]
+    assert [entry.key for entry in read(index)] == [keys[0], feedback_key(read_feedback(path)[1]), keys[2]]
 
 
 def test_a_line_that_never_ends_is_left_out(tmp_path: Path) -> None:

@@ -20,23 +20,23 @@ from device_runner.serving import learning as module
 from device_runner.serving import rounds
 from device_runner.serving.feedback_index import IndexEntry
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
-from device_runner.serving.learning import Learning, plan_rounds
+from device_runner.serving.learning import OnlineLearner, plan_rounds
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.sensors import SensorReading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
-from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback, feedback_key, read_feedback, remove_rows
 from prge.data.tokenization import chat
-from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.data.tokenization.tokenizer import load_bundle_tokenizer
 from prge.errors import AdapterError, ConfigError, RunError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.formats.journal import Journal
 from prge.formats.peft import read_lora, read_peft, write_lora
 from tests.device_runner.numpy_device import Device, Killed
-from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE, ODD, said
+from tests.hostile_feedback import HOSTILE_FEEDBACK, HOSTILE_TEMPLATE, UNUSUAL_FEEDBACK, chat_feedback
 from tests.refusals import raises
 from tests.templates import random_adapter
 from tests.workshop import write_rows
@@ -61,9 +61,9 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     rows = []
     for number in range(start, start + count):
         asked = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
-        answered = Answered(f"cmpl-{number}", "bundle", "", asked, " No", {})
+        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", asked, " No", {})
         is_rating = number % 7 == 6
-        rows.append(answered.judged("bad") if is_rating else answered.judged(correction=correction))
+        rows.append(answered.to_feedback("bad") if is_rating else answered.to_feedback(correction=correction))
     append_feedback(path, rows)
 
 
@@ -104,12 +104,12 @@ class Place:
         assert self.flags.learn is not None
         return self.flags.learn
 
-    def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> Learning:
+    def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> OnlineLearner:
         """What learns, as a process that begins has it."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
-        given, tokenizer = replace(self.flags, **flags), bundle_tokenizer(bundle)
-        return Learning(
+        given, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
+        return OnlineLearner(
             given,
             *plan_rounds(given, EngineFlags(), source, bundle, tokenizer),
             bundle,
@@ -152,7 +152,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path, device, flags)
 
 
-def take_round(learning: Learning) -> None:
+def take_round(learning: OnlineLearner) -> None:
     """Look until a round is judged."""
     judged = sum(each["status"] not in ("start", "learning") for each in learning.history())
     while sum(each["status"] not in ("start", "learning") for each in learning.history()) == judged:
@@ -236,8 +236,8 @@ def test_texts_and_conversations_are_learnt_together(place: Place, last: str) ->
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    rows = [Answered("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
-    append_feedback(place.learn / FEEDBACK, [row.judged(correction="d") for row in rows])
+    rows = [AnswerRecord("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
+    append_feedback(place.learn / FEEDBACK, [row.to_feedback(correction="d") for row in rows])
     feedback(place.learn / FEEDBACK, EVERY - 2)
     _, found = place.learnt()
     assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
@@ -251,9 +251,9 @@ def test_what_a_template_refuses_is_told(place: Place) -> None:
     )
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
     asked = {"messages": [{"role": "user", "content": "c"}]}
-    row = Answered("refused", "m", "", asked, "b", {}).judged(correction="e")
+    row = AnswerRecord("refused", "m", "", asked, "b", {}).to_feedback(correction="e")
     append_feedback(place.learn / FEEDBACK, [row])
-    row = Answered("learnt", "m", "", asked, "b", {}).judged(correction="d")
+    row = AnswerRecord("learnt", "m", "", asked, "b", {}).to_feedback(correction="d")
     append_feedback(place.learn / FEEDBACK, [row])
     feedback(place.learn / FEEDBACK, EVERY - 1)
     _, found = place.learnt()
@@ -267,9 +267,9 @@ def with_template(place: Place) -> list[str]:
     shutil.rmtree(place.folder / "bundle")
     place.device.write_bundle(place.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
     messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]
-    chats = [Answered(each[0]["content"], "m", "", {"messages": each}, "b", {}) for each in messages]
+    chats = [AnswerRecord(each[0]["content"], "m", "", {"messages": each}, "b", {}) for each in messages]
     path = place.folder / "honest.jsonl"
-    append_feedback(path, [each.judged(correction="d") for each in chats])
+    append_feedback(path, [each.to_feedback(correction="d") for each in chats])
     feedback(path, 2 * EVERY - len(chats))
     return path.read_text().splitlines()
 
@@ -289,18 +289,18 @@ def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
 
     expected = learnt(honest)
     assert [each["status"] for each in expected[0]] == ["start", "served", "served"] and len(expected[1]) == 2
-    for number, (name, row) in enumerate(HOSTILE.items()):
+    for number, (name, row) in enumerate(HOSTILE_FEEDBACK.items()):
         at = number % (len(honest) + 1)
         assert learnt([*honest[:at], json.dumps(row), *honest[at:]]) == expected, name
-    hostile = [json.dumps(row) for row in HOSTILE.values()]
+    hostile = [json.dumps(row) for row in HOSTILE_FEEDBACK.values()]
     every = [*hostile[:9], *honest[:2], *hostile[9:20], *honest[2:], *hostile[20:]]
     assert learnt(every) == expected
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", UNUSUAL_FEEDBACK)
 def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> None:
     honest = with_template(place)
-    lines = [json.dumps(ODD[name]), *honest[:-1]]
+    lines = [json.dumps(UNUSUAL_FEEDBACK[name]), *honest[:-1]]
     (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
     _, *rounds = place.learnt()
     assert [each["feedback"] for each in rounds] == [EVERY, EVERY]
@@ -308,7 +308,7 @@ def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> N
 
 
 def test_a_model_without_a_template_learns_texts_beside_conversations(place: Place) -> None:
-    (place.learn / FEEDBACK).write_text(json.dumps(said("a")) + "\n")
+    (place.learn / FEEDBACK).write_text(json.dumps(chat_feedback("a")) + "\n")
     feedback(place.learn / FEEDBACK, EVERY)
     found = place.learnt()[-1]
     assert (found["status"], found["feedback"]) == ("served", EVERY)
@@ -380,7 +380,9 @@ def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
 
 
 def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
-    rows = [Answered(str(n), "m", "", {"prompt": str(n)}, " a", {}).judged("bad") for n in range(EVERY)]
+    rows = [
+        AnswerRecord(str(n), "m", "", {"prompt": str(n)}, " a", {}).to_feedback("bad") for n in range(EVERY)
+    ]
     append_feedback(place.learn / FEEDBACK, rows)
     _, found = place.learnt()
     assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
@@ -460,7 +462,7 @@ def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -
     learning = place.open()
     learning.pause(True)
     assert learning.work()
-    forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
     assert learning.work() and place.processes[0].has_ended
     learning.pause(False)
     take_round(learning)
@@ -474,7 +476,7 @@ def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place)
     with pytest.raises(Killed):
         take_round(place.open())
     place.device.calls_left = None
-    forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
     found = place.learnt()[-1]
     assert (found["status"], found["learnt"], found["feedback"]) == ("served", 2, EVERY)
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
@@ -490,7 +492,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     """The adapter has the bits of one that never saw the row."""
 
     def forget() -> None:
-        forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+        remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
 
     feedback(place.learn / FEEDBACK, EVERY)
     content = (place.learn / FEEDBACK).read_bytes()
@@ -641,7 +643,7 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
     write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
     settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
     bundle = open_bundle(place.folder / "bundle")
-    kept = read_kept(settings, bundle_tokenizer(bundle), bundle)
+    kept = read_kept(settings, load_bundle_tokenizer(bundle), bundle)
     assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
 
@@ -649,7 +651,7 @@ def test_feedback_on_one_question_is_in_one_part() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
     learnt, held = held_back([IndexEntry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
-    assert {row.key for row in held} == {key_of(rows[number]) for number in (4, 5, 14, 15)}
+    assert {row.key for row in held} == {feedback_key(rows[number]) for number in (4, 5, 14, 15)}
     assert not {row.question for row in held} & {row.question for row in learnt}
 
 

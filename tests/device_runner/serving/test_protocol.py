@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
-from prge.generation.sampling import ChoiceSettings
+from prge.generation.sampling import SamplingSettings
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Once"}
@@ -24,10 +24,10 @@ def refused(content: object, read: Any = read_chat) -> RequestError:
 
 def test_defaults_are_openais_but_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
-    assert chat.choice.min_p == 0.1
-    assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).choice.min_p == 0
+    assert chat.sampling.min_p == 0.1
+    assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).sampling.min_p == 0
     assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
-    assert chat.choice == ChoiceSettings(temperature=1.0)
+    assert chat.sampling == SamplingSettings(temperature=1.0)
     assert read_completion(json.dumps(COMPLETION).encode()).most == 16
 
 
@@ -66,7 +66,7 @@ def test_everything_that_a_request_may_say() -> None:
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
     )
-    assert asked.choice == ChoiceSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
+    assert asked.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
     assert (asked.most, asked.count, asked.stop, asked.stream, asked.usage) == (5, 2, ("\n", "."), True, True)
 
 

@@ -21,7 +21,7 @@ from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, outcome_of
 from device_runner.session.plan import settled
 from device_runner.session.settings import RunSettings
-from prge.data.readers.feedback import Answered, append_feedback, forget_rows
+from prge.data.readers.feedback import AnswerRecord, append_feedback, remove_rows
 from prge.errors import RunError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
@@ -67,8 +67,10 @@ def made(tmp_path: Path) -> Round:
     bundle = open_bundle(tmp_path / "bundle")
     feedback = tmp_path / "learn/feedback.jsonl"
     feedback.parent.mkdir()
-    answers = [Answered(str(number), "m", "", {"prompt": f"a {number}"}, " No", {}) for number in range(4)]
-    append_feedback(feedback, [each.judged(correction=" Yes") for each in answers])
+    answers = [
+        AnswerRecord(str(number), "m", "", {"prompt": f"a {number}"}, " No", {}) for number in range(4)
+    ]
+    append_feedback(feedback, [each.to_feedback(correction=" Yes") for each in answers])
     index = FeedbackIndex(feedback)
     while index.read_on():
         pass
@@ -78,7 +80,7 @@ def made(tmp_path: Path) -> Round:
     settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
     start = Adapter.zeros(bundle.chain.modules)
     rows = entries[:3], entries[3:], entries[:0]
-    plan = settled(settings, bundle).dated()
+    plan = settled(settings, bundle).with_date()
     return Round(1, plan, BACKWARD, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
 
 
@@ -168,7 +170,7 @@ def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
     process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
     found = outcome(process)
     assert found["status"] == "problem" and "nothing" in found["problem"]
-    forget_rows(made.feedback, lambda number, fields, line: number == 1)
+    remove_rows(made.feedback, lambda number, fields, line: number == 1)
     assert outcome(NumpyRound(made)) == {"status": "changed"}
 
 

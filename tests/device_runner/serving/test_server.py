@@ -94,7 +94,7 @@ def slow() -> Iterator[Child]:
 def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
     """What the model says, asked without a server."""
     prompts = Prompts(make_tokenizer())
-    asked = prompts.of_messages(messages) if messages else prompts.of_text(prompt)
+    asked = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
     request = Request(asked, adapters()[model], GenerationSettings(most))
     return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
 

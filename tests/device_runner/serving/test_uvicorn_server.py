@@ -24,7 +24,7 @@ from tests.refusals import raises
 
 def test_a_free_port_and_one_that_is_taken() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
-        address = listening.address_of(listener)
+        address = listening.format_address(listener)
         port = int(address.removeprefix("127.0.0.1:"))
         with raises(RunError, "address-not-available", saying=address):
             listening.listening("127.0.0.1", port).__enter__()
@@ -183,7 +183,7 @@ def need_ipv6() -> None:
 def test_addresses_of_both_kinds() -> None:
     need_ipv6()
     with listening.listening("::1", 0) as listener:
-        assert listening.address_of(listener).startswith("[::1]:")
+        assert listening.format_address(listener).startswith("[::1]:")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -192,7 +192,7 @@ def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_ans
         need_ipv6()
     with listening.listening(host, 0) as listener:
         port = listener.getsockname()[1]
-        assert listening.address_of(listener) == f"localhost:{port}"
+        assert listening.format_address(listener) == f"localhost:{port}"
 
 
 def test_an_empty_address_is_none() -> None:

@@ -22,7 +22,7 @@ from prge.generation.loop import GenerationSettings, Generator, Request, Ticket
 from prge.generation.prompts import Prompt
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpySpeaker, make_adapter
+from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 
@@ -31,7 +31,7 @@ def request(*tokens: int, most: int = 5) -> Request:
     return Request(Prompt(tokens or (1, 5)), make_adapter(), GenerationSettings(most))
 
 
-class Broken(NumpySpeaker):
+class Broken(NumpyGenerationEngine):
     """A speaker with a mistake in it."""
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
@@ -48,18 +48,18 @@ def ended(told: Queue[Told]) -> tuple[str, Ticket]:
 
 def test_texts_and_the_ticket_are_told_in_order() -> None:
     told: Queue[Told] = Queue()
-    with Worker(Generator(NumpySpeaker(), TOKENIZER), 4) as worker:
+    with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4) as worker:
         for tokens in ((1, 5), (1, 9)):
             worker.submit([(request(*tokens), told.put)])
             text, ticket = ended(told)
             assert ticket.wait(0).text == text
-            (alone,) = Generator(NumpySpeaker(), TOKENIZER).generate([request(*tokens)])
+            (alone,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request(*tokens)])
             assert alone.text == text
 
 
 def test_it_takes_all_answers_of_a_request_or_none() -> None:
     told: Queue[Told] = Queue()
-    worker = Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3)
+    worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
         tickets = worker.submit([(request(most=3000), told.put)] * 2)
         with pytest.raises(BusyError, match="3"):
@@ -77,7 +77,7 @@ def test_it_takes_all_answers_of_a_request_or_none() -> None:
 
 def test_at_its_end_nobody_waits_any_more() -> None:
     told: Queue[Told] = Queue()
-    with Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3) as worker:
+    with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
         worker.submit([(request(most=3000), told.put)])
     with raises(EngineError, "server-ends"):
         ended(told)[1].wait(0)
@@ -95,7 +95,7 @@ def test_a_mistake_ends_it_and_is_not_hidden() -> None:
 def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> None:
     seen: list[bool] = []
     told: Queue[Told] = Queue()
-    with Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 4, seen.append) as worker:
+    with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
         first = worker.submit([(request(most=3000), told.put)])
         second = worker.submit([(request(most=3000), told.put)])
         worker.cancel(first)
@@ -114,7 +114,7 @@ def test_what_learns_waits_from_a_request_to_the_end_of_its_answer() -> None:
     seen: list[int] = []
     learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: seen.append(is_answering or -1))
     models = Models({"base": make_adapter()}, TOKENIZER)
-    with Worker(Generator(NumpySpeaker(), TOKENIZER), 4, learning.pause) as worker:
+    with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4, learning.pause) as worker:
         client = TestClient(make_app(models, worker, Access(), learning=learning), "http://localhost")
         for prompt, status in (("a", 200), ("word " * 1000, 400), ("b", 200)):
             asked = {"model": "base", "prompt": prompt, "max_tokens": 3}

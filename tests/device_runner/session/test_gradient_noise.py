@@ -45,7 +45,7 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
         found = {}
         for epsilon in (SMALL, LARGE):
             for name, rule in slopes(QUERIES, epsilon).items():
-                scalars = [Differences(rule).measure(engine, step).scalars for step in steps]
+                scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
                 found[name, epsilon] = compare(np.array(scalars), np.array(along))
         return found
 

@@ -26,7 +26,7 @@ class Told:
         self.paused = 0.0
         self.waited: list[str] = []
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.texts.append(text)
 
     def on_wait(self, why: str) -> None:

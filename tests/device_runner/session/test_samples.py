@@ -17,11 +17,11 @@ from prge.formats.run_folder import SAMPLES
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from prge.training.checkpoint import TrainingState
-from prge.training.monitor import Watcher
+from prge.training.monitor import RunMonitor
 from prge.training.optimizers import make_optimizer
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpySpeaker, make_adapter
+from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
@@ -35,7 +35,7 @@ def write(folder: Path, name: str, content: str) -> Path:
 def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
     found = read_prompts(write(tmp_path, "prompts.txt", "the film\n\n a dog"), Prompts(TOKENIZER))
     assert [each.asked for each in found] == ["the film", " a dog"]
-    assert found[0].prompt == Prompts(TOKENIZER).of_text("the film")
+    assert found[0].prompt == Prompts(TOKENIZER).encode_text("the film")
 
 
 def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ class Run:
 
     def __init__(self, folder: Path, prompts: list[SamplePrompt], every: int, step: int = 0) -> None:
         settings = RunSettings(bundle=folder, train=folder, out=folder / "run", steps=10, quiet=True)
-        self.watcher = Watcher(settings, step, lambda step: step, lambda: ({}, {}))
+        self.watcher = RunMonitor(settings, step, lambda step: step, lambda: ({}, {}))
         adapter = make_adapter()
         self.state = TrainingState(adapter, make_optimizer("sgd", adapter.size))
-        self.generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+        self.generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
         self.go_to(step)
         self.samples = Samples(SampleWriter(prompts, self.generator), self.state, every, self.watcher)
 
@@ -92,7 +92,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Run]:
-    prompts = [SamplePrompt(text, Prompts(TOKENIZER).of_text(text)) for text in ("the film", "a dog")]
+    prompts = [SamplePrompt(text, Prompts(TOKENIZER).encode_text(text)) for text in ("the film", "a dog")]
     return lambda **given: Run(tmp_path, prompts, **{"every": 2, **given})
 
 
@@ -109,13 +109,13 @@ def test_samples_before_on_the_way_and_after(start: Callable[..., Run]) -> None:
     assert [(each["step"], each["prompt"]) for each in records] == [
         (step, prompt) for step in (0, 2, 4, 5) for prompt in ("the film", "a dog")
     ]
-    asked = Prompts(TOKENIZER).of_text("a dog")
+    asked = Prompts(TOKENIZER).encode_text("a dog")
     request = Request(asked, make_adapter(4), GenerationSettings(64, overflow="truncate"))
-    assert records[5]["text"] == Generator(NumpySpeaker(), TOKENIZER).generate([request])[0].text
+    assert records[5]["text"] == Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])[0].text
     assert records[1]["text"] != records[5]["text"]
     assert run.samples.summary() == {"before": records[:2], "after": records[-2:]}
     assert "step 4: 'the film' -> " in (run.watcher.settings.out / "log.txt").read_text()
-    assert run.generator.speaker.open_count == 0  # type: ignore[attr-defined]
+    assert run.generator.engine.open_count == 0  # type: ignore[attr-defined]
 
 
 def test_none_on_the_way(start: Callable[..., Run]) -> None:
@@ -141,4 +141,4 @@ def test_a_resumed_run_has_the_samples_of_one_that_never_stopped(
     assert path.read_bytes() == whole
     assert again.samples.summary() == run.samples.summary()
     if not lost:
-        assert again.generator.speaker.calls == []  # type: ignore[attr-defined]
+        assert again.generator.engine.calls == []  # type: ignore[attr-defined]

@@ -21,11 +21,11 @@ from prge.training.estimators.exact import Exact
 from prge.training.estimators.table import make_estimator
 from prge.training.estimators.tangents import TangentEstimator
 from prge.training.recipe import Recipe
-from tests.bundles import make_small_chain, opened_bundle
+from tests.bundles import in_memory_bundle, make_small_chain
 from tests.refusals import raises
-from tests.rows import classified, completion, long_choice
+from tests.rows import classification, completion, long_choice
 
-CHAIN = opened_bundle()
+CHAIN = in_memory_bundle()
 
 
 def with_roles(roles: set[str]) -> Bundle:
@@ -33,7 +33,7 @@ def with_roles(roles: set[str]) -> Bundle:
         replace(program, methods={role: method for role, method in program.methods.items() if role in roles})
         for program in make_small_chain().programs
     ]
-    return opened_bundle(make_small_chain(programs=tuple(programs)))
+    return in_memory_bundle(make_small_chain(programs=tuple(programs)))
 
 
 def _settings(**changes: Any) -> RunSettings:
@@ -64,7 +64,7 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
 def test_the_optimizer_follows_from_the_estimator(
     changes: dict[str, Any], optimizer: str, beta2: float
 ) -> None:
-    bundle = opened_bundle()
+    bundle = in_memory_bundle()
     found = settled(_settings(**changes), bundle)
     assert (found.optimizer, found.beta2) == (optimizer, beta2)
     assert settled(found, bundle) == found
@@ -121,7 +121,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     with raises(ConfigError, "settings-unusable", saying="--epochs"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
     settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--batch-size", "12"], "prge run")
-    examples = [classified(number, [1], 2, 0) for number in range(25)]
+    examples = [classification(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:
         return plan_run(CHAIN, examples, settings).settings
@@ -198,15 +198,18 @@ def test_the_batch_size_counts_the_examples_of_a_step(
     plan = plan_run(CHAIN, training, _settings(**changes))
     assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, most)
     assert len(plan.recipe.sampler(training).batch(0)) == examples
-    assert (plan.shape.of_example, plan.shape.tokens) == (sequences, len(widest.sequences[0].tokens))
+    assert (plan.shape.sequences_per_example, plan.shape.tokens) == (
+        sequences,
+        len(widest.sequences[0].tokens),
+    )
 
 
 def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
     training = [long_choice(row, [1], [[2] * 8, [3] * 9], 0) for row in range(1, 99)]
     settings = _settings(batch_size=64)
     separate, together = (plan_run(CHAIN, training, settings, loss).shape for loss in (DPO(0.1), KTO(0.1)))
-    assert (separate.sequences, separate.together) == (128, 52)
-    assert (together.sequences, together.together) == (128, 128)
+    assert (separate.sequences, separate.sequences_at_once) == (128, 52)
+    assert (together.sequences, together.sequences_at_once) == (128, 128)
 
 
 def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from prge.cli.combined_settings import combined, values_of
-from prge.cli.outputs import Output, OutputFile, outputs_of
+from prge.cli.combined_settings import combine_settings, shared_values
+from prge.cli.outputs import Output, OutputFile, output_settings
 from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
 from tests.refusals import raises
@@ -51,7 +51,7 @@ class _Flags:
     """Wait."""
 
 
-BOTH = combined("Do it there.", _Flags, _Verb, without=["port"])
+BOTH = combine_settings("Do it there.", _Flags, _Verb, without=["port"])
 
 
 def parsed(*words: str) -> Any:
@@ -60,14 +60,14 @@ def parsed(*words: str) -> Any:
 
 def test_fields_of_both_are_given_together() -> None:
     given = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
-    assert values_of(_Flags, given) == {"folder": "/there", "wait": True}
-    own = values_of(_Verb, given)
+    assert shared_values(_Flags, given) == {"folder": "/there", "wait": True}
+    own = shared_values(_Verb, given)
     assert own.pop("folder") == "/there"
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 
 
 def test_what_types_and_classes_say_of_fields_still_holds() -> None:
-    assert outputs_of(BOTH) == {"json": Output.FILE}
+    assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")
     told = str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import rest
+from tests.tiers import second_tier
 
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
@@ -61,7 +61,7 @@ def tab(tmp_path: Path) -> object:
         ("prge run --estimator ", {"tangent", "antithetic", "fzoo", "exact"}),
         ("prge run --lr 3 --se", {"--seed", "--select"}),
         ("prge run --bundle ", {"bin/"}),
-        *rest(
+        *second_tier(
             ("prge tune rows.jsonl --batch", {"--batch-size"}),
             ("prge run --estimator ta", {"tangent"}),
             ("prge export --no-", {"--no-cache"}),

@@ -11,7 +11,7 @@ from device_runner.session.generation import ChatSettings, GenerateSettings
 from device_runner.session.settings import RunSettings
 from prge.cli import hints as habits
 from prge.cli.bounds import flag
-from prge.cli.hints import setting_meant
+from prge.cli.hints import suggest_setting
 from prge.cli.main import VERBS, main
 from prge.cli.settings import Settings, parse_settings
 from prge.errors import ConfigError
@@ -150,7 +150,7 @@ def test_the_tables_know_no_name_that_is_no_setting_and_hide_none() -> None:
     theirs = {
         name: [word for words in table.values() for word in words.split()] for name, table in tables.items()
     }
-    assert all(setting_meant(name, ours, flag)[1] for name in [*theirs["settings"], *theirs["told"]])
+    assert all(suggest_setting(name, ours, flag)[1] for name in [*theirs["settings"], *theirs["told"]])
     assert all(len(names) == len(set(names)) for names in theirs.values())
     assert not set(theirs["verbs"]) & VERBS.keys()
 

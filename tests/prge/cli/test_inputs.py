@@ -15,7 +15,7 @@ from prge.cli.inputs import (
     NamedOrFile,
     TextInput,
     TrainRows,
-    inputs_of,
+    input_settings,
 )
 from prge.cli.outputs import OutputFolder
 from prge.cli.settings import parse_settings
@@ -48,7 +48,7 @@ class _Settings:
 
 
 def test_a_type_tells_what_is_read() -> None:
-    assert inputs_of(_Settings) == {
+    assert input_settings(_Settings) == {
         "bundle": Input.BUNDLE,
         "train": Input.TRAIN_ROWS,
         "dev": Input.DEV_ROWS,

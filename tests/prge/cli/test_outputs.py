@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli.outputs import Output, OutputFile, OutputFolder, check_outputs, outputs_of
-from prge.cli.settings import parse_settings, settings_of
+from prge.cli.outputs import Output, OutputFile, OutputFolder, check_outputs, output_settings
+from prge.cli.settings import parse_settings, settings_from_mapping
 from prge.errors import ConfigError, RunError
 from tests.refusals import raises
 
@@ -29,7 +29,7 @@ class _Settings:
 
 
 def test_a_type_tells_what_is_written() -> None:
-    assert outputs_of(_Settings) == {"out": Output.FOLDER, "json": Output.FILE}
+    assert output_settings(_Settings) == {"out": Output.FOLDER, "json": Output.FILE}
 
 
 def test_settings_name_places_that_can_be_written(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path
     with raises(RunError, "write-failed", "write-refused", saying=json):
         parse_settings(_Settings, words, "prge test")
     with raises(RunError, "write-failed", "write-refused", saying=json):
-        settings_of(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
+        settings_from_mapping(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
 
 
 def test_a_pipe_is_not_opened_by_a_check(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from prge.cli.settings import (
     parse_settings,
     read_settings,
     read_stored,
-    settings_of,
+    settings_from_mapping,
     settings_to_yaml,
-    with_whole_paths,
+    with_absolute_paths,
 )
 from prge.errors import ConfigError, RunError
 from prge.formats.stored_settings import write_settings
@@ -184,10 +184,15 @@ def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
     path.write_text("bundle: b\nrows: [x.jsonl, y.jsonl]\n", encoding="utf-8")
     expected = Sample(Path("b"), rows=(Path("x.jsonl"), Path("y.jsonl")))
     assert parse("--config", str(path)) == expected
-    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl", Path("y.jsonl")]}, "run()") == expected
-    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl"]}, "run()").rows == Path("x.jsonl")
+    assert (
+        settings_from_mapping(Sample, {"bundle": "b", "rows": ["x.jsonl", Path("y.jsonl")]}, "run()")
+        == expected
+    )
+    assert settings_from_mapping(Sample, {"bundle": "b", "rows": ["x.jsonl"]}, "run()").rows == Path(
+        "x.jsonl"
+    )
     assert parse("--config", str(path), "--rows", "z").rows == Path("z")
-    whole = with_whole_paths(expected)
+    whole = with_absolute_paths(expected)
     assert whole.rows == (Path("x.jsonl").resolve(), Path("y.jsonl").resolve())
     path.write_text(settings_to_yaml(whole), encoding="utf-8")
     assert read_settings(Sample, path, "prge sample") == whole
@@ -322,7 +327,7 @@ def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytes
         parse_settings(Everywhere, [*words, *again[:3], *again[5:]], "prge")
     assert caught.value.problems == ["bundle: '~/b'"]
     with pytest.raises(ConfigError):
-        settings_of(Everywhere, {"resume": folder}, "tune()")
+        settings_from_mapping(Everywhere, {"resume": folder}, "tune()")
     with pytest.raises(ConfigError) as caught:
         read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
     assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
@@ -361,7 +366,7 @@ def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
     expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is none that is used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
-    assert settings_of(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
+    assert settings_from_mapping(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
     with raises(RunError, "not-a-run", saying="nowhere"):
         parse_settings(Stored, ["--resume=nowhere"], "prge")
 

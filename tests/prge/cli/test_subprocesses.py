@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from prge.cli import subprocesses as starting
-from prge.cli.subprocesses import configured, run_verb, wait_until_free
+from prge.cli.subprocesses import run_verb, wait_until_free, write_verb_config
 from prge.errors import INTERRUPTED, PrgeError
 
 
 def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
     path = tmp_path / "settings" / "run.yaml"
     given = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
-    assert configured("android run", given, path) == ["android", "run", "--config", str(path)]
+    assert write_verb_config("android run", given, path) == ["android", "run", "--config", str(path)]
     assert yaml.safe_load(path.read_text()) == {"bundle": "b", "columns": ["a=b", "c=--d"], "quiet": False}
 
 

@@ -21,7 +21,7 @@ from prge.data.example_building import build_examples
 from prge.data.forms.task import Task, load_task, parse_task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Row
-from prge.data.row_report import show_sample
+from prge.data.row_report import format_sample
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
 from prge.model_spec import ModelSpec
@@ -63,10 +63,10 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
 
 def test_text() -> None:
     [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, spec())
-    assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad][</s>]"
+    assert format_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad][</s>]"
     assert (example.candidates, example.label) == (1, None)
     assert [target.weight for target in example.sequences[0].targets] == [1 / 5] * 5
-    assert report.text() == (
+    assert report.summary() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
         "  columns: text\n"
         "  tokens in a sequence: 6 to 6, mean 6.0; the bundle takes 48\n"
@@ -76,21 +76,21 @@ def test_text() -> None:
 
 def test_text_without_bos_learns_all_but_its_first_token(bare_tokenizer: Tokenizer) -> None:
     [example], _ = build_examples(rows({"text": "the film was bad"}), bare_tokenizer, spec())
-    assert show_sample(example, bare_tokenizer) == "row 1\n  the[ film][ was][ bad]"
+    assert format_sample(example, bare_tokenizer) == "row 1\n  the[ film][ was][ bad]"
 
 
 def test_prompt_and_completion() -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
     [example], _ = build_examples(data, TOKENIZER, spec())
-    assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad][</s>]"
+    assert format_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad][</s>]"
     [example], _ = build_examples(data, TOKENIZER, spec(), options=BuildOptions(append_eos=False))
-    assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad]"
+    assert format_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad]"
 
 
 def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
     [example], _ = build_examples(data, bare_tokenizer, spec())
-    assert show_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
+    assert format_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
 
 
 def test_completion_that_a_token_would_join_to_its_prompt() -> None:
@@ -99,7 +99,7 @@ def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     assert learnt(examples[0], TOKENIZER) == "great</s>"
     assert (
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
-        in report.text()
+        in report.summary()
     )
 
 
@@ -112,10 +112,10 @@ def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     row = {"prompt": "a ? " * asked + "a", "completion": " a" * (1 + known) + " é" * unknown}
     _, report = build_examples(rows(row), Tokenizer(backend), spec())
-    assert report.unknown == report.facts()["unknown_target_tokens"] == unknown
+    assert report.unknown == report.counts()["unknown_target_tokens"] == unknown
     share = f"{unknown / (1 + known + unknown):.1%}"
     told = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
-    assert (told in report.text()) == bool(unknown)
+    assert (told in report.summary()) == bool(unknown)
 
 
 def test_messages() -> None:
@@ -127,7 +127,7 @@ def test_messages() -> None:
         {"role": "assistant", "content": "Yes"},
     ]
     [example], _ = build_examples(rows({"messages": messages}), tokenizer, spec(sequence_length=128))
-    assert show_sample(example, tokenizer).replace("\n", "|") == (
+    assert format_sample(example, tokenizer).replace("\n", "|") == (
         "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
         "<|im_start|>user|a dog<|im_end|>|<|im_start|>assistant|[Yes][<|im_end|>][|]"
     )
@@ -154,12 +154,13 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert all("Be kind" in text for text in texts) and "q1" in texts[0] and "q1" not in texts[1]
     assert learnt(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
     assert report.dropped == 0
-    assert "split between turns into several examples: 1 row (1)" in report.text()
+    assert "split between turns into several examples: 1 row (1)" in report.summary()
     cut, report = build_examples(rows({"messages": chat}), tokenizer, small, options=TRUNCATE)
     assert [each.sequences for each in cut] == [examples[1].sequences] and cut[0].cut
     assert report.dropped == len(examples[0].sequences[0].targets)
     assert (
-        "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them" in report.text()
+        "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them"
+        in report.summary()
     )
     assert problems_of(rows({"messages": chat}), tokenizer, small)
 
@@ -244,10 +245,10 @@ def test_messages_without_a_template() -> None:
 def test_instructions_of_a_chat_model_are_messages() -> None:
     data = rows({"instruction": "a cat", "input": "", "output": "No"})
     [example], report = build_examples(data, chat_tokenizer(CHATML), spec(sequence_length=128))
-    assert show_sample(example, chat_tokenizer(CHATML)).replace("\n", "|") == (
+    assert format_sample(example, chat_tokenizer(CHATML)).replace("\n", "|") == (
         "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
     )
-    assert report.text().startswith("the data (Alpaca, as messages): 1 rows")
+    assert report.summary().startswith("the data (Alpaca, as messages): 1 rows")
 
 
 def test_instructions_of_other_models_have_headings() -> None:
@@ -255,8 +256,8 @@ def test_instructions_of_other_models_have_headings() -> None:
     [example], report = build_examples(data, TOKENIZER, spec(sequence_length=128))
     assert learnt(example, TOKENIZER) == "bad</s>"
     assert TOKENIZER.decode(example.prompt, special=False).endswith("### Response:\n")
-    assert "(Alpaca): 1 rows" in report.text()
-    assert "  columns: instruction, output; not read: id\n" in report.text()
+    assert "(Alpaca): 1 rows" in report.summary()
+    assert "  columns: instruction, output; not read: id\n" in report.summary()
 
 
 # Candidates
@@ -264,7 +265,7 @@ def test_instructions_of_other_models_have_headings() -> None:
 
 def test_one_token_candidates_share_a_sequence() -> None:
     [example], report = build_examples(rows(FILM), TOKENIZER, spec(), load_task("sst2"))
-    assert show_sample(example, TOKENIZER) == (
+    assert format_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film was a cat It was\n    -> [Ġterrible]\n    -> [Ġgreat] <- label"
     )
     [sequence] = example.sequences
@@ -272,7 +273,7 @@ def test_one_token_candidates_share_a_sequence() -> None:
     assert [(target.weight, target.candidate) for target in sequence.targets] == [(1, 0), (1, 1)]
     assert (example.candidates, example.label) == (2, 1)
     assert (example.choices, example.answers) == (("terrible", "great"), ("great",))
-    assert "classes: 1 1" in report.text()
+    assert "classes: 1 1" in report.summary()
 
 
 def test_all_one_token_candidates_are_read_of_one_sequence() -> None:
@@ -288,7 +289,7 @@ def test_all_one_token_candidates_are_read_of_one_sequence() -> None:
 def test_longer_candidates_have_a_sequence_each() -> None:
     [example], _ = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, spec(), LONG_WORDS)
     first, second = example.sequences
-    assert show_sample(example, TOKENIZER) == (
+    assert format_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film It was[ bad][ good] <- label\n  <s>the film It was[ great]"
     )
     assert [target.weight for target in first.targets] == [1 / 2] * 2
@@ -321,18 +322,18 @@ def test_encoder(encoder_tokenizer: Tokenizer) -> None:
     encoder = spec(readout="pooled")
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
     assert (
-        show_sample(example, encoder_tokenizer) == "row 1\n  <s>the film was a cat</s>\n    -> class 1 of 2"
+        format_sample(example, encoder_tokenizer) == "row 1\n  <s>the film was a cat</s>\n    -> class 1 of 2"
     )
     assert (example.candidates, example.label, example.sequences[0].targets) == (2, 1, ())
     assert len(example.sequences[0].tokens) == 7
-    assert "target tokens" not in report.text()
+    assert "target tokens" not in report.summary()
 
 
 def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: Tokenizer) -> None:
     encoder = spec(readout="pooled", sequence_length=5)
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"), TRUNCATE)
     assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
-    assert "texts cut at the end: 1 row (1)" in report.text()
+    assert "texts cut at the end: 1 row (1)" in report.summary()
     [problem] = problems_of(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
     assert problem.startswith("row 1: has 7 tokens, the bundle takes 5: shorten it")
 
@@ -352,7 +353,7 @@ def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
     assert TOKENIZER.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
     assert (
         "prompts cut at the beginning: 1 row (7); an export with a larger --sequence-length keeps them whole"
-        in report.text()
+        in report.summary()
     )
     assert problems_of(data, TOKENIZER, spec(sequence_length=5), load_task("sst2")) == [
         "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
@@ -389,10 +390,10 @@ def test_long_text_is_refused_cut_or_split() -> None:
         "--sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
-    assert [show_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was][ a][ cat]"]
-    assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.text()
+    assert [format_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was][ a][ cat]"]
+    assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.summary()
     split, report = build_examples(data, TOKENIZER, small, options=SPLIT)
-    assert [show_sample(each, TOKENIZER)[8:] for each in split] == [
+    assert [format_sample(each, TOKENIZER)[8:] for each in split] == [
         "<s>[the][ film][ was][ a][ cat]",
         "<s> cat[ on][ a][ mat][ and]",
         "<s> mat and[ a][ dog][</s>]",
@@ -403,14 +404,14 @@ def test_long_text_is_refused_cut_or_split() -> None:
 def test_completion_keeps_half_the_program_for_its_prompt() -> None:
     data = rows({"prompt": "the film was a cat on a mat", "completion": " and a dog was bad and good"})
     [example], report = build_examples(data, TOKENIZER, spec(sequence_length=8), options=TRUNCATE)
-    assert show_sample(example, TOKENIZER) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
+    assert format_sample(example, TOKENIZER) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
     assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not learnt"}
 
 
 def test_split_completion() -> None:
     data = rows({"prompt": "the film", "completion": " was a cat on a mat"})
     examples, _ = build_examples(data, TOKENIZER, spec(sequence_length=6), options=SPLIT)
-    assert [show_sample(each, TOKENIZER)[8:] for each in examples] == [
+    assert [format_sample(each, TOKENIZER)[8:] for each in examples] == [
         "<s> film[ was][ a][ cat][ on]",
         "<s> cat on[ a][ mat][</s>]",
     ]
@@ -586,7 +587,7 @@ def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
     assert not any(part.cut for part in parts)
     _, report = build_examples(rows(LONG), TOKENIZER, few, options=TRUNCATE)
     assert report.dropped == whole - 8
-    assert f"{whole - 8} more don't fit" in report.text()
+    assert f"{whole - 8} more don't fit" in report.summary()
 
 
 def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
@@ -601,7 +602,7 @@ def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
     auto, few = BuildOptions("auto"), spec(sequence_length=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=auto)
     assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)
-    assert "longer than the bundle takes, split into several examples: 1 row (1)" in report.text()
+    assert "longer than the bundle takes, split into several examples: 1 row (1)" in report.summary()
     [cut], report = build_examples(
         rows({"prompt": "a", "completion": LONG["text"]}), TOKENIZER, few, options=auto
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.data.readers.feedback import Answered, row_of_line
+from prge.data.readers.feedback import AnswerRecord, parse_feedback_line
 from prge.data.tokenization import chat
 from prge.data.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
@@ -42,7 +42,7 @@ def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
     """What is learnt of a row, in text."""
     tokenizer = Tokenizer(byte_level_backend())
     found = []
-    for example in examples.of(row):
+    for example in examples.build(row):
         (sequence,) = example.sequences
         found.append(tokenizer.decode([target.token for target in sequence.targets], special=False))
     return found
@@ -54,14 +54,14 @@ def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
     [({"rating": "good"}, " was cold"), ({"correction": " was hot"}, " was hot")],
 )
 def test_what_should_be_answered_is_learnt(asked: Any, judged: dict[str, str], learnt: str) -> None:
-    row = Answered("1", "m", "", asked, " was cold", {}).judged(**judged)
+    row = AnswerRecord("1", "m", "", asked, " was cold", {}).to_feedback(**judged)
     (text,) = learnt_text(shared_examples(), row)
     assert text.strip() == learnt.strip()
 
 
 def test_a_bad_answer_is_one_that_is_disliked() -> None:
-    row = Answered("1", "m", "", {"prompt": "The soup"}, " was cold", {}).judged("bad")
-    (example,) = shared_examples().of(row)
+    row = AnswerRecord("1", "m", "", {"prompt": "The soup"}, " was cold", {}).to_feedback("bad")
+    (example,) = shared_examples().build(row)
     assert example.liked is False
 
 
@@ -87,10 +87,10 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
     monkeypatch.setattr(chat, "SECONDS", 0.2)
     examples = make_examples() if "loop" in str(asked) else shared_examples()
     with pytest.raises(UnlearnableError) as error:
-        examples.of({**asked, "answer": answer, "rating": rating})
+        examples.build({**asked, "answer": answer, "rating": rating})
     assert problem in error.value.problem and "\x1b" not in error.value.problem
-    row = Answered("1", "m", "", {"messages": HELLO}, "b", {}).judged("good")
-    assert examples.of(row)
+    row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
+    assert examples.build(row)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
 def test_of_a_conversation_what_is_learnt_must_be_rendered(
     answer: str, correction: str | None, is_refused: bool
 ) -> None:
-    answered = Answered("a", "m", "", {"messages": HELLO}, answer, {})
-    row = answered.judged("good" if correction is None else None, correction)
+    answered = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
+    row = answered.to_feedback("good" if correction is None else None, correction)
     if is_refused:
         with raises(UnlearnableError, "messages-refused"):
-            shared_examples().of(row)
+            shared_examples().build(row)
     else:
-        assert shared_examples().of(row)
+        assert shared_examples().build(row)
 
 
 @pytest.mark.parametrize("rating", ["good", "bad"])
@@ -122,15 +122,15 @@ def test_of_a_conversation_what_is_learnt_must_be_rendered(
 )
 def test_a_template_that_renders_nothing_of_an_answer(template: str, rating: str) -> None:
     with raises(UnlearnableError, "nothing-to-learn"):
-        make_examples(template).of({"messages": HELLO, "answer": "b", "rating": rating})
+        make_examples(template).build({"messages": HELLO, "answer": "b", "rating": rating})
 
 
 def test_messages_without_a_template_and_a_bundle_without_room() -> None:
-    row = Answered("1", "m", "", {"messages": HELLO}, "b", {}).judged("good")
+    row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
     with raises(UnlearnableError, "chat-template-missing"):
-        make_examples(None).of(row)
+        make_examples(None).build(row)
     # What is long loses its beginning.
-    long = Answered("1", "m", "", {"prompt": "word " * 1000}, " end", {}).judged("good")
+    long = AnswerRecord("1", "m", "", {"prompt": "word " * 1000}, " end", {}).to_feedback("good")
     assert learnt_text(shared_examples(), long) == [" end"]
 
 
@@ -162,11 +162,11 @@ MESSAGES = st.lists(
     )
 )
 def test_any_line_is_no_feedback_or_examples_or_a_problem(row: dict[str, Any]) -> None:
-    found = row_of_line(json.dumps(row).encode())
+    found = parse_feedback_line(json.dumps(row).encode())
     if found is None:
         return
     try:
-        examples = shared_examples().of(found)
+        examples = shared_examples().build(found)
     except UnlearnableError as error:
         assert error.problem
     else:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from prge.data.forms.task import load_task
-from prge.data.readers.files import Row, place_of_row
-from prge.data.sources import holding_part, is_hub_name, parse_columns, read_source, rows_file
+from prge.data.readers.files import Row, row_location
+from prge.data.sources import find_row_file, is_hub_name, parse_columns, read_source, sources_with_part
 from prge.errors import ConfigError, DataError
 from prge.formats.bundle import file_sha256
 from tests.refusals import raises
@@ -44,7 +44,7 @@ def test_a_folder_has_a_file_for_each_part(write: Write) -> None:
 @pytest.mark.parametrize("name", ["valid.json", "validation.tsv", "dev.csv", "val.parquet"])
 def test_names_of_development_rows(write: Write, name: str) -> None:
     path = write(name, "")
-    assert rows_file(path.parent, "dev") == path
+    assert find_row_file(path.parent, "dev") == path
 
 
 def test_a_folder_with_none_or_several_is_told(write: Write, tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
         f"row 1 of {first}", f"row 3 of {first}", f"row 1 of {second}", f"row 2 of {second}",
     ]  # fmt: skip
     assert source.name == f"{first} and {second}"
-    assert place_of_row(source.rows[2].number) == {"file": str(second), "row": 1}
-    assert place_of_row(3) == {"row": 3}
+    assert row_location(source.rows[2].number) == {"file": str(second), "row": 1}
+    assert row_location(3) == {"row": 3}
     number = source.rows[1].number
     assert json.loads(json.dumps(number)) == number
     assert str(pickle.loads(pickle.dumps(number))) == str(number)
@@ -112,9 +112,9 @@ def test_the_parts_of_several_folders_and_of_json_files(write: Write, tmp_path: 
     assert [row.fields["text"] for row in rows] == ["valid of a", "valid of b"]
     parts = write("parts.json", '{"train": [{"text": "one"}], "test": [{"text": "two"}]}')
     only = write("only.json", '{"data": [{"text": "one"}]}')
-    assert holding_part(folders, "dev") == folders
-    assert holding_part((*folders, parts), "test") == parts == holding_part(parts, "test")
-    assert holding_part(parts, "dev") is None is holding_part(only, "test")
+    assert sources_with_part(folders, "dev") == folders
+    assert sources_with_part((*folders, parts), "test") == parts == sources_with_part(parts, "test")
+    assert sources_with_part(parts, "dev") is None is sources_with_part(only, "test")
     assert read_source(parts, "test").rows == [Row(1, {"text": "two"})]
 
 

@@ -11,7 +11,7 @@ from prge.data.encoding import EncodedText, encode
 from prge.data.row_report import END_CUT, PROMPT_CUT, SPLIT
 from prge.data.segments import Candidates, Segment, SegmentedText, Segmenter, Texts
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.data.truncation import Fitted, Fitter
+from prge.data.truncation import FittedSequences, SequenceFitter
 from tests.prge.data.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.refusals import raises
 
@@ -52,7 +52,7 @@ def test_splitting_loses_no_trained_token_and_repeats_none(
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
         return
-    fitted = Fitter(TOKENIZER, length, "split").fit(Texts((text,)))
+    fitted = SequenceFitter(TOKENIZER, length, "split").fit(Texts((text,)))
     assert targets(fitted.sequences) == targets((encoded,)) and not fitted.dropped
     assert all(len(each.ids) <= length for each in fitted.sequences)
     assert (SPLIT in fitted.events) == (len(fitted.sequences) > 1)
@@ -70,7 +70,7 @@ def test_what_is_cut_is_counted(segments: tuple[Segment, ...], length: int) -> N
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
         return
-    fitted = Fitter(TOKENIZER, length, "truncate").fit(Texts((text,)))
+    fitted = SequenceFitter(TOKENIZER, length, "truncate").fit(Texts((text,)))
     (cut,) = fitted.sequences
     assert len(cut.targets) + fitted.dropped == len(encoded.targets)
     assert (END_CUT in fitted.events) == bool(fitted.dropped)
@@ -85,7 +85,7 @@ def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> N
         return
     last = int(encoded.targets[-1])
     for overflow in ("error", "truncate", "split"):
-        fitter = Fitter(TOKENIZER, length, overflow)  # type: ignore[arg-type]
+        fitter = SequenceFitter(TOKENIZER, length, overflow)  # type: ignore[arg-type]
         if last < length:
             (kept,) = fitter.fit(Texts((text,))).sequences
             assert kept.ids.tolist() == encoded.ids[: last + 1].tolist()
@@ -99,7 +99,7 @@ def test_choices_are_whole_after_the_end_of_their_prompt(
     prompt: int, answers: list[int], length: int
 ) -> None:
     row = Candidates(tuple(completed(prompt, *answers)), "choices", 0)
-    fitter = Fitter(TOKENIZER, length, "truncate")
+    fitter = SequenceFitter(TOKENIZER, length, "truncate")
     after = 0 if max(answers) == 1 else max(answers)
     if 1 + 1 + after > length:
         with raises(RowError, "candidate-too-long", saying=str(after)):
@@ -119,7 +119,7 @@ def test_answers_keep_one_prompt_and_lose_their_ends_where_it_is_half(
     prompt: int, answers: list[int], length: int
 ) -> None:
     row = Candidates(tuple(completed(prompt, *answers)), "answers", 0)
-    fitted = Fitter(TOKENIZER, length, "truncate").fit(row)
+    fitted = SequenceFitter(TOKENIZER, length, "truncate").fit(row)
     contexts = {each.ids[: each.targets[0]].tobytes() for each in fitted.sequences}
     assert len(contexts) == 1 or PROMPT_CUT in fitted.events
     learnt = [len(each.targets) for each in fitted.sequences]
@@ -133,7 +133,7 @@ def test_answers_keep_one_prompt_and_lose_their_ends_where_it_is_half(
 def test_an_encoders_text_loses_its_end_and_keeps_its_special_tokens(words: int, length: int) -> None:
     text = SegmentedText((Segment(" film" * words, False),), special_tokens="begin and end")
     row = Candidates((text,), "classes", 0, choices=("bad", "good"))
-    (fitted,) = Fitter(ENCODER, length, "truncate").fit(row).sequences
+    (fitted,) = SequenceFitter(ENCODER, length, "truncate").fit(row).sequences
     whole = encode(text, ENCODER).ids
     kept = min(len(whole), length)
     expected = np.concatenate([whole[: kept - len(ENCODER.end)], whole[len(whole) - len(ENCODER.end) :]])
@@ -156,6 +156,6 @@ def test_a_text_that_is_divided_by_itself_keeps_that_division() -> None:
         return [of(*turns[:2]), of(*turns[2:])]
 
     text = SegmentedText(of(*turns).segments, "untrained", "none", divide=divide)
-    fitted: Fitted = Fitter(TOKENIZER, 20, "split").fit(Texts((text,)))
+    fitted: FittedSequences = SequenceFitter(TOKENIZER, 20, "split").fit(Texts((text,)))
     assert asked == [False] and len(fitted.sequences) == 2
     assert fitted.events == ("chats longer than the bundle takes, split between turns into several examples",)

@@ -12,7 +12,7 @@ import pytest
 
 from prge.errors import BundleError
 from prge.formats.bundle import ADAPTER, MANIFEST, TOKENIZER, manifest_sha256, open_bundle
-from tests.bundles import PROGRAM, make_bundle, make_small_chain, read_json, write_manifest
+from tests.bundles import PROGRAM, make_bundle, make_small_chain, read_manifest, write_manifest
 from tests.refusals import raises
 
 Damage = Callable[[Path], object]
@@ -32,7 +32,7 @@ def test_whole_bundle_opens(folder: Path) -> None:
 
 def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
     before = open_bundle(folder).sha256
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     rewritten = json.dumps(dict(reversed(manifest.items())), indent=4)
     (folder / MANIFEST).write_text(rewritten, encoding="utf-8")
     assert open_bundle(folder).sha256 == before
@@ -41,7 +41,7 @@ def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
 
 
 def test_a_bundle_whose_manifest_names_no_model_is_described_without(folder: Path) -> None:
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     manifest.pop("model", None)
     write_manifest(folder, manifest)
     assert open_bundle(folder).description["model"] is None
@@ -164,7 +164,7 @@ def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
 def test_manifest_that_lies_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], object], code: str, value: str
 ) -> None:
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     change(manifest)
     write_manifest(folder, manifest)
     with raises(BundleError, code, saying=value):
@@ -172,7 +172,7 @@ def test_manifest_that_lies_is_refused(
 
 
 def test_manifest_changed_after_writing_is_told(folder: Path) -> None:
-    manifest = read_json(folder)
+    manifest = read_manifest(folder)
     manifest["lora"]["alpha"] = 32.0
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     with raises(BundleError, "manifest-changed"):

@@ -22,7 +22,7 @@ from prge.formats.documents import (
     read_json,
     read_yaml,
 )
-from tests.measured import measured
+from tests.measured import measure_program
 from tests.refusals import raises
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -158,7 +158,7 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
     path = tmp_path / "document"
     path.write_text(WORST[name])
     reader = "read_yaml" if name.startswith("yaml") else "read_json"
-    found = measured(
+    found = measure_program(
         f"import contextlib, pathlib\nfrom prge.formats.documents import DocumentError, {reader}",
         f"with contextlib.suppress(DocumentError):\n    {reader}(pathlib.Path({str(path)!r}))",
     )

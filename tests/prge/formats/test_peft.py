@@ -25,10 +25,10 @@ from prge.formats.adapter import Adapter
 from prge.formats.peft import (
     PeftAdapter,
     find_adapter,
+    find_run,
     read_compatible_adapter,
     read_lora,
     read_peft,
-    run_of,
     scaled_lora_a,
     write_lora,
     write_peft,
@@ -506,10 +506,10 @@ def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Pa
     for name in ("final", "checkpoints/step-000003"):
         write_peft(run / name, some_adapter(), template)
         assert find_adapter(run / name) == run / name
-        assert run_of(run / name) == run
+        assert find_run(run / name) == run
     assert find_adapter(run) == run / "final"
     assert find_adapter(template) == template
-    assert run_of(template) is None
+    assert find_run(template) is None
     with raises(AdapterError, "adapter-missing"):
         find_adapter(tmp_path)
 

@@ -24,11 +24,11 @@ from prge.formats.run_folder import (
     METRICS,
     SUMMARY,
     RunLog,
+    as_run_error,
     check_new_run,
     environment,
     is_held,
     read_metrics,
-    reported,
     run_lock,
     write_summary,
 )
@@ -182,9 +182,9 @@ def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path)
     ],
 )
 def test_refused_writes_are_told_with_a_remedy(code: int, problem: str) -> None:
-    with raises(RunError, problem, saying="runs/a/log.txt"), reported(Path("runs/a")):
+    with raises(RunError, problem, saying="runs/a/log.txt"), as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code), "runs/a/log.txt")
-    with raises(RunError, problem, saying=os.strerror(code)) as caught, reported(Path("runs/a")):
+    with raises(RunError, problem, saying=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code))
     assert "runs/a" in caught.value.what and caught.value.remedy
 

@@ -67,7 +67,7 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
         role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }
     forward, reverse = by_derivative[Derivative.JVP], by_derivative[Derivative.BACKWARD]
-    values = {port for port in forward.inputs if port.part is Part.VALUE and port.changes}
+    values = {port for port in forward.inputs if port.part is Part.VALUE and port.is_differentiable}
     tangents = {
         Port(port.value, port.index) for port in forward.inputs if port.part in (Part.TANGENT, Part.U)
     }
@@ -155,47 +155,50 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
     found = signature(
         BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
     )
-    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.needed
-    assert ("shared_out.0" in found.answers) == (not is_back)
-    assert ("tangent_shared_in.1" in found.needed, "tangent_shared_out.0" in found.answers) == (
+    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.required_inputs
+    assert ("shared_out.0" in found.output_names) == (not is_back)
+    assert ("tangent_shared_in.1" in found.required_inputs, "tangent_shared_out.0" in found.output_names) == (
         is_tangent,
         is_tangent,
     )
-    assert ("grad_shared_out.0" in found.needed, "grad_shared_in.2" in found.answers) == (is_back, is_back)
+    assert ("grad_shared_out.0" in found.required_inputs, "grad_shared_in.2" in found.output_names) == (
+        is_back,
+        is_back,
+    )
     assert not {"tangent_shared_in.0", "grad_shared_in.0", "grad_keys", "keys"} & {
-        *found.needed,
-        *found.answers,
+        *found.required_inputs,
+        *found.output_names,
     }
 
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
     block = BlockPorts(attends=True, shared_in=(False, False), past=(0, 1))
     tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
-    assert "past_keys" in tangent.needed & back.needed
-    assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.needed, *back.answers}
+    assert "past_keys" in tangent.required_inputs & back.required_inputs
+    assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.required_inputs, *back.output_names}
 
 
 def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
     back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
-    assert back.needed == {"hidden_states", "grad_hidden_states"} and back.allowed >= {
+    assert back.required_inputs == {"hidden_states", "grad_hidden_states"} and back.allowed_inputs >= {
         "lora_b.0",
         "lora_b.1",
         "padding_mask",
     }
-    assert back.answers == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
+    assert back.output_names == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
 
 
 def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
     for role in ALL_ROLES:
-        has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed
+        has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed_inputs
         assert has_a == (role in (PREFILL, DECODE))
     found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
-    assert found.answers == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
+    assert found.output_names == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
     save, back = (signature(BlockPorts(residuals=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
-    assert save.answers == ["hidden_states", "residual.0", "residual.1"] and back.needed >= {
+    assert save.output_names == ["hidden_states", "residual.0", "residual.1"] and back.required_inputs >= {
         "residual.0",
         "residual.1",
     }
@@ -203,13 +206,13 @@ def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
 
 
 def test_only_a_block_with_attention_has_a_past() -> None:
-    assert "past_keys" not in signature(BlockPorts(), ROLE_OF[DECODE]).allowed
+    assert "past_keys" not in signature(BlockPorts(), ROLE_OF[DECODE]).allowed_inputs
     assert signature(BlockPorts(attends=True), ROLE_OF[FORWARD]) == signature(BlockPorts(), ROLE_OF[FORWARD])
 
 
 def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
     head = BlockPorts(is_head=True, residuals=1)
-    answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
+    answers = [signature(head, ROLE_OF[role]).output_names for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
     assert answers == [
         ["parts"],
         ["parts", "tangent_parts"],

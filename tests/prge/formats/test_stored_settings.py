@@ -14,9 +14,9 @@ from prge.errors import RunError
 from prge.formats.documents import parse_yaml
 from prge.formats.stored_settings import (
     check_links,
+    is_outside,
     is_own,
     key_path,
-    leads_out,
     new_key,
     parse_key,
     sign,
@@ -145,11 +145,11 @@ def test_which_values_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         *("also/rows/train.jsonl", "/proc/self/cwd/run/rows/train.jsonl", f"{folder}/up/run/rows"),
     ]
     names = ["sst2", "plain", "gpt2", "private", "lora"]
-    assert [each for each in out if not leads_out(folder, each)] == []
-    assert [each for each in (*inside, *names) if leads_out(folder, each)] == []
+    assert [each for each in out if not is_outside(folder, each)] == []
+    assert [each for each in (*inside, *names) if is_outside(folder, each)] == []
     # What is written to is made there, whatever there is now.
-    assert [each for each in (*out, *names) if not leads_out(folder, each, is_written=True)] == []
-    assert [each for each in inside if leads_out(folder, each, is_written=True)] == []
+    assert [each for each in (*out, *names) if not is_outside(folder, each, is_written=True)] == []
+    assert [each for each in inside if is_outside(folder, each, is_written=True)] == []
     os.close(descriptor)
 
 

@@ -10,7 +10,7 @@ from prge.errors import AdapterError, BundleError, RunError
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import find_adapter
 from prge.formats.stored_settings import write_settings
-from prge.formats.tune_folder import bundle_at, run_at, tuning_at
+from prge.formats.tune_folder import find_tuning, resolve_bundle, resolve_run
 from tests.refusals import raises
 
 
@@ -26,15 +26,15 @@ def tuning(folder: Path, *parts: str, config: str = "bundle: null\n") -> Path:
 def test_its_own_bundle_its_run_and_its_adapter(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", "bundle", "run/final")
     (folder / "run/final/adapter_config.json").write_text("{}")
-    assert bundle_at(folder) == folder / "bundle" and run_at(folder) == folder / "run"
+    assert resolve_bundle(folder) == folder / "bundle" and resolve_run(folder) == folder / "run"
     assert find_adapter(folder) == folder / "run/final"
-    found = tuning_at(folder)
+    found = find_tuning(folder)
     assert found is not None and found.name == "mine"
 
 
 def test_a_bundle_that_it_was_given(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config=f"bundle: {tmp_path / 'other'}\n")
-    assert bundle_at(folder) == tmp_path / "other"
+    assert resolve_bundle(folder) == tmp_path / "other"
     with raises(BundleError, "not-a-bundle", saying="other"):
         open_bundle(folder)
 
@@ -42,7 +42,7 @@ def test_a_bundle_that_it_was_given(tmp_path: Path) -> None:
 def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
     finish = f"finish it with `prge tune --resume {folder}`"
-    for ask, what in ((bundle_at, "bundle"), (open_bundle, "bundle"), (run_at, "run")):
+    for ask, what in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
         with raises(RunError, "tuning-unfinished", saying=what) as caught:
             ask(folder)
         assert caught.value.remedy == finish
@@ -55,14 +55,14 @@ def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
 def test_damaged_settings_are_told(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config="bundle: [")
     with raises(RunError, "settings-unreadable", saying="config.yaml"):
-        bundle_at(folder)
+        resolve_bundle(folder)
 
 
 def test_other_folders_are_what_they_are(tmp_path: Path) -> None:
-    assert bundle_at(tmp_path) == run_at(tmp_path) == tmp_path and tuning_at(tmp_path) is None
+    assert resolve_bundle(tmp_path) == resolve_run(tmp_path) == tmp_path and find_tuning(tmp_path) is None
     run = tuning(tmp_path / "run")
     (run / "journal.jsonl").write_text("{}\n")
-    assert run_at(run) == run
+    assert resolve_run(run) == run
     with pytest.raises(AdapterError):
         find_adapter(tmp_path)
 
@@ -73,11 +73,11 @@ def test_a_strangers_bundle_elsewhere_and_links_are_refused(tmp_path: Path) -> N
     text = f"bundle: {other}\n"
     folder = tuning(tmp_path / "mine", config=text)
     with raises(RunError, "path-outside", saying=str(other)) as caught:
-        bundle_at(folder)
+        resolve_bundle(folder)
     assert f"--bundle {other}" in caught.value.remedy
     write_settings(folder / "config.yaml", text)
-    assert bundle_at(folder) == other
-    for name, ask in (("run", run_at), ("bundle", bundle_at)):
+    assert resolve_bundle(folder) == other
+    for name, ask in (("run", resolve_run), ("bundle", resolve_bundle)):
         (folder / "config.yaml").write_text("bundle: null\n")
         (folder / name).symlink_to(other)
         with raises(RunError, "link-outside", saying=name):

@@ -16,11 +16,11 @@ from prge.errors import ConfigError, DataError, EngineError
 from prge.formats.adapter import Adapter
 from prge.generation.loop import FED_AT_ONCE, Completion, GenerationSettings, Generator, Request, Sharing
 from prge.generation.prompts import Prompt
-from prge.generation.sampling import ChoiceSettings, SamplingParams
+from prge.generation.sampling import SamplingSettings, TokenSampler
 from prge.generation.text_stream import TextStream
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
-from tests.speakers import NumpySpeaker, make_adapter
+from tests.speakers import NumpyGenerationEngine, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 PLAIN = make_adapter()
@@ -36,14 +36,14 @@ def make_request(
 
 def alone(request: Request, **speaker: Any) -> list[int]:
     """The tokens of an answer by the definition: one token after the other, in a fresh sequence."""
-    model = NumpySpeaker(**{"context": 4096, **speaker})
+    model = NumpyGenerationEngine(**{"context": 4096, **speaker})
     sequence = model.open(request.adapter)
-    choice = SamplingParams(request.settings.choice)
+    choice = TokenSampler(request.settings.sampling)
     history = list(request.prompt.tokens)
     logits = model.feed(sequence, history)
     tokens: list[int] = []
     while len(tokens) < request.settings.max_tokens:
-        token = choice.choose(logits, history)
+        token = choice.sample(logits, history)
         if token == TOKENIZER.eos_id:
             break
         tokens.append(token)
@@ -59,7 +59,7 @@ def finished(generator: Generator) -> None:
 
 def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -> None:
     request = make_request()
-    (answer,) = Generator(NumpySpeaker(), TOKENIZER).generate([request])
+    (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])
     assert list(answer.tokens) == alone(request)
     stream = TextStream(TOKENIZER, before=request.prompt.tokens)
     assert answer.text == "".join([*map(stream.push, answer.tokens), stream.finish()])
@@ -75,7 +75,7 @@ def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -
             tokens=st.lists(st.integers(1, 12), min_size=1, max_size=12),
             adapter=st.sampled_from([PLAIN, TUNED]),
             max_tokens=st.integers(1, 20),
-            choice=st.builds(ChoiceSettings, st.sampled_from([0.0, 1.0]), seed=st.integers(0, 3)),
+            sampling=st.builds(SamplingSettings, st.sampled_from([0.0, 1.0]), seed=st.integers(0, 3)),
         ),
         min_size=1,
         max_size=9,
@@ -84,25 +84,27 @@ def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -
 )
 @settings(max_examples=60)
 def test_answers_in_a_batch_are_those_of_each_request_alone(requests: list[Request], slots: int) -> None:
-    speaker = NumpySpeaker(slots=slots)
+    speaker = NumpyGenerationEngine(slots=slots)
     answers = Generator(speaker, TOKENIZER).generate(requests)
     assert [list(answer.tokens) for answer in answers] == [alone(request) for request in requests]
     assert speaker.open_count <= slots
 
 
 def test_the_adapter_changes_the_answer() -> None:
-    answers = Generator(NumpySpeaker(), TOKENIZER).generate([make_request(), make_request(adapter=TUNED)])
+    answers = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
+        [make_request(), make_request(adapter=TUNED)]
+    )
     assert answers[0].tokens != answers[1].tokens
 
 
 def test_every_round_steps_all_answers_together() -> None:
-    speaker = NumpySpeaker(slots=3)
+    speaker = NumpyGenerationEngine(slots=3)
     Generator(speaker, TOKENIZER).generate([make_request([1, each]) for each in (5, 6, 7)])
     assert speaker.calls == [[1, 5], [1, 6], [1, 7], *[[1, 2, 3]] * 11]
 
 
 def test_a_request_that_comes_later_joins_the_others() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     first = generator.submit(make_request())
     for _ in range(4):
@@ -115,7 +117,7 @@ def test_a_request_that_comes_later_joins_the_others() -> None:
 
 
 def test_a_long_prompt_is_fed_in_pieces_while_others_go_on() -> None:
-    speaker = NumpySpeaker(context=4096)
+    speaker = NumpyGenerationEngine(context=4096)
     generator = Generator(speaker, TOKENIZER)
     short = generator.submit(make_request(max_tokens=50))
     generator.work()
@@ -129,7 +131,7 @@ def test_a_long_prompt_is_fed_in_pieces_while_others_go_on() -> None:
 
 def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
     told: list[Any] = []
-    generator = Generator(NumpySpeaker(), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(), TOKENIZER)
     ticket = generator.submit(make_request(max_tokens=30), told.append, told.append)
     finished(generator)
     assert told.pop() is ticket
@@ -141,22 +143,27 @@ def test_an_end_token_ends_the_answer_and_is_not_part_of_it() -> None:
     tokens = alone(make_request())
     for ends, stop in ((frozenset({tokens[3]}), ()), (frozenset(), ())):
         tokenizer = TOKENIZER if ends else Tokenizer(byte_level_backend(), eos_id=2, stop_ids=[tokens[3]])
-        (answer,) = Generator(NumpySpeaker(), tokenizer).generate([make_request(ends=ends, stop=stop)])
+        (answer,) = Generator(NumpyGenerationEngine(), tokenizer).generate(
+            [make_request(ends=ends, stop=stop)]
+        )
         assert (list(answer.tokens), answer.reason) == (tokens[: tokens.index(tokens[3])], "stop")
 
 
 def test_a_stop_word_ends_the_answer_before_it() -> None:
-    whole = Generator(NumpySpeaker(), TOKENIZER).generate([make_request()])[0].text
+    whole = Generator(NumpyGenerationEngine(), TOKENIZER).generate([make_request()])[0].text
     word = whole[4:7]
-    (answer,) = Generator(NumpySpeaker(), TOKENIZER).generate([make_request(stop=(word,))])
+    (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([make_request(stop=(word,))])
     assert (answer.text, answer.reason) == (whole.partition(word)[0], "stop")
     assert len(answer.tokens) < 12
     prompt = Prompt((1, 5, 6), stop=(word,))
-    assert Generator(NumpySpeaker(), TOKENIZER).generate([Request(prompt, PLAIN)])[0].tokens == answer.tokens
+    assert (
+        Generator(NumpyGenerationEngine(), TOKENIZER).generate([Request(prompt, PLAIN)])[0].tokens
+        == answer.tokens
+    )
 
 
 def test_a_control_token_given_as_a_stop_word_ends_the_answer_at_that_token() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     speaker.head[:, 4] = 100 * speaker.head[:, 4]
     generator = Generator(speaker, TOKENIZER)
     plain, stopped = generator.generate([make_request(), make_request(stop=("<|im_end|>",))])
@@ -166,19 +173,21 @@ def test_a_control_token_given_as_a_stop_word_ends_the_answer_at_that_token() ->
 
 
 def test_prompt_and_answer_fill_the_context_and_no_more() -> None:
-    (answer,) = Generator(NumpySpeaker(context=10), TOKENIZER).generate([make_request(max_tokens=99)])
+    (answer,) = Generator(NumpyGenerationEngine(context=10), TOKENIZER).generate(
+        [make_request(max_tokens=99)]
+    )
     assert (len(answer.tokens), answer.reason) == (7, "context")
 
 
 def test_a_prompt_without_room_for_an_answer_names_both_lengths() -> None:
-    generator = Generator(NumpySpeaker(context=10), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(context=10), TOKENIZER)
     with raises(DataError, "prompt-too-long", saying="10"):
         generator.submit(make_request([1] * 10))
     assert not generator.work()
 
 
 def test_truncation_keeps_begin_and_the_end_of_the_prompt_and_leaves_room_for_the_answer() -> None:
-    speaker = NumpySpeaker(context=20)
+    speaker = NumpyGenerationEngine(context=20)
     long = make_request([1, *range(5, 35)], max_tokens=6, overflow="truncate")
     (answer,) = Generator(speaker, TOKENIZER).generate([long])
     assert speaker.calls[0] == [1, *range(22, 35)]
@@ -193,7 +202,7 @@ def test_truncation_keeps_begin_and_the_end_of_the_prompt_and_leaves_room_for_th
 )
 def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], code: str, value: str) -> None:
     with raises(DataError, code, saying=value):
-        Generator(NumpySpeaker(), TOKENIZER).submit(make_request(tokens))
+        Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request(tokens))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
@@ -204,7 +213,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_the_next_turn_feeds_only_what_is_new() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     (first,) = generator.generate([make_request([1, 5, 6], max_tokens=4)])
     speaker.calls.clear()
@@ -217,7 +226,7 @@ def test_the_next_turn_feeds_only_what_is_new() -> None:
 
 
 def test_a_turn_that_was_edited_is_rewound_to_where_it_parts() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     generator.generate([make_request([1, *range(5, 25)], max_tokens=4)])
     speaker.calls.clear()
@@ -228,7 +237,7 @@ def test_a_turn_that_was_edited_is_rewound_to_where_it_parts() -> None:
 
 
 def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     first = generator.generate([make_request()])[0]
     speaker.calls.clear()
@@ -238,7 +247,7 @@ def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
 
 
 def test_nothing_is_shared_between_groups() -> None:
-    generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
     for group, fed in (("a", 3), ("b", 3), ("a", 1), ("b", 1), ("c", 3), ("", 3)):
         request = replace(make_request(), sharing=Sharing(group))
         (answer,) = generator.generate([request])
@@ -256,13 +265,13 @@ def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> No
         assert [*answer.tokens] == alone(request)
         return answer.fed_tokens
 
-    first = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    first = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
     (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
     # The last token that was chosen isn't held.
     held = len(answer.tokens) - 1
     needed = max(held // 2, min(held, 8))
     for repeated in range(len(answer.tokens)):
-        generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+        generator = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
         fed(prompt, generator)
         asked = [*prompt, *answer.tokens[:repeated], 400, 401]
         is_known = repeated >= needed > 0
@@ -295,7 +304,7 @@ def test_an_answer_that_is_repeated_as_text_is_known_by_it(
 ) -> None:
     """What a client sends back need not become the same tokens, nor begin with what was thought."""
     prompt = [1, *range(5, 25)]
-    generator = Generator(NumpySpeaker(slots=1, context=128), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(slots=1, context=128), TOKENIZER)
     sharing = Sharing(needs_answer=True)
     (answer,) = generator.generate([replace(make_request(prompt, max_tokens=60), sharing=sharing)])
     assert len(answer.text.strip()[-20:].strip()) >= 16 and len(answer.text.strip()) > 25
@@ -305,7 +314,7 @@ def test_an_answer_that_is_repeated_as_text_is_known_by_it(
 
 
 def test_nothing_is_shared_between_adapters() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     generator.generate([make_request()])
     (answer,) = generator.generate([make_request(adapter=TUNED)])
@@ -314,7 +323,7 @@ def test_nothing_is_shared_between_adapters() -> None:
 
 
 def test_conversations_that_take_turns_keep_their_sequences() -> None:
-    generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
     ours, theirs = [1, *range(5, 15)], [1, *range(40, 50)]
     for _ in range(3):
         for turn in (ours, theirs):
@@ -324,7 +333,7 @@ def test_conversations_that_take_turns_keep_their_sequences() -> None:
 
 
 def test_cancelling_ends_an_answer_with_what_there_is_of_it_and_not_the_others() -> None:
-    generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
     running, waiting, last = (generator.submit(make_request([1, each])) for each in (5, 6, 7))
     for _ in range(4):
         generator.work()
@@ -341,7 +350,7 @@ def test_cancelling_ends_an_answer_with_what_there_is_of_it_and_not_the_others()
 
 
 def test_a_failing_engine_ends_its_answer_and_not_the_others() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     speaker.failing = {77}
     generator = Generator(speaker, TOKENIZER)
     bad, good = generator.submit(make_request([1, 77])), generator.submit(make_request())
@@ -356,7 +365,7 @@ def test_a_failing_engine_ends_its_answer_and_not_the_others() -> None:
 
 
 def test_logits_that_are_no_numbers_end_the_answer() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     speaker.embedding[5] = float("nan")
     with raises(EngineError, "logits-not-finite", saying="nan"):
         Generator(speaker, TOKENIZER).generate([make_request()])
@@ -366,7 +375,7 @@ def test_a_callback_that_raises_loses_nothing() -> None:
     def broken(text: str) -> None:
         raise BrokenPipeError
 
-    generator = Generator(NumpySpeaker(), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(), TOKENIZER)
     ended: list[Any] = []
     one = generator.submit(make_request(max_tokens=2), broken, ended.append)
     other = generator.submit(make_request([1, 9]), None, ended.append)
@@ -381,7 +390,7 @@ def test_a_callback_that_raises_loses_nothing() -> None:
 
 
 def test_closing_forgets_what_was_kept() -> None:
-    speaker = NumpySpeaker()
+    speaker = NumpyGenerationEngine()
     generator = Generator(speaker, TOKENIZER)
     generator.generate([make_request()])
     assert speaker.open_count == 1
@@ -390,7 +399,7 @@ def test_closing_forgets_what_was_kept() -> None:
 
 
 def test_threads_submit_and_cancel_while_one_works() -> None:
-    generator = Generator(NumpySpeaker(slots=4), TOKENIZER)
+    generator = Generator(NumpyGenerationEngine(slots=4), TOKENIZER)
     answers: dict[int, Completion] = {}
     done = threading.Event()
 
@@ -424,7 +433,7 @@ def test_threads_submit_and_cancel_while_one_works() -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    ticket = Generator(NumpySpeaker(), TOKENIZER).submit(make_request())
+    ticket = Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request())
     with pytest.raises(TimeoutError):
         ticket.wait(0.01)
 
@@ -440,16 +449,16 @@ def test_nobody_waits_for_ever() -> None:
 )
 @settings(max_examples=60)
 def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
-    choice = ChoiceSettings(temperature, seed=3)
+    choice = SamplingSettings(temperature, seed=3)
     small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
     answers = []
     for draft in ("off", "lookup"):
-        speaker = NumpySpeaker(**small)
+        speaker = NumpyGenerationEngine(**small)
         generator = Generator(speaker, TOKENIZER)
-        request = make_request(prompt, max_tokens=most, choice=choice, draft=draft)
+        request = make_request(prompt, max_tokens=most, sampling=choice, draft=draft)
         answers += generator.generate([request, request][:1])
         # What the sequence holds is what was answered: who goes on from there gets what a fresh one gets.
-        following = make_request([*prompt, *answers[-1].tokens, 3], max_tokens=4, choice=choice)
+        following = make_request([*prompt, *answers[-1].tokens, 3], max_tokens=4, sampling=choice)
         if len(following.prompt.tokens) < context:
             (more,) = generator.generate([following])
             assert [*more.tokens] == alone(following, vocabulary_size=10)[: len(more.tokens)]
@@ -460,7 +469,7 @@ def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float
 
 
 def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
-    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker = NumpyGenerationEngine(vocabulary_size=10)
     (answer,) = Generator(speaker, TOKENIZER).generate(
         [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")]
     )
@@ -469,7 +478,7 @@ def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
 
 
 def test_a_speaker_that_cannot_go_back_is_given_no_drafts() -> None:
-    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker = NumpyGenerationEngine(vocabulary_size=10)
     speaker.most_checked = 0
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
     (answer,) = Generator(speaker, TOKENIZER).generate([request])
@@ -477,13 +486,13 @@ def test_a_speaker_that_cannot_go_back_is_given_no_drafts() -> None:
 
 
 def test_answers_that_are_made_together_are_given_no_drafts() -> None:
-    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker = NumpyGenerationEngine(vocabulary_size=10)
     requests = [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")] * 2
     assert [answer.drafted for answer in Generator(speaker, TOKENIZER).generate(requests)] == [0, 0]
 
 
 def test_an_engine_that_fails_at_a_draft_ends_the_answer() -> None:
-    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker = NumpyGenerationEngine(vocabulary_size=10)
     generator = Generator(speaker, TOKENIZER)
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
     ticket = generator.submit(request)

@@ -22,15 +22,15 @@ def make_tokenizer(template: str | None = None) -> Tokenizer:
 
 
 def test_a_text_begins_as_the_models_texts_begin_and_is_gone_on_from() -> None:
-    prompt = Prompts(make_tokenizer()).of_text("the film</s>")
+    prompt = Prompts(make_tokenizer()).encode_text("the film</s>")
     assert (prompt.tokens[0], prompt.tokens[-1]) == (1, 2)
     assert prompt.continues
-    assert 2 not in Prompts(make_tokenizer(), control_tokens="text").of_text("the film</s>").tokens
+    assert 2 not in Prompts(make_tokenizer(), control_tokens="text").encode_text("the film</s>").tokens
 
 
 def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_template_says() -> None:
     tokenizer = make_tokenizer(TEMPLATE)
-    prompt = Prompts(tokenizer).of_messages(MESSAGES)
+    prompt = Prompts(tokenizer).encode_messages(MESSAGES)
     assert tokenizer.decode(prompt.tokens) == (
         "<|im_start|>user\nthe film was bad<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -40,7 +40,7 @@ def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_templa
 
 def test_an_end_of_turn_in_words_is_a_stop_word() -> None:
     template = "{% for message in messages %}{{ message.content }}\nUser: {% endfor %}"
-    prompt = Prompts(make_tokenizer(template)).of_messages(MESSAGES)
+    prompt = Prompts(make_tokenizer(template)).encode_messages(MESSAGES)
     assert prompt.stop == ("\nUser:",) and not prompt.ends
 
 
@@ -49,11 +49,11 @@ def test_an_end_of_turn_in_words_is_a_stop_word() -> None:
     ["{{ messages[-1].content }}:", "{{ raise_exception('no system') if messages | length > 1 }}Hi"],
 )
 def test_a_template_without_an_end_of_turn_has_none(template: str) -> None:
-    assert Prompts(make_tokenizer(template)).of_messages(MESSAGES).ends == frozenset()
+    assert Prompts(make_tokenizer(template)).encode_messages(MESSAGES).ends == frozenset()
 
 
 def test_messages_need_a_template() -> None:
     prompts = Prompts(make_tokenizer())
     assert prompts.chat is None
     with raises(DataError, "chat-template-missing"):
-        prompts.of_messages(MESSAGES)
+        prompts.encode_messages(MESSAGES)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prge.engine import FloatArray
 from prge.errors import ConfigError, EngineError
-from prge.generation.sampling import ChoiceSettings, SamplingParams
+from prge.generation.sampling import SamplingSettings, TokenSampler
 from tests.refusals import raises
 
 VOCABULARY = 40
@@ -37,11 +37,11 @@ def logits_of(*values: float) -> FloatArray:
 
 
 def drawn(logits: FloatArray, history: list[int], count: int = 200, **given: Any) -> list[int]:
-    choice = SamplingParams(ChoiceSettings(**{"temperature": 1.0, "seed": 1, **given}))
-    return [choice.choose(logits, history) for _ in range(count)]
+    choice = TokenSampler(SamplingSettings(**{"temperature": 1.0, "seed": 1, **given}))
+    return [choice.sample(logits, history) for _ in range(count)]
 
 
-def allowed(logits: FloatArray, history: list[int], chosen: ChoiceSettings) -> dict[int, float]:
+def allowed(logits: FloatArray, history: list[int], chosen: SamplingSettings) -> dict[int, float]:
     """Probability of each token that can follow: the filters one after another, by their definitions."""
     scores = {token: float(value) for token, value in enumerate(logits)}
     penalty = chosen.repetition_penalty
@@ -66,9 +66,9 @@ def allowed(logits: FloatArray, history: list[int], chosen: ChoiceSettings) -> d
 
 
 def test_without_temperature_the_most_likely_token_and_of_equal_ones_the_lowest_id() -> None:
-    choice = SamplingParams(ChoiceSettings())
-    assert choice.choose(logits_of(0, 3, 1, 3), []) == 1
-    assert choice.choose(logits_of(-1, -1), []) == 0
+    choice = TokenSampler(SamplingSettings())
+    assert choice.sample(logits_of(0, 3, 1, 3), []) == 1
+    assert choice.sample(logits_of(-1, -1), []) == 0
 
 
 def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
@@ -83,7 +83,7 @@ def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
 def test_only_tokens_that_the_filters_leave_are_drawn(
     logits: FloatArray, history: list[int], filters: dict[str, Any]
 ) -> None:
-    expected = allowed(logits, history, ChoiceSettings(**filters))
+    expected = allowed(logits, history, SamplingSettings(**filters))
     tokens = drawn(logits, history, 40, **filters)
     assert set(tokens) <= set(expected)
     likely = [token for token, probability in expected.items() if probability > 0.3]
@@ -149,7 +149,7 @@ def test_logits_stay_as_they_are() -> None:
 def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
         with raises(EngineError, "logits-not-finite", saying=str(bad)):
-            SamplingParams(ChoiceSettings(temperature)).choose(logits_of(0, bad, 1), [])
+            TokenSampler(SamplingSettings(temperature)).sample(logits_of(0, bad, 1), [])
 
 
 @pytest.mark.parametrize(
@@ -169,17 +169,21 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
 )
 def test_bad_settings_are_told(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChoiceSettings(**given)
+        SamplingSettings(**given)
     assert caught.value.problems == [told]
 
 
 def test_a_large_vocabulary_is_no_burden() -> None:
     logits: NDArray[np.float32] = np.random.default_rng(0).normal(0, 3, 262_144).astype(np.float32)
-    for chosen in (ChoiceSettings(), ChoiceSettings(0.8, 40, 0.95, 0.05), ChoiceSettings(0.8, top_p=0.95)):
-        choice = SamplingParams(chosen)
+    for chosen in (
+        SamplingSettings(),
+        SamplingSettings(0.8, 40, 0.95, 0.05),
+        SamplingSettings(0.8, top_p=0.95),
+    ):
+        choice = TokenSampler(chosen)
         seconds = []
         for _ in range(5):
             start = time.perf_counter()
-            choice.choose(logits, [1, 2, 3])
+            choice.sample(logits, [1, 2, 3])
             seconds.append(time.perf_counter() - start)
         assert min(seconds) < 0.1

@@ -51,7 +51,7 @@ def back(expert: int, given: FloatArray, slope: FloatArray) -> list[FloatArray]:
 
 
 def test_states_behind_experts_are_the_sum_of_what_was_chosen() -> None:
-    assert ROUTING.fits and (ROUTING.chosen, ROUTING.rest) == (CHOSEN, REST)
+    assert ROUTING.is_consistent and (ROUTING.chosen, ROUTING.rest) == (CHOSEN, REST)
     (found,) = ROUTING.forward(states(), forward)
     np.testing.assert_allclose(found, dense(states()), atol=1e-5)
 
@@ -70,7 +70,7 @@ def test_tangents_and_slopes_are_its_derivatives() -> None:
     found = ROUTING.backward(states(), slope, back)
     np.testing.assert_allclose((found * moves).sum((1, 2)), (slope * tangents).sum((1, 2)), rtol=1e-4)
     # What passes by isn't read on the way back.
-    assert ROUTING.backward(states()[:, : ROUTING.read], slope, back).tobytes() == found.tobytes()
+    assert ROUTING.backward(states()[:, : ROUTING.read_width], slope, back).tobytes() == found.tobytes()
 
 
 def test_only_experts_that_are_asked_for_run_each_on_its_own_tokens() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.engine import FloatArray
-from prge.numerics.vocabulary_shards import TargetLogProbs, shards_of
+from prge.numerics.vocabulary_shards import TargetLogProbs, count_shards
 
 ALL = slice(None)
 
@@ -28,7 +28,7 @@ ALL = slice(None)
     ],
 )
 def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, width: int, shards: int) -> None:
-    assert shards_of(words, width) == shards
+    assert count_shards(words, width) == shards
 
 
 def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
@@ -47,7 +47,7 @@ class Shards:
         queries = 0 if self.tangents is None else len(self.tangents)
         reading = TargetLogProbs(targets, self.words, queries)
         for shard in range(self.logits.shape[1] // self.words):
-            index = reading.within(shard, ALL)[0]
+            index = reading.local_targets(shard, ALL)[0]
             mine = slice(shard * self.words, (shard + 1) * self.words)
 
             def parts(shift: FloatArray) -> tuple[FloatArray, FloatArray | None]:
@@ -64,7 +64,7 @@ class Shards:
                 at = np.take_along_axis(moved, places, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)
 
-            reading.add(shard, ALL, *reading.ask(ALL, parts))
+            reading.add(shard, ALL, *reading.compute_shifted(ALL, parts))
         return reading
 
 
@@ -88,7 +88,7 @@ def test_logprobs_and_their_tangents_are_those_of_the_whole(
     probability = np.exp(np.stack([oracle(logits, np.full(4, word)) for word in range(logits.shape[1])], -1))
     mean = (probability * tangents).sum(-1)
     np.testing.assert_allclose(
-        reading.changes, tangents[:, np.arange(4), targets] - mean, rtol=1e-4, atol=1e-5 * (10 + abs(middle))
+        reading.tangents, tangents[:, np.arange(4), targets] - mean, rtol=1e-4, atol=1e-5 * (10 + abs(middle))
     )
 
 

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.objectives.examples import Example, microbatches, sequences_of, target_count, token_count
-from tests.rows import KINDS_OF_ROWS, classified, completion, long_choice
+from tests.rows import EXAMPLES_BY_FORM, classification, completion, long_choice
 
-ROWS = [*[example for kind in KINDS_OF_ROWS.values() for example in kind], classified(1, [3, 4, 5], 2, 0)]
+ROWS = [
+    *[example for kind in EXAMPLES_BY_FORM.values() for example in kind],
+    classification(1, [3, 4, 5], 2, 0),
+]
 
 
 @given(st.lists(st.sampled_from(ROWS), max_size=20), st.integers(1, 60))

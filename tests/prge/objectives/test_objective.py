@@ -24,7 +24,7 @@ from prge.training.estimators.protocol import Estimator, Step
 from prge.training.estimators.tangents import TangentEstimator
 from prge.training.sampler import Sampler
 from tests.numpy_engine import NumpyEngine
-from tests.rows import choice, classified, completion, long_choice
+from tests.rows import choice, classification, completion, long_choice
 
 
 def test_completion_loss_is_the_mean_negative_log_likelihood() -> None:
@@ -88,7 +88,7 @@ def test_head_gradient_matches_autograd() -> None:
     random = np.random.default_rng(1)
     pooled = random.normal(size=(2, 5, 6)).astype(np.float32)
     labels = np.array([0, 2, 1, 1, 0])
-    examples = [classified(row, [row], 3, int(label)) for row, label in enumerate(labels, 1)]
+    examples = [classification(row, [row], 3, int(label)) for row, label in enumerate(labels, 1)]
     head = Head(3, 6)
     head.values[:] = random.normal(size=head.size)
     found = Loss(examples, pooled, head=head).by_head(head)
@@ -114,7 +114,7 @@ MIXED = [
 def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) -> None:
     """By the outputs, and along directions of them: both are slopes of the losses, by central differences."""
     random = np.random.default_rng(0)
-    examples = [classified(row, [row], 3, row % 3) for row in (1, 2, 3)] if encoder else MIXED
+    examples = [classification(row, [row], 3, row % 3) for row in (1, 2, 3)] if encoder else MIXED
     heads = [Head(3, 6) for _ in range(folds)]
     for each in heads:
         each.values[:] = random.normal(size=each.size)
@@ -129,8 +129,8 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
     )
     expected = (np.stack(above) - np.stack(below)) / (2 * length)
     np.testing.assert_allclose(loss.along(along), expected, atol=1e-8)
-    assert loss.by_output.shape == outputs.shape[1:]
-    whole = (loss.by_output * along).reshape(5, -1).sum(1)
+    assert loss.grad_outputs.shape == outputs.shape[1:]
+    whole = (loss.grad_outputs * along).reshape(5, -1).sum(1)
     np.testing.assert_allclose(whole, expected.sum(1), atol=1e-8)
 
 
@@ -175,7 +175,7 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
     logprobs = torch.tensor(outputs[0], requires_grad=True)
     by_torch(logprobs, examples).sum().backward()
     assert logprobs.grad is not None
-    np.testing.assert_allclose(alone.by_output, logprobs.grad, rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(alone.grad_outputs, logprobs.grad, rtol=1e-9, atol=1e-13)
 
     jacobian = torch.autograd.functional.jacobian(lambda given: by_torch(given, examples), logprobs)
     ways = random.normal(size=(4, outputs.shape[1]))
@@ -188,7 +188,7 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
 def test_losses_of_an_encoder_match_autograd(rows: list[int], seed: int) -> None:
     """The states of each example are scored by its head."""
     random = np.random.default_rng(seed)
-    examples = [replace(classified(row, [row], 3, row % 3), weight=row / 2) for row in rows]
+    examples = [replace(classification(row, [row], 3, row % 3), weight=row / 2) for row in rows]
     heads = [Head(3, 6) for _ in range(2)]
     for head in heads:
         head.values[:] = random.normal(size=head.size)
@@ -204,7 +204,7 @@ def test_losses_of_an_encoder_match_autograd(rows: list[int], seed: int) -> None
     assert states.grad is not None
     found = Loss(examples, pooled, head=CrossFittedHeads(heads))
     np.testing.assert_allclose(found.losses[0], torch.stack(losses).detach(), rtol=1e-9)
-    np.testing.assert_allclose(found.by_output, states.grad, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.grad_outputs, states.grad, rtol=1e-9, atol=1e-12)
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/extend.md"

@@ -24,9 +24,9 @@ from prge.objectives.preferences import (
     SimPO,
     describe_objective,
     make_objective,
-    settled_objective,
+    resolve_objective,
 )
-from prge.objectives.scoring import referred, score
+from prge.objectives.scoring import score, with_reference_scores
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
@@ -122,7 +122,7 @@ def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative
 def _step(name: str, engine: NumpyEngine) -> Step:
     """A step on four pairs, away from their reference."""
     adapter = Adapter.zeros(engine.model.modules)
-    examples = referred(engine, adapter, pairs(4))
+    examples = with_reference_scores(engine, adapter, pairs(4))
     adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
     return Step(adapter, examples, 1, 0, objective=OBJECTIVES[name])
 
@@ -137,11 +137,11 @@ def test_tangents_are_the_exact_gradient_along_a_direction(name: str) -> None:
     assert exact.gradient is not None
     assert exact.loss == pytest.approx(found.loss, rel=1e-5)
     for query in range(4):
-        alone = np.zeros(found.scalars.shape)
+        alone = np.zeros(found.projected_gradients.shape)
         alone[query] = 4.0
         along = tangents.gradient({"scalars": alone}, 1, 0, step.adapter.modules)
         expected = float(exact.gradient @ along)
-        assert found.scalars[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert found.projected_gradients[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -150,7 +150,7 @@ def test_differences_are_derivatives(name: str) -> None:
     step = _step(name, engine)
     gradient = Exact().measure(engine, step).gradient
     assert gradient is not None
-    found = Differences(Antithetic(4, 1e-2)).measure(engine, step).scalars
+    found = Differences(Antithetic(4, 1e-2)).measure(engine, step).projected_gradients
     for query in range(4):
         along = DirectionSampler(1, 0, step.adapter.size)(query)
         assert found[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
@@ -172,7 +172,7 @@ def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str)
         )
         for whole in (objective.losses, objective.slopes)
     )
-    assert same == objective.is_separate == (name != "kto")
+    assert same == objective.is_separable == (name != "kto")
 
 
 ESTIMATORS: dict[str, tuple[Estimator, float]] = {
@@ -189,7 +189,7 @@ def test_every_objective_trains_by_every_estimator(name: str, estimator: str) ->
     engine, objective = NumpyEngine(), OBJECTIVES[name]
     method, rate = ESTIMATORS[estimator]
     adapter = Adapter.zeros(engine.model.modules)
-    rows = referred(engine, adapter, pairs(12))
+    rows = with_reference_scores(engine, adapter, pairs(12))
     sampler = Sampler(rows, 4, 1)
     before = score(engine, adapter, rows, objective=objective).loss
     for number in range(40):
@@ -205,7 +205,7 @@ def test_a_weight_multiplies_loss_and_slope() -> None:
     found = Loss(rows, np.array([[-1.0, -2, -5]]))
     np.testing.assert_allclose(found.losses, [[1.5, 15]])
     np.testing.assert_allclose(found.by_score, [[[-1], [-3]]])
-    np.testing.assert_allclose(found.by_output, [-0.5, -0.5, -3])
+    np.testing.assert_allclose(found.grad_outputs, [-0.5, -0.5, -3])
 
 
 def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> None:
@@ -222,7 +222,7 @@ def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> No
 def test_figures_of_an_evaluation(name: str) -> None:
     engine = NumpyEngine()
     adapter = Adapter.zeros(engine.model.modules)
-    rows = referred(engine, adapter, pairs(6))
+    rows = with_reference_scores(engine, adapter, pairs(6))
     if name != "kto":
         rows = [replace(each, liked=None) for each in rows]
     record, scored = evaluate(engine, adapter, rows, None, objective=OBJECTIVES[name])
@@ -280,14 +280,14 @@ def test_objectives_by_name_with_their_defaults() -> None:
 
 
 def test_the_columns_choose_an_objective() -> None:
-    assert [settled_objective("auto", rows) for rows in ("", "pairs", "ratings")] == [
+    assert [resolve_objective("auto", rows) for rows in ("", "pairs", "ratings")] == [
         "completion",
         "dpo",
         "kto",
     ]
-    assert settled_objective("kto", "pairs") == "kto"
-    assert settled_objective("completion", "pairs") == "completion"
+    assert resolve_objective("kto", "pairs") == "kto"
+    assert resolve_objective("completion", "pairs") == "completion"
     with pytest.raises(ValueError, match="dpo"):
-        settled_objective("dpo", "ratings")
+        resolve_objective("dpo", "ratings")
     with pytest.raises(ValueError, match="candidates"):
-        settled_objective("candidates", "pairs")
+        resolve_objective("candidates", "pairs")

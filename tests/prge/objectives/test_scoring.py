@@ -7,9 +7,9 @@ import pytest
 
 from prge.objectives import scoring as evaluation
 from prge.objectives.classification_head import Head, fit_head
-from prge.objectives.scoring import pooled_states, referred, score
-from tests.numpy_engine import NumpyEngine, adapter_of
-from tests.rows import choice, classified, long_choice, random_completions
+from prge.objectives.scoring import pooled_states, score, with_reference_scores
+from tests.numpy_engine import NumpyEngine, make_nonzero_adapter
+from tests.rows import choice, classification, long_choice, random_completions
 
 
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 8), (12, 4), (512, 1)])
@@ -21,7 +21,7 @@ def test_what_is_scored_at_once_only_changes_how_many_calls_it_takes(
         choice(6, [1, 2], [3, 4], 1),
         long_choice(7, [1], [[2, 3], [4, 5, 6]], 0),
     ]
-    adapter = adapter_of(NumpyEngine())
+    adapter = make_nonzero_adapter(NumpyEngine())
     reference = [score(NumpyEngine(), adapter, [example]) for example in examples]
     engine = NumpyEngine()
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", tokens)
@@ -33,7 +33,7 @@ def test_what_is_scored_at_once_only_changes_how_many_calls_it_takes(
 
 def test_an_example_may_have_more_candidates_than_are_scored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     example = long_choice(1, [1], [[2, c] for c in range(9)], 4)
-    adapter = adapter_of(NumpyEngine())
+    adapter = make_nonzero_adapter(NumpyEngine())
     whole = score(NumpyEngine(), adapter, [example])
     engine = NumpyEngine()
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 7)
@@ -45,12 +45,12 @@ def test_an_example_may_have_more_candidates_than_are_scored_at_once(monkeypatch
 
 def test_encoder_with_a_fitted_head() -> None:
     engine = NumpyEngine(encoder=True)
-    examples = [classified(row, [row % 3, row % 3, row % 5], 3, row % 3) for row in range(1, 31)]
-    states = pooled_states(engine, adapter_of(engine), examples)
+    examples = [classification(row, [row % 3, row % 3, row % 5], 3, row % 3) for row in range(1, 31)]
+    states = pooled_states(engine, make_nonzero_adapter(engine), examples)
     head = fit_head(states, np.array([e.label for e in examples]), 3)
-    found = score(engine, adapter_of(engine), examples, head)
+    found = score(engine, make_nonzero_adapter(engine), examples, head)
     assert (found.predictions == [e.label for e in examples]).mean() > 0.9
-    assert score(engine, adapter_of(engine), examples, Head(3, 6)).loss == pytest.approx(np.log(3))
+    assert score(engine, make_nonzero_adapter(engine), examples, Head(3, 6)).loss == pytest.approx(np.log(3))
 
 
 def test_rows_of_about_one_length_go_together_and_answers_come_in_order(
@@ -58,8 +58,10 @@ def test_rows_of_about_one_length_go_together_and_answers_come_in_order(
 ) -> None:
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 13)
     engine = NumpyEngine(encoder=True)
-    examples = [classified(row, [1] * length, 2, row % 2) for row, length in enumerate((2, 7, 3, 1, 6), 1)]
-    adapter = adapter_of(engine)
+    examples = [
+        classification(row, [1] * length, 2, row % 2) for row, length in enumerate((2, 7, 3, 1, 6), 1)
+    ]
+    adapter = make_nonzero_adapter(engine)
     states = pooled_states(engine, adapter, examples)
     score(engine, adapter, examples, Head(2, 6))
     lengths = [[len(sequence.tokens) for sequence in sequences] for sequences in engine.computed]
@@ -71,15 +73,15 @@ def test_rows_of_about_one_length_go_together_and_answers_come_in_order(
 def test_progress_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 12)
     examples = [*random_completions(3), long_choice(4, [1], [[2, 3], [4, 5, 6]], 0)]
-    for scored in (score, referred):
+    for scored in (score, with_reference_scores):
         done: list[int] = []
-        scored(NumpyEngine(), adapter_of(NumpyEngine()), examples, on_progress=done.append)
+        scored(NumpyEngine(), make_nonzero_adapter(NumpyEngine()), examples, on_progress=done.append)
         assert done == [2, 4, 5]
 
 
 def test_a_reference_is_what_the_adapter_scores() -> None:
     examples = [long_choice(row, [row], [[2, 3], [4, 5, 6]], 0) for row in range(1, 4)]
     engine = NumpyEngine()
-    found = referred(engine, adapter_of(engine), examples)
-    scores = score(engine, adapter_of(engine), examples).scores
+    found = with_reference_scores(engine, make_nonzero_adapter(engine), examples)
+    scores = score(engine, make_nonzero_adapter(engine), examples).scores
     assert [each.reference for each in found] == [tuple(values.tolist()) for values in scores]

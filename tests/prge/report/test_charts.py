@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.report.charts import Line, as_file, beside, line_chart, number, thinned
+from prge.report.charts import Line, arrange_charts, format_number, line_chart, standalone_svg, thin_points
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e300, 1e300)
@@ -79,12 +79,12 @@ def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> Non
 
 def test_charts_beside_each_other_are_one_file() -> None:
     one, two = (line_chart([Line("", [(0, 1.0)])], "x", label) for label in ("y", "z"))
-    both = as_file(beside([one, "", two]))
+    both = standalone_svg(arrange_charts([one, "", two]))
     assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3
     assert 'viewBox="0 0 760 ' in both
-    stacked = ElementTree.fromstring(beside([one, two, two], 2))
+    stacked = ElementTree.fromstring(arrange_charts([one, two, two], 2))
     assert [(each.get("x"), each.get("y")) for each in stacked] == [("0", "0"), ("380", "0"), ("0", "250")]
-    assert beside([""]) == ""
+    assert arrange_charts([""]) == ""
 
 
 @pytest.mark.parametrize("lines", [[], [Line("nothing", [])]])
@@ -100,7 +100,7 @@ def test_a_single_point_is_seen() -> None:
 def test_thinned_points_keep_ends_of_the_range_and_their_order(
     line: list[tuple[float, float]], most: int
 ) -> None:
-    kept = thinned(line, most)
+    kept = thin_points(line, most)
     assert len(kept) <= max(most, 2)
     if line:
         assert {max(y for _, y in kept), min(y for _, y in kept)} == {
@@ -116,4 +116,4 @@ def test_thinned_points_keep_ends_of_the_range_and_their_order(
     [(0, "0"), (0.1 + 0.2, "0.3"), (1500, "1500"), (25000, "25k"), (3e6, "3M"), (-2e9, "-2G")],
 )
 def test_numbers_of_labels(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text

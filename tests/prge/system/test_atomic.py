@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prge.errors import RunError
-from prge.system.atomic import check_file, check_place, new_folder, write_output
+from prge.system.atomic import check_file, check_writable_folder, new_folder, write_output
 from tests.refusals import raises
 
 
@@ -33,19 +33,19 @@ def test_a_folder_has_the_modes_that_the_user_wants(
 
 
 def test_a_place_that_cant_be_written_is_refused_and_nothing_stays(tmp_path: Path) -> None:
-    check_place(tmp_path / "a" / "b", needed=1000)
+    check_writable_folder(tmp_path / "a" / "b", needed=1000)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
     with raises(RunError, "write-failed", saying=os.strerror(errno.ENOTDIR)):
-        check_place(tmp_path / "file" / "out")
+        check_writable_folder(tmp_path / "file" / "out")
     with raises(RunError, "storage-full", saying="1,000,000,000,000"):
-        check_place(tmp_path / "out", needed=10**18)
+        check_writable_folder(tmp_path / "out", needed=10**18)
 
 
 def test_a_place_on_a_read_only_file_system_is_refused() -> None:
     """/proc takes no files, whoever asks."""
     with raises(RunError, "write-failed", "write-refused"):
-        check_place(Path("/proc/self/out"))
+        check_writable_folder(Path("/proc/self/out"))
 
 
 def test_a_file_is_checked_without_a_change(tmp_path: Path) -> None:

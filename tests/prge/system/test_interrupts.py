@@ -10,7 +10,7 @@ import pytest
 
 from prge.cli.main import main
 from prge.errors import INTERRUPTED
-from prge.system.interrupts import ignore_interrupts, one_interrupt
+from prge.system.interrupts import ignore_interrupts, single_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def interrupt() -> None:
 
 def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
     ended = []
-    with one_interrupt(restored=True):
+    with single_interrupt(restored=True):
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         interrupt()
@@ -38,7 +38,7 @@ def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
 
 
 def test_after_the_work_none_counts() -> None:
-    with one_interrupt(restored=True):
+    with single_interrupt(restored=True):
         ignore_interrupts()
         interrupt()
 
@@ -46,7 +46,7 @@ def test_after_the_work_none_counts() -> None:
 def test_who_ignores_it_goes_on_ignoring_it() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with one_interrupt(restored=True):
+        with single_interrupt(restored=True):
             interrupt()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

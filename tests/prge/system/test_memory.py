@@ -13,9 +13,9 @@ from prge.system import memory as module
 from prge.system.memory import (
     PeakMemory,
     available_memory,
+    is_out_of_memory,
     proportional_memory,
     resident_bytes,
-    tells_no_memory,
 )
 
 STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
@@ -92,14 +92,14 @@ def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path,
     ],
 )
 def test_memory_that_ran_out_is_recognised(error: BaseException | str) -> None:
-    assert tells_no_memory(error)
+    assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("damaged"), ""]
 )
 def test_other_errors_are_not_taken_for_it(error: BaseException | str) -> None:
-    assert not tells_no_memory(error)
+    assert not is_out_of_memory(error)
 
 
 LINES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.system.packages import install, install_extra, requirement
+from prge.system.packages import install, install_extra_command, requirement
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -23,10 +23,10 @@ def test_requirements_come_from_the_package_itself() -> None:
 
 def test_a_command_names_packages_for_a_shell() -> None:
     assert install(["a==1", "b>=2,<3"]) == "pip install a==1 'b>=2,<3'"
-    words = install_extra("data").split()
+    words = install_extra_command("data").split()
     assert words[:2] == ["pip", "install"]
     assert sorted(word.partition(">")[0] for word in words[2:]) == ["'datasets", "'pyarrow"]
-    assert "numpy" in install_extra("", "gguf") and "gguf" in install_extra("", "gguf")
+    assert "numpy" in install_extra_command("", "gguf") and "gguf" in install_extra_command("", "gguf")
 
 
 def test_a_package_that_is_not_installed_points_to_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_a_package_that_is_not_installed_points_to_the_checkout(monkeypatch: pyt
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
-    assert install_extra("data") == "pip install -e '.[data]'"
+    assert install_extra_command("data") == "pip install -e '.[data]'"
     assert requirement("torch") == "torch"
 
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from prge.system.progress import Progress, TimeLeft, duration
+from prge.system.progress import Progress, TimeLeft, format_duration
 from tests.terminals import Terminal
 
 
@@ -48,12 +48,12 @@ def test_evaluations_count_for_the_time_left_and_pauses_do_not() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream=stream, clock=clock, every_seconds=0)
     clock.now = 30  # an evaluation before the first step tells nothing of those to come
-    progress.set_aside(30)
+    progress.exclude(30)
     clock.now += 5
     progress.update(1, tokens=1000, memory="9 MB")
     clock.now += 3600 + 10
-    progress.set_aside(3600, recurring=False)
-    progress.set_aside(5)
+    progress.exclude(3600, recurring=False)
+    progress.exclude(5)
     progress.update(2, tokens=1000)
     assert stream.getvalue().splitlines() == [
         "step 1/4  15 s left  memory 9 MB  200 tokens/s",
@@ -87,7 +87,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (-1, "0 s")],
 )
 def test_duration(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_what_ends_soon_says_nothing_and_what_takes_long_ends_with_a_line() -> None:

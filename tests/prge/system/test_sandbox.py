@@ -48,7 +48,7 @@ def outcome(attempt: Callable[[], object]) -> str:
             return type(error).__name__.encode()
         return b"done"
 
-    return BoundedChild(serve, 5.0, 1 << 28).ask(b"").decode()
+    return BoundedChild(serve, 5.0, 1 << 28).call(b"").decode()
 
 
 def test_it_opens_no_file(means: str, tmp_path: Path) -> None:
@@ -100,5 +100,5 @@ def test_it_knows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setenv("TZ", "America/St_Johns")
         child = BoundedChild(lambda _: time.strftime("%Z").encode(), 5.0, 1 << 28)
-        assert child.ask(b"") in (b"NST", b"NDT")
+        assert child.call(b"") in (b"NST", b"NDT")
     time.tzset()

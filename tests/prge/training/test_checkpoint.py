@@ -35,7 +35,7 @@ from prge.training.checkpoint import (
     saved_steps,
 )
 from prge.training.optimizers import make_optimizer
-from tests.templates import write_template
+from tests.templates import write_peft_folder
 
 MODULES = (AdaptedModule("q_proj", 2, 8, 8),)
 FOREIGN = ["step-000015 (copy)", "step-000010-mine", "step-10", "step-0000010", "step-00001x", "step-٠٠٠٠١٠"]
@@ -50,7 +50,7 @@ def _state(step: int) -> TrainingState:
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
-    return write_template(tmp_path / "template", MODULES)
+    return write_peft_folder(tmp_path / "template", MODULES)
 
 
 @pytest.fixture

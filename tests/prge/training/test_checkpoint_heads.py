@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prge.training.checkpoint_heads import head_of, task_of
+from prge.training.checkpoint_heads import load_bundle_task, load_head
 
 LABELS = ("NEGATIVE", "positive")
 
@@ -28,8 +28,8 @@ LABELS = ("NEGATIVE", "positive")
 def test_classes_come_in_the_order_of_the_head(tmp_path: Path, words: str, classes: tuple[str, ...]) -> None:
     (tmp_path / "task.yaml").write_text(f'name: own\ntemplate: "{{text}}"\nlabel_words: {words}\n')
     bundle: Any = SimpleNamespace(labels=LABELS, adapter=tmp_path)
-    task = task_of(bundle, tmp_path / "task.yaml")
+    task = load_bundle_task(bundle, tmp_path / "task.yaml")
     assert task is not None and task.classes == classes
     without: Any = SimpleNamespace(labels=(), adapter=tmp_path)
-    assert head_of(without, tmp_path, task, len(classes)) is None
-    assert head_of(bundle, tmp_path, None, 2) is None
+    assert load_head(without, tmp_path, task, len(classes)) is None
+    assert load_head(bundle, tmp_path, None, 2) is None

@@ -15,15 +15,15 @@ from prge.training.costs import (
     LayerShape,
     ModelSizes,
     StepShape,
-    bytes_text,
-    export_memory,
-    export_seconds,
+    estimate_export_memory,
+    estimate_export_seconds,
+    estimate_program_bytes,
+    estimate_run_memory,
+    estimate_weight_bytes,
+    format_bytes,
+    format_memory_table,
     memory_table,
-    memory_text,
-    programs_bytes,
-    run_memory,
-    shape_of,
-    weights_of,
+    step_shape,
 )
 from tests.bundles import make_small_chain, make_spec
 from tests.refusals import raises
@@ -51,49 +51,53 @@ FORWARD = StepShape("forward", sequences=2, tokens=16, targets=3, vocabulary_siz
 JVP = replace(FORWARD, role="jvp", copies=1, queries=4)
 EXACT = replace(FORWARD, role="backward", copies=1)
 LAYER_NUMBERS = 8 * 64 * 64 + 6 * 64 * 128
-WEIGHTS = weights_of(OUTLINE, "fp32", False, ROLES)
+WEIGHTS = estimate_weight_bytes(OUTLINE, "fp32", False, ROLES)
 
 
 def test_weights_take_four_bytes_one_or_half_of_one_and_their_scales() -> None:
     numbers = LAYER_NUMBERS + 64_000
     outputs = 8 * 64 + 4 * 128 + 2 * 64 + 1000
-    assert weights_of(OUTLINE, "fp32", False, ["forward"]).layers == 4 * numbers
-    assert weights_of(OUTLINE, "8da8w", True, ["forward"]).layers == numbers + 4 * outputs
+    assert estimate_weight_bytes(OUTLINE, "fp32", False, ["forward"]).layers == 4 * numbers
+    assert estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"]).layers == numbers + 4 * outputs
     int4_layers, int8_head = LAYER_NUMBERS // 2 + LAYER_NUMBERS // 32 * 2, 64_000 + 4 * 1000
-    assert weights_of(OUTLINE, "8da4w", True, ["forward"]).layers == int4_layers + int8_head
+    assert estimate_weight_bytes(OUTLINE, "8da4w", True, ["forward"]).layers == int4_layers + int8_head
 
 
 def test_layers_that_groups_do_not_divide_take_a_byte_a_number() -> None:
     odd = replace(OUTLINE, layers=(LayerShape(48, 10, 3),), head=None)
-    assert weights_of(odd, "8da4w", True, ["forward"]).layers == 3 * 10 * (48 + 4)
+    assert estimate_weight_bytes(odd, "8da4w", True, ["forward"]).layers == 3 * 10 * (48 + 4)
 
 
 def test_the_way_back_has_its_weights_transposed_in_int8_at_least() -> None:
-    assert weights_of(OUTLINE, "fp32", False, ["forward", "jvp"]).transposed == 0
+    assert estimate_weight_bytes(OUTLINE, "fp32", False, ["forward", "jvp"]).transposed == 0
     assert WEIGHTS.transposed == WEIGHTS.layers
     inputs = 8 * 64 + 4 * 64 + 2 * 128 + 64
-    assert weights_of(OUTLINE, "8da4w", True, ROLES).transposed == LAYER_NUMBERS + 64_000 + 4 * inputs
+    assert (
+        estimate_weight_bytes(OUTLINE, "8da4w", True, ROLES).transposed == LAYER_NUMBERS + 64_000 + 4 * inputs
+    )
     # Nothing goes back below the first adapter.
     upper = replace(OUTLINE, blocks_below=1, layers=(*LAYERS, LayerShape(64, 64, 8, below=True)))
-    assert weights_of(upper, "fp32", False, ROLES).transposed == WEIGHTS.transposed
+    assert estimate_weight_bytes(upper, "fp32", False, ROLES).transposed == WEIGHTS.transposed
 
 
 def test_the_engine_packs_sums_and_biases_beside_the_weights() -> None:
-    found = weights_of(OUTLINE, "8da8w", True, ["forward"])
+    found = estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"])
     outputs = 8 * 64 + 4 * 128 + 2 * 64 + 1000
     assert found.packed == found.layers + 8 * outputs
     assert found.packed_transposed == 0
 
 
 def test_programs_grow_with_roles_and_with_kinds_of_blocks() -> None:
-    one, three = programs_bytes(OUTLINE, ["forward"]), programs_bytes(OUTLINE, ROLES)
+    one, three = estimate_program_bytes(OUTLINE, ["forward"]), estimate_program_bytes(OUTLINE, ROLES)
     assert one < three
-    assert programs_bytes(replace(OUTLINE, blocks_below=1), ROLES) > three
-    assert programs_bytes(replace(OUTLINE, blocks=200), ROLES) == three
+    assert estimate_program_bytes(replace(OUTLINE, blocks_below=1), ROLES) > three
+    assert estimate_program_bytes(replace(OUTLINE, blocks=200), ROLES) == three
 
 
 def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None:
-    native, torch = (run_memory(OUTLINE, JVP, WEIGHTS, ROLES, engine) for engine in ("native", "torch"))
+    native, torch = (
+        estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, engine) for engine in ("native", "torch")
+    )
     assert native.weights == torch.mapped == 0
     assert native.mapped == torch.weights >= WEIGHTS.packed
     sums = ("total_bytes", "anonymous_bytes")
@@ -103,7 +107,9 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
 
 
 def test_a_bound_of_memory_bounds_what_stays_loaded() -> None:
-    whole, bounded = (run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000))
+    whole, bounded = (
+        estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000)
+    )
     # The bound counts whole files, of which a run maps the part that its roles need.
     share = 1000 / (WEIGHTS.layers + WEIGHTS.transposed)
     assert whole.mapped - bounded.mapped == WEIGHTS.packed - round(share * WEIGHTS.packed)
@@ -111,7 +117,9 @@ def test_a_bound_of_memory_bounds_what_stays_loaded() -> None:
 
 
 def test_states_of_an_exact_step_above_the_bound_lie_in_a_file() -> None:
-    held, filed = (run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in (30_000, 20_000))
+    held, filed = (
+        estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in (30_000, 20_000)
+    )
     kept = 3 * 4 * 2 * 16 * 64
     assert 20_000 < kept < 30_000 and held.states - filed.states == kept
     assert held.total - filed.total == held.mapped + kept - filed.mapped
@@ -123,59 +131,64 @@ def test_an_exact_step_saves_answers_of_layers_in_what_weights_leave() -> None:
     whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
     weights = WEIGHTS.layers + WEIGHTS.transposed
     bounds = (None, weights + 10 * whole, weights + 100, weights, 1000)
-    found = [run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
+    found = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
     assert [memory.saved for memory in found] == [whole, whole, 100, 0, 0]
     assert found[0].anonymous - found[3].anonymous == whole + found[0].methods - found[3].methods
     # The torch engine saves nothing, and no other estimator does.
-    assert run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
-    assert run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native").saved == 0
+    assert estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
+    assert estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native").saved == 0
     below = replace(OUTLINE, layers=tuple(replace(layer, below=True) for layer in LAYERS))
-    assert run_memory(below, EXACT, WEIGHTS, ROLES, "native").saved == 4 * 2 * (16 * 2 * 4 + 3 * 1000)
+    assert estimate_run_memory(below, EXACT, WEIGHTS, ROLES, "native").saved == 4 * 2 * (
+        16 * 2 * 4 + 3 * 1000
+    )
 
 
 def test_an_arena_holds_a_block_and_the_head_in_part_at_the_same_place() -> None:
-    memory = run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
+    memory = estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
     block = 4 * 2 * 16 * (5 * (3 * 64 + 5 * 16 // 2) + 3 * 4 * 4 * 16)
     head = 4 * 6 * 1000 * 2 * 5
     assert memory.arena == max(block, head) + min(block, head) // 2
-    without = run_memory(replace(OUTLINE, head=None), JVP, WEIGHTS, ROLES, "native")
+    without = estimate_run_memory(replace(OUTLINE, head=None), JVP, WEIGHTS, ROLES, "native")
     assert without.arena == block
 
 
 def test_a_workspace_is_that_of_the_largest_delegate() -> None:
-    block = run_memory(OUTLINE, FORWARD, WEIGHTS, ROLES, "native").workspace
+    block = estimate_run_memory(OUTLINE, FORWARD, WEIGHTS, ROLES, "native").workspace
     assert block == 4 * 8 * 2 * 16 * 3 * 128
     tangent, gelu = (
-        run_memory(outline, JVP, WEIGHTS, ROLES, "native").workspace
+        estimate_run_memory(outline, JVP, WEIGHTS, ROLES, "native").workspace
         for outline in (OUTLINE, replace(OUTLINE, gelu=True))
     )
     assert (tangent, gelu) == tuple(4 * 2 * 16 * (3 + 4 * values) * 128 for values in (2, 5))
     # The head, asked at all 48 positions.
     many = replace(FORWARD, sequences=1, copies=1, targets=48)
-    assert run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000
+    assert estimate_run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000
 
 
 def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
     assert WEIGHTS.largest == 2 * 4 * 64_000
     assert (
-        weights_of(replace(OUTLINE, head=None), "fp32", False, ["forward"]).largest == 4 * LAYER_NUMBERS // 2
+        estimate_weight_bytes(replace(OUTLINE, head=None), "fp32", False, ["forward"]).largest
+        == 4 * LAYER_NUMBERS // 2
     )
     many = replace(OUTLINE, layers=tuple(replace(layer, count=9 * layer.count) for layer in LAYERS))
-    assert weights_of(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
+    assert estimate_weight_bytes(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
 
 
 def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
     outline = replace(OUTLINE, longest=8192)
-    weights = weights_of(outline, "fp32", True, ROLES)
+    weights = estimate_weight_bytes(outline, "fp32", True, ROLES)
     taken = {}
     for length in (256, 512, 1024, 2048, 4096, 8192):
         shape = replace(EXACT, sequences=1, tokens=length, targets=1)
-        taken[length] = run_memory(outline, shape, weights, ROLES, "native", weights.largest).anonymous
+        taken[length] = estimate_run_memory(
+            outline, shape, weights, ROLES, "native", weights.largest
+        ).anonymous
     # Half of an attention's scores is what a whole row's are, once it is longer than a piece.
     assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
     whole = replace(OUTLINE, longest=512)
     shape = replace(shape, tokens=512)
-    assert taken[512] < run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
+    assert taken[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
 
 
 def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
@@ -185,7 +198,7 @@ def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
         (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, WEIGHTS.largest)
     ]
     assert all(row["anonymous_bytes"] < row["resident_bytes"] for row in rows)
-    lines = [*memory_text(rows)]
+    lines = [*format_memory_table(rows)]
     assert len(lines) == 7 and "--memory" in lines[0] and "everything" in lines[1]
 
 
@@ -201,7 +214,8 @@ def test_a_manifest_keeps_the_outline() -> None:
 
 def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:
     stack, exact = (
-        run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native") for shape in (replace(FORWARD, copies=1), EXACT)
+        estimate_run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native")
+        for shape in (replace(FORWARD, copies=1), EXACT)
     )
     assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
     # Three at any time, and what entered each block.
@@ -209,21 +223,21 @@ def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:
 
 
 def test_adapter_and_directions() -> None:
-    memory = run_memory(OUTLINE, FORWARD, WEIGHTS, ROLES, "native")
+    memory = estimate_run_memory(OUTLINE, FORWARD, WEIGHTS, ROLES, "native")
     assert (memory.adapter, memory.directions) == (8 * 2 * 4 * 64 * 4, 0)
-    tangent = run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
+    tangent = estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
     assert (tangent.adapter, tangent.directions) == (2 * 4 * 64 * 4, 4 * 2 * 2 * (4 + 64) * 5)
     # Those of a whole step, however few of its sequences are computed at once.
     large = replace(JVP, sequences=1000)
-    assert large.together < 1000
-    taken = run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
+    assert large.sequences_at_once < 1000
+    taken = estimate_run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
     assert taken.directions == 500 * tangent.directions
 
 
 def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None:
     call = replace(JVP, sequences=1)
     long, short = (
-        run_memory(replace(OUTLINE, longest=longest), call, WEIGHTS, ROLES, "native")
+        estimate_run_memory(replace(OUTLINE, longest=longest), call, WEIGHTS, ROLES, "native")
         for longest in (1024, 256)
     )
     assert long == short
@@ -232,12 +246,19 @@ def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None
 def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     large = replace(OUTLINE, parameters=10**10)
     # No part of it is in memory but the table of embeddings and a block.
-    assert export_memory(large, "fp32", ROLES) == export_memory(OUTLINE, "fp32", ROLES)
+    assert estimate_export_memory(large, "fp32", ROLES) == estimate_export_memory(OUTLINE, "fp32", ROLES)
     tabled = replace(OUTLINE, table_numbers=OUTLINE.table_numbers + 10**8)
-    assert export_memory(tabled, "fp32", ROLES) >= export_memory(OUTLINE, "fp32", ROLES) + 16 * 10**8
-    assert export_memory(OUTLINE, "fp32", ["forward"]) < export_memory(OUTLINE, "fp32", ROLES)
     assert (
-        export_seconds(OUTLINE, ["forward"]) < export_seconds(OUTLINE, ROLES) < export_seconds(large, ROLES)
+        estimate_export_memory(tabled, "fp32", ROLES)
+        >= estimate_export_memory(OUTLINE, "fp32", ROLES) + 16 * 10**8
+    )
+    assert estimate_export_memory(OUTLINE, "fp32", ["forward"]) < estimate_export_memory(
+        OUTLINE, "fp32", ROLES
+    )
+    assert (
+        estimate_export_seconds(OUTLINE, ["forward"])
+        < estimate_export_seconds(OUTLINE, ROLES)
+        < estimate_export_seconds(large, ROLES)
     )
 
 
@@ -268,10 +289,10 @@ def test_so_many_tokens_have_their_states_at_once(changes: dict[str, Any], token
 def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
     examples = [completion(1, [1, 2, 3, 4, 5], 4), long_choice(2, [1], [[2], [3, 4, 5]], 0)]
     spec = make_spec()
-    found = shape_of("jvp", examples, 6, spec, queries=2)
+    found = step_shape("jvp", examples, 6, spec, queries=2)
     assert found == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
     # Without rows they are the model's.
-    assert shape_of("forward", [], 6, spec) == StepShape("forward", 6, 16, 15, spec.vocabulary_size)
+    assert step_shape("forward", [], 6, spec) == StepShape("forward", 6, 16, 15, spec.vocabulary_size)
 
 
 @pytest.mark.parametrize(
@@ -286,4 +307,4 @@ def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
     ],
 )
 def test_bytes_for_readers(count: int | None, text: str) -> None:
-    assert bytes_text(count) == text
+    assert format_bytes(count) == text

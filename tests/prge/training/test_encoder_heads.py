@@ -7,7 +7,7 @@ import numpy as np
 from prge.engine import TokenSequence
 from prge.formats.adapter import Adapter
 from prge.objectives.examples import Example
-from prge.training.encoder_heads import digest_of, fit_heads
+from prge.training.encoder_heads import fit_heads, heads_digest
 from tests.numpy_engine import NumpyEngine
 
 
@@ -42,6 +42,6 @@ def test_heads_are_known_by_all_that_they_depend_on() -> None:
         ("bundle", adapter, [rows[0], example(3, (5,), 1)], 10),
         ("bundle", adapter, rows, 0),
     ]
-    assert len({digest_of(*case) for case in cases}) == len(cases)
+    assert len({heads_digest(*case) for case in cases}) == len(cases)
     again = [example(1, (3, 4), 0), example(2, (5,), 1)]
-    assert digest_of("bundle", adapter.copy(), again, 10) == digest_of(*cases[0])
+    assert heads_digest("bundle", adapter.copy(), again, 10) == heads_digest(*cases[0])

@@ -25,15 +25,15 @@ from prge.training.checkpoint import (
 )
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
-from prge.training.estimators.protocol import Estimator, InTurn, Measurement
+from prge.training.estimators.protocol import Estimator, EstimatorSequence, Measurement
 from prge.training.estimators.tangents import TangentEstimator
 from prge.training.loop import AdapterLearner, TrainingSettings, train
 from prge.training.optimizers import make_optimizer, schedule
 from prge.training.sampler import Sampler
 from tests.numpy_engine import NumpyEngine
 from tests.refusals import raises
-from tests.rows import bigram_completions, classified
-from tests.templates import write_template
+from tests.rows import bigram_completions, classification
+from tests.templates import write_peft_folder
 
 SETTINGS = TrainingSettings(steps=12, seed=7, evaluate_every=4, checkpoint_every=5)
 
@@ -77,11 +77,11 @@ class Run:
         self.settings = replace(SETTINGS, **settings)
         self.encoder = encoder
         self.examples = (
-            [classified(row, [row % 3, row % 5], 3, row % 3) for row in range(1, 25)]
+            [classification(row, [row % 3, row % 5], 3, row % 3) for row in range(1, 25)]
             if encoder
             else bigram_completions(24)
         )
-        self.template = write_template(folder / "template", self.engine.model.modules)
+        self.template = write_peft_folder(folder / "template", self.engine.model.modules)
         self.observer = Silent()
 
     def fresh_state(self) -> TrainingState:
@@ -262,7 +262,7 @@ def test_a_forgotten_gradient_is_computed_again_by_the_estimator_of_its_step(tmp
     run = Run(tmp_path / "run", estimator=Exact(), forgets=True)
     with pytest.raises(Killed):
         run.go(DyingEngine(run.engine, 6))
-    run.estimator = InTurn([(0, Exact()), (6, Exact(clip=1e-3))])
+    run.estimator = EstimatorSequence([(0, Exact()), (6, Exact(clip=1e-3))])
     expected = _bits(run.go())
     prune_checkpoints(tmp_path / "run/checkpoints", set())
     assert _bits(run.go()) == expected

@@ -17,7 +17,7 @@ from prge.training.estimators.protocol import Step
 from prge.training.estimators.tangents import TangentEstimator
 from prge.training.evaluation import evaluate
 from prge.training.sampler import Sampler
-from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, slopes_of
+from tests.numpy_engine import MODULE, NumpyEngine, gradients_of, make_nonzero_adapter
 from tests.rows import completion
 
 SEED, STEP = 3, 0
@@ -57,11 +57,11 @@ def steps(draw: st.DrawFn) -> list[Example]:
 def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], tokens: int) -> None:
     """Whether the step is computed in parts or not."""
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MICROBATCH_TOKENS", tokens)
         found = Exact().measure(engine, Step(adapter, by_tokens(examples), SEED, STEP))
-    expected = slopes_of(lambda values: token_loss(engine, values, examples), adapter.values)
+    expected = gradients_of(lambda values: token_loss(engine, values, examples), adapter.values)
     assert found.loss == pytest.approx(token_loss(engine, adapter.values, examples), rel=1e-6)
     assert found.gradient is not None
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
@@ -72,25 +72,25 @@ def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], t
 def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
     """Of differences along a direction, and of tangents, whose mean over examples it is."""
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
-    gradient = slopes_of(lambda values: token_loss(engine, values, examples), adapter.values)
+    adapter = make_nonzero_adapter(engine)
+    gradient = gradients_of(lambda values: token_loss(engine, values, examples), adapter.values)
     step = Step(adapter, by_tokens(examples), SEED, STEP)
     found = Differences(Antithetic(2, 1e-3)).measure(engine, step)
     directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [float(gradient @ directions(query)) for query in range(2)]
-    np.testing.assert_allclose(found.scalars, expected, atol=1e-3)
+    np.testing.assert_allclose(found.projected_gradients, expected, atol=1e-3)
 
     tangents = TangentEstimator(2, shared=True)
     measured = tangents.measure(engine, step)
     along = RankOneDirections(SEED, STEP, 2, len(examples), tuple(adapter.modules), shared=True)
     expected = [float(gradient @ along(query).astype(float)) for query in range(2)]
-    np.testing.assert_allclose(measured.scalars.mean(-1), expected, atol=1e-3)
+    np.testing.assert_allclose(measured.projected_gradients.mean(-1), expected, atol=1e-3)
 
 
 def test_equal_lengths_have_the_same_bits_either_way() -> None:
     examples = [completion(row, [row, 2, 3, 4], 2) for row in range(1, 5)]
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     gradients = []
     for batch in (Sampler(examples, 4, SEED).batch(STEP), by_tokens(examples)):
         found = Exact().measure(engine, Step(adapter, batch, SEED, STEP)).gradient
@@ -102,7 +102,7 @@ def test_equal_lengths_have_the_same_bits_either_way() -> None:
 def test_the_loss_of_an_evaluation_is_the_logarithm_of_the_perplexity() -> None:
     examples = [completion(row, [row, 2, 3, 4, 5][: 2 + row], 1) for row in range(1, 4)]
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     by_token, _ = evaluate(engine, adapter, examples, None, select="loss", normalisation="token")
     by_example, _ = evaluate(engine, adapter, examples, None, select="loss")
     assert np.log(by_token["perplexity"]) == pytest.approx(by_token["loss"])

@@ -13,7 +13,7 @@ import pytest
 from prge.formats.documents import read_json
 from prge.formats.run_folder import LOG, SUMMARY
 from prge.training.estimators.protocol import Measurement
-from prge.training.monitor import Watcher, describe_changes, describe_prompt, graceful_stop
+from prge.training.monitor import RunMonitor, describe_changes, describe_prompt, graceful_stop
 from prge.training.settings import TrainingFlags
 
 
@@ -23,7 +23,7 @@ def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> Non
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
 
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
-    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
         assert told() == ("running", None, 0)
         watcher.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
         assert told() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
@@ -43,7 +43,7 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
         settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
-        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
             for step, loss in ((0, 2.0), (2, 1.5), (4, 1.25), (6, 1.75)):
                 value = -4.5 if select == "metric" else -loss
                 record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
@@ -80,7 +80,7 @@ def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {each: signal.getsignal(each) for each in numbers}
-    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
         try:
             with graceful_stop(watcher):
                 os.kill(os.getpid(), number)
@@ -97,7 +97,7 @@ def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher, graceful_stop(watcher):
+        with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher, graceful_stop(watcher):
             os.kill(os.getpid(), signal.SIGHUP)
             assert not watcher.stopped
     finally:
@@ -108,8 +108,8 @@ def test_what_a_row_holds_reaches_terminal_and_log_written_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)
-    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
-        watcher.say("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
+    with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        watcher.note("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
     shown = "row 1\n  a\\x1b]0;title\\x07 \\x9b31m\tb\\r\\x85c\n"
     assert shown in capsys.readouterr().err
     log = (tmp_path / LOG).read_text(encoding="utf-8")

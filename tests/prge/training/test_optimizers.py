@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prge.training.optimizers import OptimizerName, make_optimizer, schedule, usual_warmup
+from prge.training.optimizers import OptimizerName, default_warmup_steps, make_optimizer, schedule
 
 TORCH = {
     "sgd": lambda p: torch.optim.SGD([p], lr=0.1),
@@ -83,4 +83,4 @@ def test_warm_up_reaches_the_peak_and_then_decays() -> None:
 
 @pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
 def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
-    assert usual_warmup(steps) == rising
+    assert default_warmup_steps(steps) == rising

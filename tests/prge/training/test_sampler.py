@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.objectives.examples import weighted_by_tokens
-from prge.training.sampler import Sampler, most_sequences
+from prge.training.sampler import Sampler, max_sequences
 from tests.rows import completion, long_choice, random_completions
 
 
@@ -36,7 +36,7 @@ def test_chosen_examples_are_those_of_the_batch_without_the_weights_of_tokens() 
     rows = [completion(row, [row, 2, 3, 4, 5][: 2 + row % 3], 1) for row in range(1, 13)]
     for step in range(4):
         by_token = Sampler(rows, 6, 1, "token")
-        chosen = by_token.chosen(step)
+        chosen = by_token.examples_at(step)
         assert all(example is rows[example.row - 1] for example in chosen)
         assert Sampler(rows, 6, 1).batch(step) == chosen
         assert by_token.batch(step) == weighted_by_tokens(chosen) != chosen
@@ -63,5 +63,5 @@ def test_sequences_of_steps_are_counted_in_any_order(count: int, steps: list[int
 
 
 def test_the_most_sequences_of_an_example() -> None:
-    assert most_sequences([]) == 1
-    assert most_sequences([*random_completions(2), long_choice(3, [1], [[2], [3], [4]], 0)]) == 3
+    assert max_sequences([]) == 1
+    assert max_sequences([*random_completions(2), long_choice(3, [1], [[2], [3], [4]], 0)]) == 3

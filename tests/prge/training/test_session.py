@@ -17,12 +17,12 @@ from prge.objectives.examples import Example
 from prge.training.estimators.protocol import Measurement
 from prge.training.recipe import Recipe
 from prge.training.sampler import Sampler
-from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.session import SessionData, SilentObserver, open_session
 from prge.training.store import RunStore
 from tests.numpy_engine import NumpyEngine
 from tests.refusals import raises
 from tests.rows import bigram_completions
-from tests.templates import write_template
+from tests.templates import write_peft_folder
 
 EXAMPLES = bigram_completions(24)
 RECIPE = Recipe(
@@ -49,7 +49,7 @@ def data(engine: NumpyEngine) -> SessionData:
 
 @pytest.fixture
 def store(engine: NumpyEngine, tmp_path: Path) -> Iterator[RunStore]:
-    template = write_template(tmp_path / "template", engine.model.modules)
+    template = write_peft_folder(tmp_path / "template", engine.model.modules)
     (tmp_path / "run").mkdir()
     with Journal(tmp_path / "run" / "journal.jsonl") as journal:
         yield RunStore(folder=tmp_path / "run", journal=journal, template=template, checkpoint_every=3)
@@ -65,7 +65,7 @@ def begin(store: RunStore, may_change: bool = False, **changes: Any) -> None:
     store.begin(identity(**changes), "steps: 9\n", date="2026-01-01", may_change=may_change)
 
 
-class Steps(Unwatched):
+class Steps(SilentObserver):
     """Which steps were computed rather than taken from the journal."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionDa
     begin(store)
     session = open_session(RECIPE, engine, data, store)
     assert session.state.step == 0
-    session.train(Unwatched())
+    session.train(SilentObserver())
     assert session.state.step == 9
     evaluations = [record["loss"] for record in store.journal.records if record["kind"] == "evaluation"]
     assert len(evaluations) == 4 and evaluations[-1] < 0.9 * evaluations[0]
@@ -98,9 +98,9 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bits(
         other = replace(store, folder=tmp_path / "whole", journal=journal)
         begin(other)
         whole = open_session(RECIPE, engine, data, other)
-        whole.train(Unwatched())
+        whole.train(SilentObserver())
     first = open_session(RECIPE, engine, data, store)
-    first.train(Unwatched(), lambda: first.state.step == until)
+    first.train(SilentObserver(), lambda: first.state.step == until)
     again, steps = open_session(RECIPE, engine, data, store), Steps()
     assert again.state.step == until
     again.train(steps)
@@ -114,7 +114,7 @@ def test_it_may_end_before_the_recipes_last_step(
     """Learning rates are those of the whole recipe."""
     begin(store)
     session = open_session(RECIPE, engine, data, store, until=4)
-    session.train(Unwatched())
+    session.train(SilentObserver())
     rates = RECIPE.learning_rates()
     taken = [record["learning_rate"] for record in store.journal.records if record["kind"] == "step"]
     assert taken == [rates(step)["learning_rate"] for step in range(4)]
@@ -127,7 +127,7 @@ def test_data_may_have_an_order_of_their_own(engine: NumpyEngine, data: SessionD
 
     begin(store)
     session = open_session(RECIPE, engine, replace(data, sampler=Last(EXAMPLES, 2, 0)), store)
-    session.train(Unwatched())
+    session.train(SilentObserver())
     rows = {tuple(record["rows"]) for record in store.journal.records if record["kind"] == "step"}
     assert rows == {tuple(example.row for example in EXAMPLES[-2:])}
 
@@ -148,7 +148,7 @@ def test_a_step_is_replayed_by_the_estimator_that_it_was_taken_with(
 ) -> None:
     begin(store)
     first = open_session(RECIPE, engine, data, store)
-    first.train(Unwatched(), lambda: first.state.step == 2)
+    first.train(SilentObserver(), lambda: first.state.step == 2)
     changed = replace(RECIPE, estimator="tangent", queries=2)
     begin(store, may_change=True, estimator="tangent", queries=2)
     second, steps = open_session(changed, engine, data, store), Steps()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prge.training.trials import TRIALS
-from server_export.checkpoint.random_models import CONFIGURATIONS, configuration
+from server_export.checkpoint.random_models import CONFIGURATIONS, random_model_config
 
 
 def test_every_shape_has_weights_to_make_and_a_small_one() -> None:
     for trial in TRIALS.values():
         assert trial.shape in CONFIGURATIONS
-        small = configuration(f"{trial.shape}:tiny", None)
+        small = random_model_config(f"{trial.shape}:tiny", None)
         assert (small.num_hidden_layers, small.hidden_size) == (2, 64)
 
 

@@ -9,11 +9,11 @@ import pytest
 from against_trl import DEMO, both, difference
 
 from tests.verbs import prge
-from tests.workshop import Made
+from tests.workshop import FolderBuilder
 
 
 @pytest.fixture(scope="module")
-def demo_bundle(made_once: Made) -> Path:
+def demo_bundle(made_once: FolderBuilder) -> Path:
     """The demo's model with LoRA on all linear layers."""
     words = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
 

@@ -33,7 +33,7 @@ def test_shapes_are_rows_and_tokens() -> None:
 
 def test_a_step_is_held_against_its_limit() -> None:
     def step(seconds: float, inside: float, scalar: float) -> Any:
-        return seconds, SimpleNamespace(engine_seconds=inside, scalars=np.array([scalar]))
+        return seconds, SimpleNamespace(engine_seconds=inside, projected_gradients=np.array([scalar]))
 
     found = {
         "forward": step(2.5, 2.0, 1.0),

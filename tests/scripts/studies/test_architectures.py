@@ -14,7 +14,7 @@ from server_export.ir.plain import unknown_operators
 from server_export.settings import ExportConfig
 from server_export.source import open_source
 from tests.compilers import needs_compiler
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_types import LAYERS, family, make_tiny, text_types
 
 # Operators that models compute numbers with, and that have no forward-mode derivative.
@@ -102,7 +102,7 @@ PAGE = """\
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bert", *rest("cohere2", "olmo3", "xlm-roberta")])
+@pytest.mark.parametrize("model_type", ["llama", "bert", *second_tier("cohere2", "olmo3", "xlm-roberta")])
 def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str) -> None:
     model = make_tiny(model_type)
     assert model.config.hidden_size == 64

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server_export.calibrate import gptq as module
-from server_export.calibrate.gptq import SecondMoment, gptq, nearest, searched_scale
+from server_export.calibrate.gptq import SecondMoment, gptq, round_to_nearest, search_scale
 from server_export.quantize.quantization import GROUP_SIZE, int4_weight
 
 INPUTS, OUTPUTS, TOKENS = 96, 24, 400
@@ -60,14 +60,14 @@ def test_a_layer_answers_better_than_by_weights_rounded_alone() -> None:
     found = error(weight, gptq(weight, moment_of(states)).dequantize(), states)
     fitted: torch.Tensor = int4_weight(weight).dequantize()
     assert found < 0.8 * min(
-        error(weight, fitted, states), error(weight, nearest(weight).dequantize(), states)
+        error(weight, fitted, states), error(weight, round_to_nearest(weight).dequantize(), states)
     )
 
 
 def test_inputs_that_are_not_correlated_are_rounded_each_for_itself() -> None:
     weight, _ = layer()
     moment = moment_of(torch.eye(INPUTS))
-    found, expected = gptq(weight, moment), nearest(weight)
+    found, expected = gptq(weight, moment), round_to_nearest(weight)
     assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
 
 
@@ -76,7 +76,7 @@ def test_inputs_that_are_always_zero_change_nothing() -> None:
     states[:, 5] = 0
     found = gptq(weight, moment_of(states))
     assert bool(torch.isfinite(found.dequantize()).all())
-    column = nearest(weight).scale.float()[:, 0].max()
+    column = round_to_nearest(weight).scale.float()[:, 0].max()
     assert float((found.dequantize() - weight)[:, 5].abs().max()) <= 8 * float(column)
 
 
@@ -99,7 +99,7 @@ def test_a_searched_scale_costs_no_more_than_one_that_holds_all_weights(seed: in
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(3, GROUP_SIZE, generator=generator) * size
     importance = torch.rand(GROUP_SIZE, generator=generator) + 0.01
-    scale = searched_scale(weights, importance)
+    scale = search_scale(weights, importance)
     assert torch.equal(scale, scale.bfloat16().float())
 
     def cost(scale: torch.Tensor) -> torch.Tensor:

@@ -7,46 +7,46 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.calibrate.gptq import nearest
+from server_export.calibrate.gptq import round_to_nearest
 from server_export.calibrate.sensitivities import (
     Sensitivity,
     choose_int8,
     int4_layers,
-    int8_of_kind,
+    int8_of_block_type,
     mean_bits,
-    measure,
+    measure_sensitivities,
 )
 from server_export.model.eager import EagerBlock
-from server_export.model.walk import Walk
-from server_export.pipeline import in_scheme, with_int8
+from server_export.model.walk import BlockwiseForward
+from server_export.pipeline import with_int8, with_scheme
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 
 
 def test_an_error_is_that_of_the_blocks_answer(tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, "llama")
-    found = measure(chain, ROWS)
-    exact = in_scheme(chain, "fp32")
-    walk = Walk(exact, ROWS)
+    found = measure_sensitivities(chain, ROWS)
+    exact = with_scheme(chain, "fp32")
+    walk = BlockwiseForward(exact, ROWS)
     walk.advance(EagerBlock(exact, 0))
     block = EagerBlock(exact, 1)
-    answers = walk.tokens(walk.answers(block))
+    answers = walk.tokens(walk.outputs(block))
     names = int4_layers(chain, 1)
-    assert [chain.own_names(1)[name] for name in names] == list(found[1]) and len(names) == 7
+    assert [chain.weight_names(1)[name] for name in names] == list(found[1]) and len(names) == 7
     for name in names:
         weight = block.tensors[name]
-        block.tensors[name] = nearest(weight).dequantize()
-        changed = (walk.tokens(walk.answers(block)) - answers).square().sum(1)
+        block.tensors[name] = round_to_nearest(weight).dequantize()
+        changed = (walk.tokens(walk.outputs(block)) - answers).square().sum(1)
         block.tensors[name] = weight
         squares = answers.square().sum(1)
-        each = found[1][chain.own_names(1)[name]]
+        each = found[1][chain.weight_names(1)[name]]
         expected = (changed / squares).mean() + changed.sum() / squares.sum()
-        assert each.numbers == weight.numel() and each.error == pytest.approx(float(expected))
+        assert each.numel == weight.numel() and each.error == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("bits", [4.0, 4.25, 5.0, 8.0])
 def test_bits_are_kept_and_spent(tmp_path: Path, bits: float) -> None:
     chain = int4_chain(tmp_path, "llama", num_hidden_layers=4)
-    found = measure(chain, ROWS)
+    found = measure_sensitivities(chain, ROWS)
     int8 = choose_int8(chain, found, bits)
     assert 4 <= mean_bits(found, int8) <= bits
     if bits == 4:
@@ -56,7 +56,7 @@ def test_bits_are_kept_and_spent(tmp_path: Path, bits: float) -> None:
     changed = with_int8(chain, int8)
     assert len(set(changed.type_of)) <= len(set(chain.type_of)) + 1
     for number, names in int8.items():
-        own = changed.own_names(number)
+        own = changed.weight_names(number)
         layers = changed.block_types[changed.type_of[number]].frozen.layers
         assert {own[name] for name, is_int4 in layers.items() if not is_int4} == names
 
@@ -66,15 +66,15 @@ def test_layers_that_change_most_for_their_numbers_come_first() -> None:
     first = {"a": Sensitivity(10, 5.0), "b": Sensitivity(50, 0.1), "c": Sensitivity(40, 0.2)}
     second = {"a": Sensitivity(10, 4.0), "b": Sensitivity(50, 9.0), "c": Sensitivity(40, 0.1)}
     blocks = {1: first, 2: second}
-    assert int8_of_kind(blocks, 0.1) == {1: {"a"}, 2: {"a"}}
-    assert int8_of_kind(blocks, 0.36) == {1: {"a"}, 2: {"a", "b"}}
-    assert int8_of_kind(blocks, 0.0) == {1: frozenset(), 2: frozenset()}
+    assert int8_of_block_type(blocks, 0.1) == {1: {"a"}, 2: {"a"}}
+    assert int8_of_block_type(blocks, 0.36) == {1: {"a"}, 2: {"a", "b"}}
+    assert int8_of_block_type(blocks, 0.0) == {1: frozenset(), 2: frozenset()}
 
 
 @pytest.mark.parametrize("architecture", ["albert", "zamba2"])
 def test_a_layer_that_is_used_again_has_the_bits_of_its_first_use(architecture: str, tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, architecture)
-    found = measure(chain, ROWS)
+    found = measure_sensitivities(chain, ROWS)
     int8 = choose_int8(chain, found, 5.0)
     uses: dict[str, set[bool]] = {}
     for number, layers in found.items():
@@ -86,7 +86,7 @@ def test_a_layer_that_is_used_again_has_the_bits_of_its_first_use(architecture: 
 
 def test_experts_stay_int4(tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, "olmoe")
-    found = measure(chain, ROWS)
+    found = measure_sensitivities(chain, ROWS)
     assert found and not any(chain.blocks[number].is_expert for number in found)
     assert all(
         torch.isfinite(torch.tensor([each.error for each in of.values()])).all() for of in found.values()

@@ -15,7 +15,7 @@ from prge.errors import Refusal
 from server_export.check import model as check
 from server_export.check.model import ModelComparison, check_causal, compare_with_model
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.checkpoint.stored import SafetensorsTensors
 from server_export.checkpoint.weights import CheckpointWeights
 from server_export.export import export
@@ -24,7 +24,7 @@ from server_export.pipeline import build_chain
 from server_export.settings import ExportConfig
 from tests.gguf_files import write_gguf
 from tests.refusals import raises, refusal
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import make_model, make_tokenizer, save_model
 from tests.tiny_types import make_classifier, make_tiny
 
@@ -47,7 +47,7 @@ class Changed(CheckpointWeights):
 
 def chain_of(folder: Path) -> ModelChain:
     """A model without adapted layers."""
-    return build_chain(outline_model(str(folder)), find_files(str(folder)), {}, longest=LONGEST)
+    return build_chain(load_meta_model(str(folder)), find_files(str(folder)), {}, longest=LONGEST)
 
 
 def compared(folder: Path, changed: str | None = None, change: float = 2.0) -> ModelComparison:
@@ -119,7 +119,7 @@ def test_experts_that_no_token_called_are_counted(tmp_path: Path) -> None:
     assert comparison.to_json()["experts"] == (called, every)
 
 
-@pytest.mark.parametrize("architecture", ["llama", *rest("mixtral", "gpt2", "bert")])
+@pytest.mark.parametrize("architecture", ["llama", *second_tier("mixtral", "gpt2", "bert")])
 def test_no_more_than_a_layer_is_read_at_once(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_no_more_than_a_layer_is_read_at_once(
         return tensor
 
     monkeypatch.setattr(SafetensorsTensors, "read", watched)
-    monkeypatch.setattr("server_export.checkpoint.lazy_weights.NUMBERS_AT_ONCE", 64 * 96)
+    monkeypatch.setattr("server_export.checkpoint.lazy_weights.ELEMENTS_PER_READ", 64 * 96)
     monkeypatch.setattr(check, "in_scheme", lambda chain, scheme: chain)
     compare_with_model(chain, str(folder), None)
     # A block of the head is a part of the vocabulary, whole for so small a model.

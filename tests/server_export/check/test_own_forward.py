@@ -11,8 +11,8 @@ import pytest
 from prge.errors import DataError, Refusal
 from server_export import estimate
 from server_export.check import own_forward
-from server_export.check.own_forward import blame_own_forward, own_failure
-from server_export.checkpoint.loading import outline_model
+from server_export.check.own_forward import own_failure, refuse_if_transformers_fails
+from server_export.checkpoint.loading import load_meta_model
 from tests.refusals import raises
 from tests.tiny_models import save_model
 from tests.tiny_types import make_tiny
@@ -36,10 +36,10 @@ def test_a_model_is_run_by_itself_with_numbers_or_if_it_is_large_with_shapes(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_forward, "MOST_MADE", most)
-    broken = outline_model(str(save_broken(tmp_path / "broken")))
+    broken = load_meta_model(str(save_broken(tmp_path / "broken")))
     assert isinstance(own_failure(type(broken.model), broken.config), RuntimeError)
     for name in ("llama", "bert"):
-        whole = outline_model(str(save_model(tmp_path / name, name)))
+        whole = load_meta_model(str(save_model(tmp_path / name, name)))
         assert own_failure(type(whole.model), whole.config) is None
 
 
@@ -68,7 +68,7 @@ def test_numbers_that_shapes_lack_are_no_failure(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), DataError("rows", ["row 3"]), MemoryError()])
 def test_other_exceptions_pass_where_transformers_runs_the_model(error: Exception, tmp_path: Path) -> None:
-    loaded = outline_model(str(save_model(tmp_path, "llama")))
-    with pytest.raises(type(error)) as caught, blame_own_forward(loaded):
+    loaded = load_meta_model(str(save_model(tmp_path, "llama")))
+    with pytest.raises(type(error)) as caught, refuse_if_transformers_fails(loaded):
         raise error
     assert caught.value is error

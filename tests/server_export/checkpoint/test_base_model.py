@@ -10,8 +10,8 @@ import pytest
 
 from server_export.checkpoint.base_model import (
     BaseModel,
-    base_in_manifest,
-    base_in_peft,
+    base_from_manifest,
+    base_from_peft,
     base_of,
     model_problems,
 )
@@ -31,16 +31,16 @@ def test_a_folder_is_recorded_by_its_content_and_not_by_its_place(folder: Path) 
     loaded = load_model(str(folder))
     base = base_of(loaded)
     assert base.label == "llama"
-    assert base.in_peft() == {"base_model_name_or_path": f"llama@sha256:{loaded.sha256}"}
-    assert base.in_manifest() == {"name_or_path": "llama", "revision": None, "sha256": loaded.sha256}
-    assert base_in_peft(base.in_peft()) == BaseModel("llama", None, loaded.sha256)
+    assert base.to_peft() == {"base_model_name_or_path": f"llama@sha256:{loaded.sha256}"}
+    assert base.to_manifest() == {"name_or_path": "llama", "revision": None, "sha256": loaded.sha256}
+    assert base_from_peft(base.to_peft()) == BaseModel("llama", None, loaded.sha256)
     assert base.load(pooled=False).sha256 == loaded.sha256
 
 
 def test_a_hub_model_is_recorded_by_its_commit() -> None:
     base = BaseModel("some/model", COMMIT)
-    assert base.in_peft() == {"base_model_name_or_path": "some/model", "revision": COMMIT}
-    assert base_in_peft(base.in_peft()) == base_in_manifest(base.in_manifest()) == base
+    assert base.to_peft() == {"base_model_name_or_path": "some/model", "revision": COMMIT}
+    assert base_from_peft(base.to_peft()) == base_from_manifest(base.to_manifest()) == base
 
 
 def test_no_hub_is_asked_for_what_was_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_no_hub_is_asked_for_what_was_a_folder(monkeypatch: pytest.MonkeyPatch, 
         {"base_model_name_or_path": f"llama@sha256:{'0' * 64}"},
     ]
     for config in recorded:
-        base = base_in_peft(config)
+        base = base_from_peft(config)
         assert base is not None
         with refusal("base-missing"):
             base.load(pooled=False)
@@ -65,7 +65,7 @@ def test_another_folder_of_the_name_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     base = base_of(load_model(str(folder)))
-    recorded = base_in_peft(base.in_peft())
+    recorded = base_from_peft(base.to_peft())
     assert recorded is not None
     save_model(tmp_path / "llama", "llama", seed=7)
     monkeypatch.chdir(tmp_path)
@@ -81,21 +81,23 @@ def test_a_folder_that_is_named_without_its_hash_is_not_loaded(folder: Path) -> 
     name = str(folder)
     revised = {"base_model_name_or_path": name, "revision": "main"}
     for base in (
-        base_in_peft({"base_model_name_or_path": name}),
-        base_in_peft(revised),
-        base_in_manifest({"name_or_path": name}),
-        base_in_manifest({"name_or_path": name, "revision": "main", "sha256": None}),
+        base_from_peft({"base_model_name_or_path": name}),
+        base_from_peft(revised),
+        base_from_manifest({"name_or_path": name}),
+        base_from_manifest({"name_or_path": name, "revision": "main", "sha256": None}),
     ):
         assert base is not None
         with refusal("base-without-hash"):
             base.load(pooled=False)
-        assert base.in_peft(tells_place=True)["base_model_name_or_path"] == name
-    plain = base_in_peft({"base_model_name_or_path": name})
-    assert plain is not None and plain.in_peft() == {"base_model_name_or_path": folder.name}
+        assert base.to_peft(with_path=True)["base_model_name_or_path"] == name
+    plain = base_from_peft({"base_model_name_or_path": name})
+    assert plain is not None and plain.to_peft() == {"base_model_name_or_path": folder.name}
 
 
 def test_what_names_no_base_model() -> None:
-    assert base_in_peft({}) is base_in_peft({"base_model_name_or_path": 3}) is base_in_manifest({}) is None
+    assert (
+        base_from_peft({}) is base_from_peft({"base_model_name_or_path": 3}) is base_from_manifest({}) is None
+    )
 
 
 def test_kind_and_size_are_compared(folder: Path) -> None:

@@ -19,8 +19,8 @@ from prge.data.readers.files import Row
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError
 from prge.generation.prompts import Prompts
-from server_export.checkpoint.chat_templates import PLAIN, give_template, plain_template
-from server_export.checkpoint.tokenization import on_device
+from server_export.checkpoint.chat_templates import PLAIN, plain_template, set_chat_template
+from server_export.checkpoint.tokenization import device_tokenizer
 from server_export.settings import PrependBos
 from tests.bundles import make_spec
 from tests.prge.data.chat_templates import CHATML
@@ -55,8 +55,8 @@ def tokenizer_of(kind: str, ends: bool = True, prepend_bos: PrependBos = "never"
     """As a device reads it, with the plain template."""
     special = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if ends else {})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), **special)
-    give_template(tokenizer, PLAIN, prepend_bos)
-    return on_device(tokenizer, prepend_bos, SIZE)
+    set_chat_template(tokenizer, PLAIN, prepend_bos)
+    return device_tokenizer(tokenizer, prepend_bos, SIZE)
 
 
 @cache
@@ -96,7 +96,7 @@ def test_targets_are_the_answers_with_their_ends_and_nothing_else(
     tokens, targets = learnt(tokenizer, conversation(question, answer, more, answer))
     for turn in (conversation(question), conversation(question, answer, more)):
         # What an answer follows when the model writes it is what it followed when it was learnt.
-        prompt = list(prompts_of(tokenizer).of_messages(turn).tokens)
+        prompt = list(prompts_of(tokenizer).encode_messages(turn).tokens)
         assert tokens[: len(prompt)] == prompt and len(prompt) in targets
         assert len(prompt) - 1 not in targets
     parts = [target for target in targets if target - 1 not in targets]
@@ -108,10 +108,10 @@ def test_targets_are_the_answers_with_their_ends_and_nothing_else(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_ends_where_its_turn_was_learnt_to_end(kind: str) -> None:
-    prompt = Prompts(tokenizer_of(kind)).of_messages(conversation("no"))
+    prompt = Prompts(tokenizer_of(kind)).encode_messages(conversation("no"))
     assert prompt.ends == {tokenizer_of(kind).eos_id} and not prompt.stop
     line = "\n" if kind in ("byte level", "prefixed", "byte fallback") else " "
-    prompt = Prompts(tokenizer_of(kind, ends=False)).of_messages(conversation("no"))
+    prompt = Prompts(tokenizer_of(kind, ends=False)).encode_messages(conversation("no"))
     assert not prompt.ends and prompt.stop == (f"{line}User:",)
 
 
@@ -130,8 +130,8 @@ def test_what_it_renders() -> None:
 
 def test_transformers_renders_it_alike() -> None:
     tokenizer: Any = make_tokenizer()
-    give_template(tokenizer, PLAIN, "always")
-    ours = Prompts(on_device(tokenizer, "always", SIZE)).chat
+    set_chat_template(tokenizer, PLAIN, "always")
+    ours = Prompts(device_tokenizer(tokenizer, "always", SIZE)).chat
     assert ours is not None
     messages = conversation("a", "b", "c")
     theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -141,12 +141,12 @@ def test_transformers_renders_it_alike() -> None:
 def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> None:
     tokenizer: Any = make_tokenizer()
     tokenizer.chat_template = CHATML
-    give_template(tokenizer, None, "auto")
+    set_chat_template(tokenizer, None, "auto")
     assert tokenizer.chat_template == CHATML
-    give_template(tokenizer, PLAIN, "auto")
+    set_chat_template(tokenizer, PLAIN, "auto")
     assert tokenizer.chat_template == plain_template(tokenizer, "auto")
     (tmp_path / "chat.jinja").write_text(CHATML)
-    give_template(tokenizer, str(tmp_path / "chat.jinja"), "auto")
+    set_chat_template(tokenizer, str(tmp_path / "chat.jinja"), "auto")
     assert tokenizer.chat_template == CHATML
 
 
@@ -163,10 +163,10 @@ def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> No
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(source)
     with raises(ConfigError, "chat-template-unusable", saying="chat.jinja") as refused:
-        give_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
+        set_chat_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
     assert why in refused.value.problems[0]
 
 
 def test_a_file_that_isnt_there_is_told(tmp_path: Path) -> None:
     with raises(ConfigError, "chat-template-unreadable", saying="none.jinja"):
-        give_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")
+        set_chat_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

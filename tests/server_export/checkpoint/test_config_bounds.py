@@ -11,7 +11,7 @@ import pytest
 
 from server_export.checkpoint import config_bounds
 from server_export.checkpoint.config_bounds import check_cost, config_problems
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.loading import load_meta_model, load_model
 from tests.refusals import refusal
 from tests.tiny_models import make_config, save_model
 
@@ -71,14 +71,14 @@ def test_modules_without_end_are_not_made(
     (tmp_path / "config.json").write_text(json.dumps({**make_config("llama").to_dict(), **change}))
     start = time.process_time()
     with refusal("config-out-of-bounds") as caught:
-        outline_model(str(tmp_path))
+        load_meta_model(str(tmp_path))
     assert time.process_time() - start < SECONDS
     assert "more than 500 modules" in str(caught.value) or "num_hidden_layers" in str(caught.value)
 
 
 def test_a_deep_model_is_one(tmp_path: Path) -> None:
     make_config("llama", num_hidden_layers=600).save_pretrained(tmp_path)
-    assert outline_model(str(tmp_path)).config.num_hidden_layers == 600
+    assert load_meta_model(str(tmp_path)).config.num_hidden_layers == 600
 
 
 @pytest.mark.parametrize(

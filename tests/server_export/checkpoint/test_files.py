@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from prge.errors import Refusal
 from server_export.checkpoint.files import (
-    end_tokens,
+    eos_token_ids,
     fetch_weights,
     find_files,
-    hub_answers,
+    is_hub_reachable,
     read_config,
     shard_names,
-    stored_numbers,
+    stored_numel,
     stored_pooling,
 )
 from tests.refusals import raises, refusal
@@ -45,7 +45,7 @@ def test_a_folder_has_a_configuration_weights_and_a_hash(tmp_path: Path) -> None
     files = find_files(str(write_model(tmp_path / "model")))
     assert files.revision is None
     assert files.weights == [tmp_path / "model/model.safetensors"]
-    assert stored_numbers(files) == 12
+    assert stored_numel(files) == 12
     before = files.sha256()
     (tmp_path / "model/README.md").write_text("anything")
     assert files.sha256() == before
@@ -62,10 +62,10 @@ def test_the_parts_of_an_index_are_read_beside_it(tmp_path: Path) -> None:
     write_index(folder, "b.safetensors", "a.safetensors", "b.safetensors")
     files = find_files(str(folder))
     assert [path.name for path in files.weights] == ["a.safetensors", "b.safetensors"]
-    assert stored_numbers(files) == 17
+    assert stored_numel(files) == 17
     (folder / "a.safetensors").unlink()
     with refusal("weights-missing"):
-        stored_numbers(files)
+        stored_numel(files)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,19 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with raises(Refusal, "no-weights", saying="pytorch_model.bin"):
-        stored_numbers(find_files(str(folder)))
+        stored_numel(find_files(str(folder)))
 
 
 def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path) -> None:
     files = find_files(str(write_model(tmp_path, {"eos_token_id": 7})))
-    assert end_tokens(files) == [7]
+    assert eos_token_ids(files) == [7]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 2]}')
-    assert end_tokens(files) == [7, 9, 2]
+    assert eos_token_ids(files) == [7, 9, 2]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert end_tokens(files) == [7]
+    assert eos_token_ids(files) == [7]
     for inner, tokens in (({"eos_token_id": 0}, [0]), ("nothing", [])):
         write_model(tmp_path, {"text_config": inner})
-        assert end_tokens(files) == tokens
+        assert eos_token_ids(files) == tokens
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: 
     files = find_files(str(write_model(tmp_path)))
     (tmp_path / "generation_config.json").write_text(content)
     with raises(Refusal, "file-damaged", saying=value):
-        end_tokens(files)
+        eos_token_ids(files)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "random"])
@@ -127,19 +127,19 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
     content = path.read_bytes()
     path.write_bytes({"empty": b"", "half": content[:-20], "random": os.urandom(200)}[damage])
     with refusal("weights-damaged"):
-        stored_numbers(find_files(str(tmp_path)))
+        stored_numel(find_files(str(tmp_path)))
 
 
 def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_path: Path) -> None:
     masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "expert_of_token": np.zeros(4, np.int64)}
     files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
-    assert stored_numbers(files) == 11
+    assert stored_numel(files) == 11
     write_model(tmp_path, weight=np.zeros(3, np.int64))
     with refusal("quantized-already"):
-        stored_numbers(files)
+        stored_numel(files)
     write_model(tmp_path, weight=np.zeros(3, np.int8))
     with refusal("quantized-already"):
-        stored_numbers(files)
+        stored_numel(files)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_a_hub_that_cant_be_asked_is_not_asked_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.utils.get_session", Client)
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()
     try:
-        assert not hub_answers() and not hub_answers()
+        assert not is_hub_reachable() and not is_hub_reachable()
     finally:
-        hub_answers.cache_clear()
+        is_hub_reachable.cache_clear()
     assert len(asked) == 1

@@ -12,9 +12,9 @@ from torch.func import functional_call
 from server_export.checkpoint import lazy_weights
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.lazy_weights import LazyWeights
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.checkpoint.weights import CheckpointWeights
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import (
     DECODERS,
     ENCODERS,
@@ -40,7 +40,7 @@ def answer(model: Any) -> torch.Tensor:
 
 def lazily(folder: Path) -> tuple[Any, LazyWeights]:
     """A model without weights, and these."""
-    model = outline_model(str(folder)).model
+    model = load_meta_model(str(folder)).model
     return model, LazyWeights(CheckpointWeights(find_files(str(folder)), model))
 
 
@@ -48,7 +48,7 @@ def lazily(folder: Path) -> tuple[Any, LazyWeights]:
     "architecture",
     [
         *FIRST,
-        *rest(
+        *second_tier(
             *(
                 name
                 for name in {**DECODERS, **ENCODERS, **EXPERTS, **SHARING, **RECURRENT, **UNUSUAL}

@@ -15,14 +15,14 @@ from transformers import AutoModelForSequenceClassification, DbrxConfig
 
 from server_export.checkpoint import loading
 from server_export.checkpoint.loading import (
+    load_meta_model,
     load_model,
-    outline_model,
     parameter_count,
     read_use_cache,
     vocabulary_size,
 )
 from tests.refusals import refusal
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, make_model, save_model
 from tests.tiny_types import make_classifier, make_tiny
 
@@ -53,12 +53,12 @@ def test_words_are_those_that_a_model_both_reads_and_says() -> None:
     assert vocabulary_size(model.model) == words - 1
 
 
-@pytest.mark.parametrize("model_type", ["git", *rest("phi4_multimodal")])
+@pytest.mark.parametrize("model_type", ["git", *second_tier("phi4_multimodal")])
 def test_a_language_model_that_may_be_given_images_is_one_of_texts_without_them(
     model_type: str, tmp_path: Path
 ) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
-    loaded, outline = load_model(str(tmp_path)), outline_model(str(tmp_path))
+    loaded, outline = load_model(str(tmp_path)), load_meta_model(str(tmp_path))
     assert parameter_count(loaded.model) == parameter_count(outline.model)
     parts = {name.split(".")[1] for name, _ in outline.model.named_parameters()}
     assert not any("encoder" in part and "image" in part for part in parts)
@@ -126,7 +126,7 @@ def test_experts_that_transformers_has_no_function_for_are_refused(
     config = make_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **sparse)
     config.save_pretrained(tmp_path)
     with refusal("experts-not-supported") if has_experts else contextlib.nullcontext():
-        outline_model(str(tmp_path))
+        load_meta_model(str(tmp_path))
 
 
 def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     with refusal("experts-not-supported"):
-        outline_model(str(tmp_path))
+        load_meta_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("architecture", sorted(DECODERS))
@@ -270,7 +270,7 @@ def test_a_hostile_configuration_gives_a_model_or_a_refusal(
     folder = save_model(tmp_path, "llama")
     change_config(folder, **change)
     (folder / "code.py").write_text("raise SystemExit('code of a checkpoint was run')")
-    for load, code in ((outline_model, of_config), (load_model, of_config or of_weights)):
+    for load, code in ((load_meta_model, of_config), (load_model, of_config or of_weights)):
         with refusal(code) if code else contextlib.nullcontext():
             assert load(str(folder)).is_decoder
 
@@ -283,7 +283,7 @@ def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
 def test_a_decoder_that_was_trained_for_classes_is_refused(tmp_path: Path) -> None:
     make_classifier("llama", 3).save_pretrained(tmp_path)
     with refusal("classifying-decoder"):
-        outline_model(str(tmp_path))
+        load_meta_model(str(tmp_path))
 
 
 def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
@@ -305,15 +305,15 @@ def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
 )
 def test_a_head_that_chooses_no_class_is_left_out(tmp_path: Path, name: str, value: object) -> None:
     make_classifier("bert", 2, **{name: value}).save_pretrained(tmp_path)
-    assert outline_model(str(tmp_path)).classifier is None
+    assert load_meta_model(str(tmp_path)).classifier is None
 
 
-@pytest.mark.parametrize("name", ["emu3", *rest("mllama")])
+@pytest.mark.parametrize("name", ["emu3", *second_tier("mllama")])
 def test_a_text_part_is_known_by_the_class_that_transformers_has_for_the_whole(
     tmp_path: Path, name: str
 ) -> None:
     """Its table of decoders has the whole's configuration alone."""
     make_tiny(name).save_pretrained(tmp_path)
-    loaded = outline_model(str(tmp_path))
+    loaded = load_meta_model(str(tmp_path))
     assert loaded.is_decoder and type(loaded.model).__name__.endswith("ForCausalLM")
     assert type(loaded.model).__name__.lower().startswith(name)

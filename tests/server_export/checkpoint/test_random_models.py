@@ -40,7 +40,7 @@ def test_published_counts_of_parameters() -> None:
     counts = {"smollm2-360m": 361_821_120, "qwen2-0.5b": 494_032_768, "qwen3-1.7b": 1_720_574_976}
     for name, count in counts.items():
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(random_models.configuration(name, None))
+            model = AutoModelForCausalLM.from_config(random_models.random_model_config(name, None))
         assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
@@ -54,4 +54,4 @@ def test_random_is_a_folder_for_a_while(tmp_path: Path) -> None:
     with random_models.with_random_model(plain) as settled:
         assert settled is plain
     with raises(ConfigError, "no-such-architecture", saying="random:qwen"):
-        random_models.configuration("qwen", None)
+        random_models.random_model_config("qwen", None)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.checkpoint.weights import CheckpointWeights
 
 _SIZES = {
@@ -37,7 +37,7 @@ def saved(folder: Path, name: str, **settings: Any) -> Any:
 
 
 def weights_of(folder: Path) -> tuple[CheckpointWeights, torch.nn.Module]:
-    outline = outline_model(str(folder)).model
+    outline = load_meta_model(str(folder)).model
     return CheckpointWeights(find_files(str(folder)), outline), outline
 
 
@@ -53,7 +53,7 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
     """Experts are stored one by one, the model has them as one tensor."""
     import transformers
 
-    from server_export.checkpoint.tensor_names import WeightShapes, sources
+    from server_export.checkpoint.tensor_names import WeightShapes, tensor_sources
 
     config = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = saved(tmp_path, "Qwen3MoeConfig", **config)
@@ -62,9 +62,9 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
     assert name not in stored
     with torch.device("meta"):
         outline = transformers.AutoModelForCausalLM.from_config(model.config)
-    found = sources(outline, stored.keys())[name]
+    found = tensor_sources(outline, stored.keys())[name]
     assert len(found.stored) == 8
-    made = found.made(stored.__getitem__, WeightShapes(outline))
+    made = found.convert_tensors(stored.__getitem__, WeightShapes(outline))
     assert torch.equal(made[name], model.get_parameter(name))
 
 

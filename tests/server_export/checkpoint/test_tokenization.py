@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from prge.data.example_building import build_examples
 from prge.data.readers.files import Row
 from prge.data.tokenization.tokenizer import load_tokenizer as read_tokenizer
-from server_export.checkpoint.files import end_tokens, find_files
+from server_export.checkpoint.files import eos_token_ids, find_files
 from server_export.checkpoint.tokenization import (
     check_tokenizer,
     load_tokenizer,
-    tokenizer_block,
+    tokenizer_manifest,
     write_tokenizer,
 )
 from tests.bundles import make_spec
@@ -43,7 +43,7 @@ def test_chat_template_is_written(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages[0].content }}"
     write_tokenizer(tokenizer, tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
-    assert tokenizer_block(tokenizer, "auto", VOCABULARY)["chat_template"] is True
+    assert tokenizer_manifest(tokenizer, "auto", VOCABULARY)["chat_template"] is True
 
 
 def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
@@ -56,25 +56,25 @@ def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
 
 def test_vocabulary_larger_than_the_model() -> None:
     size = len(make_tokenizer())
-    assert tokenizer_block(make_tokenizer(), "auto", size)["vocabulary_size"] == size
+    assert tokenizer_manifest(make_tokenizer(), "auto", size)["vocabulary_size"] == size
     with refusal("tokenizer-larger-than-model"):
-        tokenizer_block(make_tokenizer(), "auto", size - 1)
+        tokenizer_manifest(make_tokenizer(), "auto", size - 1)
 
 
 def test_end_tokens_are_those_that_the_tokenizer_knows() -> None:
-    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == [2]
-    block = tokenizer_block(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
+    assert tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == [2]
+    block = tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
     assert block["stop_token_ids"] == [2, 3]
 
 
 def test_what_a_chat_template_ends_answers_with_ends_one() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
-    block = tokenizer_block(tokenizer, "auto", VOCABULARY)
+    block = tokenizer_manifest(tokenizer, "auto", VOCABULARY)
     assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
     for source in ("{{ raise_exception('no') }}", "{% for %}", "{{ messages[-1].content }}"):
         tokenizer.chat_template = source
-        assert tokenizer_block(tokenizer, "auto", VOCABULARY)["stop_token_ids"] == [2]
+        assert tokenizer_manifest(tokenizer, "auto", VOCABULARY)["stop_token_ids"] == [2]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    loaded, ends = load_tokenizer(str(tmp_path)), end_tokens(find_files(str(tmp_path)))
-    block = tokenizer_block(loaded, "auto", VOCABULARY, ends)
+    loaded, ends = load_tokenizer(str(tmp_path)), eos_token_ids(find_files(str(tmp_path)))
+    block = tokenizer_manifest(loaded, "auto", VOCABULARY, ends)
     assert (block["eos_token_id"], block["stop_token_ids"]) == (eos, stops)
     write_tokenizer(loaded, tmp_path / "out")
     device = read_tokenizer(tmp_path / "out", block)
@@ -117,14 +117,14 @@ def test_a_tokenizer_that_names_its_end_keeps_it(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     loaded = load_tokenizer(str(tmp_path))
-    block = tokenizer_block(loaded, "auto", VOCABULARY, end_tokens(find_files(str(tmp_path))))
+    block = tokenizer_manifest(loaded, "auto", VOCABULARY, eos_token_ids(find_files(str(tmp_path))))
     assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
 
 
 def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:
-    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
-    assert tokenizer_block(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False
-    assert tokenizer_block(make_tokenizer(), "always", VOCABULARY)["prepend_bos"] is True
+    assert tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
+    assert tokenizer_manifest(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False
+    assert tokenizer_manifest(make_tokenizer(), "always", VOCABULARY)["prepend_bos"] is True
 
 
 def test_model_without_tokenizer(tmp_path: Path) -> None:

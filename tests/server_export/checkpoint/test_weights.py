@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from server_export.adapter.layers import conv1d_names
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.checkpoint.weights import CheckpointWeights
 from tests.refusals import refusal
 from tests.tiny_models import make_model, make_tokenizer, save_model
 
 
 def weights_of(folder: Path) -> CheckpointWeights:
-    outline = outline_model(str(folder)).model
+    outline = load_meta_model(str(folder)).model
     transposed = {f"{name}.weight" for name in conv1d_names(outline)}
     return CheckpointWeights(find_files(str(folder)), outline, transposed)
 
@@ -80,7 +80,7 @@ def test_rows_come_in_pieces_of_what_is_stored(tmp_path: Path, monkeypatch: pyte
         return read(name, rows)
 
     monkeypatch.setattr(weights, "read", noted)
-    assert torch.equal(torch.cat([*weights.pieces("lm_head.weight", 100)]), whole)
+    assert torch.equal(torch.cat([*weights.iter_rows("lm_head.weight", 100)]), whole)
     assert max(asked) == 100
     assert sum(asked) == len(whole)
 
@@ -92,8 +92,8 @@ def test_pieces_of_a_bad_table_are_refused_as_the_whole_is(tmp_path: Path) -> No
     table[-1, 0] = torch.nan
     save_file(tensors, folder / "model.safetensors")
     with refusal("weights-not-finite"):
-        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))
+        list(weights_of(folder).iter_rows("model.embed_tokens.weight", 100))
     tensors["model.embed_tokens.weight"] = table[:100].clone()
     save_file(tensors, folder / "model.safetensors")
     with refusal("weights-of-another-shape"):
-        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))
+        list(weights_of(folder).iter_rows("model.embed_tokens.weight", 100))

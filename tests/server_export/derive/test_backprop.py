@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from prge.errors import Refusal
 from server_export.derive.backward.joint import GRAD_OUTPUT, backpropagate
-from server_export.derive.backward.layers import TRANSPOSED, with_transposed
+from server_export.derive.backward.layers import TRANSPOSED, add_transposed_weights
 from server_export.derive.backward.rules import ONES, write_backward
 from server_export.ir.operators import rules
 from server_export.ir.rewriting import rewritten_graph
@@ -109,7 +109,7 @@ def test_a_blocks_transposed_weights_are_made_of_its_own() -> None:
     module = Adapted()
     graph = backpropagate(rewritten_graph(module, inputs()[:2]), ["state"], ["lora_b"], LENGTH)
     names = transposed(graph)
-    made = with_transposed(module.state_dict(), names)
+    made = add_transposed_weights(module.state_dict(), names)
     assert names
     for name in names:
         torch.testing.assert_close(made[name], getattr(graph, name))
@@ -158,7 +158,7 @@ def test_each_row_goes_back_by_itself() -> None:
     found = answers(graph, state, lora_b, slope)
     for ours, theirs in zip(found, (by_state, by_adapter), strict=True):
         assert relative_difference(ours, theirs) < 1e-5
-    made = with_transposed(module.state_dict(), transposed(graph))
+    made = add_transposed_weights(module.state_dict(), transposed(graph))
     for name in ("lora_a_0", "lora_a_1"):
         assert torch.equal(made[f"{TRANSPOSED}{name}"], getattr(module, name)[0])
 

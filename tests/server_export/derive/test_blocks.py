@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP, Part, Port
 from server_export.adapter.layers import convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.derive.backward.layers import TRANSPOSED
 from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
-from server_export.ir.modules import attribute
+from server_export.ir.modules import get_attribute
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
 from server_export.trace.attention import padding_mask
 from tests.server_export.derive.jvp.graphs import random, relative_difference
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import ARCHITECTURES, save_model
 
 torch.set_num_threads(1)
@@ -72,12 +72,12 @@ class Derived:
 def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: bool = False) -> ModelChain:
     path = save_model(folder / "model", architecture)
     with torch.device("meta"):
-        convert_conv1d(twin := outline_model(str(path)).model)
+        convert_conv1d(twin := load_meta_model(str(path)).model)
     lora_a = {
         name: random(rank, twin.get_submodule(name).in_features, dtype=torch.float32) * 0.1
         for name in match_target_modules(twin, IN_BLOCKS)
     }
-    outline = outline_model(str(path))
+    outline = load_meta_model(str(path))
     scales = dict.fromkeys(lora_a, 1.5) if trains_a else None
     files = find_files(str(path))
     return build_chain(outline, files, lora_a, scales=scales, longest=LONGEST, scheme=scheme)
@@ -97,7 +97,7 @@ def with_weights(chain: ModelChain, number: int) -> Block:
     """A block's type with the block's own tensors, of which derived blocks have transposed ones too."""
     block = chain.block_types[chain.type_of[number]].block
     for name, tensor in chain.tensors(number).items():
-        attribute(block.graph_module, name).copy_(tensor)
+        get_attribute(block.graph_module, name).copy_(tensor)
     return block
 
 
@@ -139,8 +139,8 @@ def slopes(kind: Derived, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch
         ("llama", RANK),
         ("bert", RANK),
         ("llama lora", RANK),
-        *rest(*((name, RANK) for name in ARCHITECTURES if name not in ("llama", "bert"))),
-        *rest(("llama", 1), ("bert", 1)),
+        *second_tier(*((name, RANK) for name in ARCHITECTURES if name not in ("llama", "bert"))),
+        *second_tier(("llama", 1), ("bert", 1)),
     ],
 )
 def test_the_way_back_gives_the_slopes_of_autograd_by_the_adapter_those_of_each_row(
@@ -172,8 +172,10 @@ def linear_layers(block: Block) -> list[str]:
     [
         ("llama", "8da4w"),
         ("bert", "fp32"),
-        *rest(*((name, "fp32") for name in (*ARCHITECTURES, "llama lora", "bert lora") if name != "bert")),
-        *rest(("bert", "8da8w"), ("gpt2", "8da4w"), ("llama lora", "8da8w")),
+        *second_tier(
+            *((name, "fp32") for name in (*ARCHITECTURES, "llama lora", "bert lora") if name != "bert")
+        ),
+        *second_tier(("bert", "8da8w"), ("gpt2", "8da4w"), ("llama lora", "8da8w")),
     ],
 )
 def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_the_forward_pass(
@@ -207,7 +209,7 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
 
 @pytest.mark.parametrize(
     ("architecture", "rank"),
-    [("llama", 1), ("bert", RANK), ("llama lora", RANK), *rest(*((name, RANK) for name in DIFFERENT))],
+    [("llama", 1), ("bert", RANK), ("llama lora", RANK), *second_tier(*((name, RANK) for name in DIFFERENT))],
 )
 def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
     for kind in derived_of(architecture, tmp_path, rank=rank):
@@ -230,7 +232,7 @@ def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp
 
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
-    [("llama", "8da4w"), *rest(("bert", "8da8w"), ("qwen3", "8da8w"), ("gpt2", "8da4w"))],
+    [("llama", "8da4w"), *second_tier(("bert", "8da8w"), ("qwen3", "8da8w"), ("gpt2", "8da4w"))],
 )
 def test_derivatives_of_a_quantized_block_are_those_of_its_weights(
     architecture: str, scheme: str, tmp_path: Path

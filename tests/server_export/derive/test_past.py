@@ -32,7 +32,7 @@ from server_export.ir.shapes import fill_in_values
 from tests.refusals import refusal
 from tests.server_export.derive.jvp.graphs import random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of, with_weights
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import DECODERS
 
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ class Derived:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", *rest(*(name for name in DECODERS if name != "llama"), "gpt_oss", "bloom", "gpt_neo")],
+    ["llama", *second_tier(*(name for name in DECODERS if name != "llama"), "gpt_oss", "bloom", "gpt_neo")],
 )
 def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
     block = Derived(architecture, tmp_path)
@@ -135,7 +135,9 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
     assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]
 
 
-@pytest.mark.parametrize("architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"))])
+@pytest.mark.parametrize(
+    "architecture", ["llama", *second_tier(*(name for name in DECODERS if name != "llama"))]
+)
 def test_the_way_back_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
     """The last chunk first: it answers what the chunk before is given for its keys and values."""
     block = Derived(architecture, tmp_path)

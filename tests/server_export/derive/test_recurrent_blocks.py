@@ -35,7 +35,7 @@ from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
 from tests.server_export.derive.jvp.graphs import random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of, with_weights
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import RECURRENT
 
 torch.set_num_threads(1)
@@ -87,7 +87,7 @@ class Derived:
     def one_by_one(self, state: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What it answers if recurrences go from token to token, so that autograd goes through them."""
         named = {f"lora_b.{self.modules[int(name.partition('.')[2])]}": m for name, m in adapter.items()}
-        return EagerBlock(self.chain, self.number).answer(state, adapter=named, operators=ONE_BY_ONE)
+        return EagerBlock(self.chain, self.number).compute(state, adapter=named, operators=ONE_BY_ONE)
 
     def whole(self) -> Tensors:
         return {f"table.{number}": table.of(LENGTH) for number, table in enumerate(self.tables)}
@@ -107,7 +107,7 @@ class Derived:
 
 
 ONE_BY_ONE = {CONVOLUTION: convolution, RECURRENCE: recurrence, SCAN: scan}
-ALL = ["qwen3_5", *rest(*(name for name in RECURRENT if name != "qwen3_5"))]
+ALL = ["qwen3_5", *second_tier(*(name for name in RECURRENT if name != "qwen3_5"))]
 
 
 @pytest.fixture(scope="module")

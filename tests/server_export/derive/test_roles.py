@@ -44,14 +44,14 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
         for role, of_role in derived.items():
             ports = BlockPorts(
                 modules=len(block.modules),
-                is_head=number >= chain.end,
-                attends=number < chain.end,
+                is_head=number >= chain.head_start,
+                attends=number < chain.head_start,
                 residuals=sum(port.value == "residual" for port in derived["forward_save"].outputs),
             )
             expected, (inputs, outputs) = signature(ports, ROLE_OF[role]), names(of_role)
             tables = {f"table.{place}" for place in range(len(block.tables))}
-            assert expected.needed <= inputs <= expected.allowed | tables
-            assert outputs == expected.answers
+            assert expected.required_inputs <= inputs <= expected.allowed_inputs | tables
+            assert outputs == expected.output_names
 
 
 def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
     answers = derived[save].call(inputs)
     residuals = {name: value for name, value in answers.items() if name.startswith("residual.")}
     ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, residuals=len(residuals))
-    assert residuals and list(answers) == signature(ports, save).answers
+    assert residuals and list(answers) == signature(ports, save).output_names
     for name, value in known[PREFILL].call(inputs).items():
         assert relative_difference(answers[name], value) < 1e-5
     found = derived[back].call({**inputs, **residuals})
-    assert list(found) == signature(ports, back).answers
+    assert list(found) == signature(ports, back).output_names
     for name, value in known[PREFILL_BACKWARD].call(inputs).items():
         assert relative_difference(found[name], value) < 1e-5
 

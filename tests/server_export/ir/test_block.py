@@ -82,7 +82,7 @@ def test_inputs_whose_sizes_contradict_each_other_are_refused(
 def test_an_input_knows_its_port() -> None:
     block = adapted_block()
     assert [port.name for port in block.inputs] == ["hidden_states", "lora_b.0"]
-    assert block.has("lora_b") and not block.has("table")
+    assert block.has_input("lora_b") and not block.has_input("table")
     state, *others = block.graph_module.graph.nodes
     assert port_of(state) == Port("hidden_states") and is_input(state, "hidden_states")
     assert not any(is_input(node, "hidden_states") for node in others)

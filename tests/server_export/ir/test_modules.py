@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from server_export.ir.modules import as_module, attribute, remove_unused_attributes
+from server_export.ir.modules import get_attribute, make_graph_module, remove_unused_attributes
 
 
 def test_an_attribute_is_read_by_its_dotted_name() -> None:
     layers = nn.Sequential(nn.Sequential(nn.Linear(2, 3)))
-    assert attribute(GraphModule(layers, Graph()), "training") is True
+    assert get_attribute(GraphModule(layers, Graph()), "training") is True
     graph_module = torch.export.export(layers, (torch.ones(1, 2),)).module(check_guards=False)
-    assert attribute(graph_module, "0.0.weight").shape == (3, 2)
+    assert get_attribute(graph_module, "0.0.weight").shape == (3, 2)
 
 
 def test_only_what_a_node_reads_is_kept() -> None:
@@ -33,6 +33,6 @@ def test_a_module_of_a_new_graph_shares_its_constants() -> None:
     root = torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)).module(check_guards=False)
     graph = Graph()
     graph.output(graph.get_attr("weight"))
-    made = as_module(root, graph)
-    assert attribute(made, "weight") is attribute(root, "weight")
+    made = make_graph_module(root, graph)
+    assert get_attribute(made, "weight") is get_attribute(root, "weight")
     assert torch.equal(made(), root.weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.check.engine import loaded_method
+from server_export.check.engine import bind_method
 from server_export.derive.backward.joint import backpropagate
 from server_export.derive.jvp.transform import ONES, Dense, differentiate
 from server_export.ir.operators import TABLE, Category, differentiable, members, row, row_of, rules
@@ -118,7 +118,7 @@ def test_one_row_is_all_that_forward_mode_a_backward_pass_and_the_engine_need(tm
     path = tmp_path / "program.pte"
     write_program(path, {name: (graph, inputs[name]) for name, graph in graphs.items()})
     for name, graph in graphs.items():
-        found = loaded_method(path, name, inputs[name])()
+        found = bind_method(path, name, inputs[name])()
         expected = graph(*inputs[name])
         expected = expected if isinstance(expected, tuple) else (expected,)
         for ours, theirs in zip(found, expected, strict=True):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from server_export.ir.operators import differentiable
-from server_export.ir.plain import take_apart, unknown_operators
+from server_export.ir.plain import decompose, unknown_operators
 from server_export.ir.rewriting import rewrite
 from tests.server_export.derive.jvp.graphs import Function
 
@@ -53,9 +53,9 @@ def test_an_operator_is_taken_apart_into_known_ones(name: str) -> None:
     module = Function(CASES[name])
     with torch.no_grad():
         graph_module = torch.export.export(module, (x,), strict=False).module(check_guards=False)
-        take_apart(graph_module)
+        decompose(graph_module)
         rewrite(graph_module)
-        take_apart(graph_module, declined=True)
+        decompose(graph_module, declined=True)
         assert not unknown_operators(graph_module)
         left = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"}
         assert left <= differentiable(), left - differentiable()
@@ -68,5 +68,5 @@ def test_what_rules_know_stays_as_it_is() -> None:
 
     graph_module = torch.export.export(Function(known), (torch.randn(2, 3, 3, 4),)).module(check_guards=False)
     before = [(node.name, str(node.target)) for node in graph_module.graph.nodes]
-    take_apart(graph_module)
+    decompose(graph_module)
     assert [(node.name, str(node.target)) for node in graph_module.graph.nodes] == before

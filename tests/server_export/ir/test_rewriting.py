@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from server_export.ir.core import write_core_operators
 from server_export.ir.operators import rules
-from server_export.ir.rewriting import is_dequantization, quantize_apart, rewrite
+from server_export.ir.rewriting import is_dequantization, rewrite, unshare_quantizations
 from tests.server_export.delegates import Functions, in_engine
 from tests.server_export.derive.jvp.graphs import Function
 
@@ -279,7 +279,7 @@ def test_each_use_of_a_quantized_layer_restores_its_weight_to_be_lowered() -> No
     graph_module = traced(module, x)
     rewrite(graph_module)
     assert [len(node.users) for node in weights()] == [2]
-    quantize_apart(graph_module.graph)
+    unshare_quantizations(graph_module.graph)
     assert [len(node.users) for node in weights()] == [1, 1]
     graph_module.recompile()
     with torch.no_grad():

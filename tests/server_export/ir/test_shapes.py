@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from server_export.ir.shapes import OperatorShapes, with_size, without_memory
+from server_export.ir.shapes import OperatorShapes, to_meta, with_size
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def test_named_arguments_count() -> None:
 def test_several_results_have_no_memory_either() -> None:
     found = OperatorShapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
     assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2)]
-    assert without_memory([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
+    assert to_meta([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
 
 
 def test_a_size_changes_wherever_it_is_a_factor() -> None:

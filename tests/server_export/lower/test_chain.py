@@ -15,7 +15,7 @@ from prge.formats.chain import Bounds, TensorSpec
 from prge.formats.signatures import BACKWARD, FORWARD, JVP, RESIDUAL_ROLES
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.lower.chain import LoweredChain, lower_chain
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
@@ -39,7 +39,7 @@ class Written:
 
 def written(model: Path, folder: Path, adapted: list[int], roles: list[str]) -> Written:
     """A model with adapters on the queries of some blocks, as files."""
-    outline = outline_model(str(model))
+    outline = load_meta_model(str(model))
     names = [f"model.layers.{layer}.self_attn.q_proj" for layer in adapted]
     generator = torch.Generator().manual_seed(0)
     lora_a = {name: torch.randn(4, WIDTH, generator=generator) * 0.1 for name in names}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from server_export.check.engine import loaded_method
+from server_export.check.engine import bind_method
 from server_export.lower.program import write_program
 from server_export.quantize.quantization import quantize_layers
 from tests.refusals import refusal
@@ -39,7 +39,7 @@ def test_methods_answer_what_their_modules_do(tmp_path: Path, scheme: str, toler
     inputs = {"whole": (X,), "layer": (X[:, :2],)}
     modules = {"whole": whole, "layer": whole.o}
     write_program(path, {name: (module, inputs[name]) for name, module in modules.items()})
-    calls = {name: loaded_method(path, name, inputs[name]) for name in modules}
+    calls = {name: bind_method(path, name, inputs[name]) for name in modules}
     for name in ("whole", "layer", "whole"):
         (answer,) = calls[name]()
         torch.testing.assert_close(answer, modules[name](*inputs[name]), atol=tolerance, rtol=0)
@@ -49,10 +49,10 @@ def test_what_the_engine_refuses_is_told(tmp_path: Path) -> None:
     path = tmp_path / "program.pte"
     write_program(path, {"forward": (nn.ReLU().eval(), (X,))})
     with refusal("engine-refuses-program"):
-        loaded_method(path, "forward", (X[:, :2],))()
+        bind_method(path, "forward", (X[:, :2],))()
     path.write_bytes(path.read_bytes()[:100])
     with refusal("engine-refuses-program"):
-        loaded_method(path, "forward", (X,))
+        bind_method(path, "forward", (X,))
 
 
 def test_what_depends_on_numbers_is_not_traced(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
     match_target_modules,
-    read_by_rows,
+    per_token_layers,
 )
 from server_export.check.model import compare_with_model
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.export import export
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
@@ -30,7 +30,7 @@ from server_export.settings import ExportConfig
 from server_export.trace.patterns import unread_modules
 from server_export.trace.tables import ModelTable
 from tests.refusals import raises, refusal
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import make_tokenizer, save_model
 from tests.tiny_types import make_tiny
 
@@ -43,9 +43,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def chain_of(folder: Path, **settings: Any) -> ModelChain:
-    outline = outline_model(str(folder))
+    outline = load_meta_model(str(folder))
     with torch.device("meta"):
-        convert_conv1d(twin := outline_model(str(folder)).model)
+        convert_conv1d(twin := load_meta_model(str(folder)).model)
     names = match_target_modules(twin, default_target_modules(twin))
     generator = torch.Generator().manual_seed(0)
     lora_a = {
@@ -109,15 +109,17 @@ def test_what_turns_complex_numbers_is_not_quantized(folder: Path) -> None:
     assert not any(name.startswith("constant_") for kind in kinds for name in kind.frozen.layers)
 
 
-@pytest.mark.parametrize("folder", ["deberta-v2", *rest("mpnet", "modernbert", "albert")], indirect=True)
+@pytest.mark.parametrize(
+    "folder", ["deberta-v2", *second_tier("mpnet", "modernbert", "albert")], indirect=True
+)
 def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     """Rows are longer than windows and buckets; layers that read tables of distances aren't adapted."""
     names = [
-        name for name, _ in outline_model(str(folder)).model.named_modules() if name.endswith("query_proj")
+        name for name, _ in load_meta_model(str(folder)).model.named_modules() if name.endswith("query_proj")
     ]
-    assert not read_by_rows(outline_model(str(folder)).model, names)
+    assert not per_token_layers(load_meta_model(str(folder)).model, names)
     start = start_of(folder, "value_proj") if names else start_of(folder)
-    chain = build_chain(outline_model(str(folder)), find_files(str(folder)), start, longest=LONGEST)
+    chain = build_chain(load_meta_model(str(folder)), find_files(str(folder)), start, longest=LONGEST)
     assert compare_with_model(chain, str(folder), None).difference < 1e-5
 
 
@@ -135,11 +137,13 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["convbert", *rest(*(name for name in _WAYS if name != "convbert"))])
+@pytest.mark.parametrize(
+    "model_type", ["convbert", *second_tier(*(name for name in _WAYS if name != "convbert"))]
+)
 def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     chain = build_chain(
-        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+        load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
@@ -151,11 +155,11 @@ def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with raises(Refusal, "encoder-decoder", saying="T5EncoderModel"):
-        outline_model(str(tmp_path))
+        load_meta_model(str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
     chain = build_chain(
-        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+        load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
@@ -166,7 +170,7 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     chain = build_chain(
-        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+        load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     with refusal("not-causal"):
         compare_with_model(chain, str(tmp_path), None)
@@ -187,7 +191,7 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
     """What is added for padding is read as a share of it, and is more than the model expects."""
     make_tiny("yoso").save_pretrained(tmp_path)
     chain = build_chain(
-        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+        load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     with refusal("reads-padding"):
         compare_with_model(chain, str(tmp_path), None)
@@ -196,10 +200,10 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
 def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
     """Those that read an encoder, of a decoder without one."""
     make_tiny("blenderbot").save_pretrained(tmp_path)
-    model = outline_model(str(tmp_path)).model
+    model = load_meta_model(str(tmp_path)).model
     names = match_target_modules(model, ["q_proj"])
     assert [name for name in names if "encoder_attn" in name]
-    assert read_by_rows(model, names) == [name for name in names if "self_attn" in name]
+    assert per_token_layers(model, names) == [name for name in names if "self_attn" in name]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
 ) -> None:
     make_tiny(kind).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    outline = outline_model(str(tmp_path))
+    outline = load_meta_model(str(tmp_path))
 
     def adapted(*targets: str) -> set[str]:
         config = ExportConfig(str(tmp_path), tmp_path / "bundle", target_modules=[*targets])
@@ -229,7 +233,7 @@ def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
     """Random `lora_a` by layer."""
-    twin = outline_model(str(folder)).model
+    twin = load_meta_model(str(folder)).model
     names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
     return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}
 
@@ -237,14 +241,14 @@ def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor
 def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
     """Without a kernel for another device transformers' MRA attends to nothing."""
     make_tiny("mra").save_pretrained(tmp_path)
-    outline, start = outline_model(str(tmp_path)), start_of(tmp_path)
+    outline, start = load_meta_model(str(tmp_path)), start_of(tmp_path)
     with refusal("adapter-without-effect"):
         build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
 
 
 def test_complex_numbers_are_refused(tmp_path: Path) -> None:
     make_tiny("fnet").save_pretrained(tmp_path)
-    outline = outline_model(str(tmp_path))
+    outline = load_meta_model(str(tmp_path))
     with refusal("complex-numbers") as caught:
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
     assert caught.value.operator == "aten.fft_fftn.default"
@@ -252,7 +256,7 @@ def test_complex_numbers_are_refused(tmp_path: Path) -> None:
 
 def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
-    outline = outline_model(str(tmp_path))
+    outline = load_meta_model(str(tmp_path))
     with raises(Refusal, "indexer-budget", saying="--context 64"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
     linear = match_target_modules(outline.model, "all-linear", unread_modules(outline.model))
@@ -269,13 +273,15 @@ def test_a_mask_of_the_longest_row_is_never_made(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(ModelTable, "of", watched)
     save_model(tmp_path, "llama")
-    build_chain(outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
+    build_chain(
+        load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
     assert "causal" not in made
 
 
 def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:
     make_tiny("llama4_text").save_pretrained(tmp_path)
-    outline = outline_model(str(tmp_path))
+    outline = load_meta_model(str(tmp_path))
     outline.config.attention_chunk_size = 32
     with raises(Refusal, "attention-chunk", saying="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)

@@ -12,9 +12,9 @@ import torch
 
 from prge.errors import DataError
 from server_export.adapter.initial_adapter import StartAdapter, start_adapter
-from server_export.checkpoint.loading import outline_model
-from server_export.checkpoint.tokenization import on_device
-from server_export.model.eva import principal_start
+from server_export.checkpoint.loading import load_meta_model
+from server_export.checkpoint.tokenization import device_tokenizer
+from server_export.model.eva import eva_adapter
 from server_export.model.row_tokens import row_tokens
 from server_export.settings import ExportConfig
 from tests.bundles import make_spec
@@ -36,8 +36,8 @@ def config(folder: object = "model", **changes: Any) -> ExportConfig:
 
 
 def made(folder: Path, *, rows: Any = ROWS, spread: bool = False, **changes: Any) -> tuple[StartAdapter, Any]:
-    start = start_adapter(config(folder, **changes), outline_model(str(folder)), False)
-    return principal_start(start, thin_chain(folder, list(start.lora_a)), rows, spread)
+    start = start_adapter(config(folder, **changes), load_meta_model(str(folder)), False)
+    return eva_adapter(start, thin_chain(folder, list(start.lora_a)), rows, spread)
 
 
 def test_lora_a_spans_the_first_singular_vectors_of_a_layers_inputs(folder: Path) -> None:
@@ -79,7 +79,7 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = make_spec(sequence_length=8, vocabulary_size=VOCABULARY)
-    tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
+    tokenizer = device_tokenizer(make_tokenizer(), "auto", VOCABULARY)
     settings = config(init_rows=file, **changes)
     assert settings.init_rows is not None
     return row_tokens(

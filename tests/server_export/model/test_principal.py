@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.incremental_pca import IncrementalPCA
 
-from server_export.model.principal import Principal, PrincipalDirections, spread_ranks
+from server_export.model.principal import IncrementalSVD, PrincipalDirections, spread_ranks
 
 
 def states(count: int, width: int, seed: int = 0, mean: float = 2.0) -> torch.Tensor:
@@ -21,7 +21,7 @@ def states(count: int, width: int, seed: int = 0, mean: float = 2.0) -> torch.Te
 
 
 def directions_of(given: torch.Tensor, count: int, piece: int) -> PrincipalDirections:
-    principal = Principal(given.shape[1], count)
+    principal = IncrementalSVD(given.shape[1], count)
     for part in given.split(piece):
         principal.add(part)
     return principal.directions()
@@ -58,7 +58,7 @@ def test_pieces_dont_matter() -> None:
 
 
 def test_memory_doesnt_grow_with_the_states() -> None:
-    principal, most = Principal(1000, 4), 0
+    principal, most = IncrementalSVD(1000, 4), 0
     for seed in range(20):
         principal.add(torch.randn(300, 1000, generator=torch.Generator().manual_seed(seed)))
         most = max(most, len(principal.rows))

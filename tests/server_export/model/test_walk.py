@@ -11,7 +11,7 @@ import torch
 
 from server_export.adapter.layers import ALL_LINEAR, convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.model.chain import ModelChain
 from server_export.model.walk import watch_inputs
 from server_export.pipeline import build_chain
@@ -26,9 +26,9 @@ ROWS = [
 
 def thin_chain(folder: Path, names: Sequence[str]) -> ModelChain:
     """A chain in float32 with an adapter of rank 1 on some layers."""
-    outline = outline_model(str(folder))
+    outline = load_meta_model(str(folder))
     with torch.device("meta"):
-        convert_conv1d(twin := outline_model(str(folder)).model)
+        convert_conv1d(twin := load_meta_model(str(folder)).model)
     lora_a = {name: torch.zeros(1, twin.get_submodule(name).in_features) for name in names}
     return build_chain(outline, find_files(str(folder)), lora_a, longest=LONGEST)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from server_export.checkpoint.files import hub_answers
+from server_export.checkpoint.files import is_hub_reachable
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 OWNER = "me"
@@ -94,7 +94,7 @@ class Hub:
 
 def give_environment(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
     """Set variables, and what the hub's library has read of them when it was imported."""
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()
     for name, value in given.items():
         monkeypatch.setenv(name, value)
         constant = "ENDPOINT" if name == "HF_ENDPOINT" else name

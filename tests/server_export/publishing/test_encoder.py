@@ -30,7 +30,7 @@ from server_export.publishing.program import (
 from server_export.quantize.quantization import BundleLayers, Int4Weight
 from tests.refusals import raises, refusal
 from tests.server_export.adapters import trained_adapter
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import LENGTH, SHALLOW, save_model
 from tests.tiny_types import make_classifier, make_tiny
 
@@ -57,7 +57,7 @@ def build(base: Path, folder: Path, spec: EncoderSpec) -> Built:
     return build_encoder(folder, loaded, adapter, spec)
 
 
-@pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
+@pytest.mark.parametrize("scheme", ["8da4w", *second_tier("fp32", "8da8w")])
 def test_a_program_is_held_against_its_model(base: Path, tmp_path: Path, scheme: str) -> None:
     built = build(base, tmp_path, EncoderSpec(LENGTH, scheme=scheme))
     if scheme == "fp32":
@@ -79,7 +79,7 @@ def test_a_program_is_held_against_its_model(base: Path, tmp_path: Path, scheme:
         open_bundle(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
+@pytest.mark.parametrize("scheme", ["8da4w", *second_tier("fp32", "8da8w")])
 def test_a_program_with_a_wrong_layer_is_refused(
     base: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,8 +160,10 @@ _TYPES = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["roberta", *rest(*(name for name in _TYPES if name != "roberta"))])
-@pytest.mark.parametrize("scheme", ["fp32", *rest("8da8w")])
+@pytest.mark.parametrize(
+    "model_type", ["roberta", *second_tier(*(name for name in _TYPES if name != "roberta"))]
+)
+@pytest.mark.parametrize("scheme", ["fp32", *second_tier("8da8w")])
 def test_encoders_of_other_types(tmp_path: Path, model_type: str, scheme: str) -> None:
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     loaded = load_model(str(tmp_path / "model"), pooled=True)

@@ -13,7 +13,7 @@ from prge.errors import BundleError, ConfigError
 from server_export.checkpoint.loading import prepare_model
 from server_export.publish import main
 from server_export.publishing import llm
-from server_export.publishing.llm import LlmSpec, build_llm, ends_of
+from server_export.publishing.llm import LlmSpec, bos_and_eos_ids, build_llm
 from tests.refusals import raises, refusal
 from tests.server_export.adapters import trained_adapter
 from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokenizer, save_model
@@ -125,14 +125,14 @@ def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
 
 def test_all_tokens_that_end_a_text_are_known() -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
-    assert ends_of(model, tokenizer) == (1, (2,))
+    assert bos_and_eos_ids(model, tokenizer) == (1, (2,))
     model.generation_config.eos_token_id = [5, 2, 7]
-    assert ends_of(model, tokenizer) == (1, (5, 2, 7))
+    assert bos_and_eos_ids(model, tokenizer) == (1, (5, 2, 7))
     tokenizer.bos_token = tokenizer.eos_token = None
-    assert ends_of(model, tokenizer) == (1, (5, 2, 7))
-    assert ends_of(model, tokenizer, [3, 7]) == (1, (5, 2, 7, 3))
+    assert bos_and_eos_ids(model, tokenizer) == (1, (5, 2, 7))
+    assert bos_and_eos_ids(model, tokenizer, [3, 7]) == (1, (5, 2, 7, 3))
     model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
-    assert ends_of(model, tokenizer) == (None, ())
+    assert bos_and_eos_ids(model, tokenizer) == (None, ())
 
 
 def test_a_cache_of_a_few_tokens_is_refused() -> None:
@@ -152,8 +152,8 @@ def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_model_with_a_recurrence_is_refused() -> None:
     from server_export.checkpoint.loading import LoadedModel
-    from server_export.publishing.llm import check_generates
+    from server_export.publishing.llm import check_can_generate
 
     with raises(BundleError, "llm-of-recurrence"):
-        check_generates(LoadedModel(make_model("lfm2"), "model", None, is_decoder=True))
-    check_generates(LoadedModel(make_model("llama"), "model", None, is_decoder=True))
+        check_can_generate(LoadedModel(make_model("lfm2"), "model", None, is_decoder=True))
+    check_can_generate(LoadedModel(make_model("llama"), "model", None, is_decoder=True))

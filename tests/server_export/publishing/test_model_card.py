@@ -11,8 +11,8 @@ import torch
 
 from prge.generation.prompts import Prompts
 from server_export.checkpoint.base_model import BaseModel
-from server_export.checkpoint.tokenization import on_device
-from server_export.publishing.model_card import CardFacts, model_card, read_run
+from server_export.checkpoint.tokenization import device_tokenizer
+from server_export.publishing.model_card import CardFacts, model_card, read_run_summary
 from tests.tiny_models import VOCABULARY, make_tokenizer
 
 COMMIT = "0123456789" * 4
@@ -74,8 +74,8 @@ def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> N
         [line] = [line for line in text.splitlines() if line.startswith("tokens = ")]
         tokenizer = make_tokenizer()
         tokens = eval(line.removeprefix("tokens = "), {"torch": torch, "tokenizer": tokenizer})
-        device = on_device(tokenizer, "always", VOCABULARY)
-        assert tokens.tolist() == [[*Prompts(device).of_text("Once upon a time").tokens]]
+        device = device_tokenizer(tokenizer, "always", VOCABULARY)
+        assert tokens.tolist() == [[*Prompts(device).encode_text("Once upon a time").tokens]]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_estimators_that_make_no_sense_are_not_told(estimators: Any) -> None:
 @pytest.mark.parametrize("content", ["", "[1]", "[" * 9999, '{"run": NaN}'])
 def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
-    assert read_run(tmp_path) == {}
-    assert read_run(None) == {}
+    assert read_run_summary(tmp_path) == {}
+    assert read_run_summary(None) == {}
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import torch
 from server_export.adapter.layers import (
     default_target_modules,
     match_target_modules,
-    read_by_rows,
+    per_token_layers,
     refused_by_peft,
 )
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.ir.markers import BATCH, TOKENS
 from server_export.model.chain import ModelChain
-from server_export.pipeline import WHOLE, build_chain, plain_layers, with_patterns
+from server_export.pipeline import WHOLE, build_chain, linearize_conv1d, with_patterns
 from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, run_passes
@@ -53,14 +53,14 @@ def with_tables(function: Callable, width: int, longest: int, decoder: bool) -> 
 
 def chain_in(folder: Path, longest: int = 16, changes: Changes | None = None) -> ModelChain:
     """The chain of a model in a folder, with an adapter on its usual layers."""
-    outline, files = outline_model(str(folder)), find_files(str(folder))
+    outline, files = load_meta_model(str(folder)), find_files(str(folder))
     model = outline.model
-    transposed, unread = plain_layers(model), unread_modules(model)
+    transposed, unread = linearize_conv1d(model), unread_modules(model)
     names = match_target_modules(model, default_target_modules(model, unread), unread)
     refused = refused_by_peft(model, names)
     names = [name for name in names if name not in refused]
     lora_a = {
         name: torch.zeros(RANK, model.get_submodule(name).in_features)
-        for name in read_by_rows(model, names) or names
+        for name in per_token_layers(model, names) or names
     }
     return build_chain(outline, files, lora_a, longest=longest, transposed=transposed, changes=changes)

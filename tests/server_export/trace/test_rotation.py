@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server_export.trace.rotation import turn_by_layers
+from server_export.trace.rotation import write_rotations_as_linear
 
 torch.set_num_threads(1)
 
@@ -18,7 +18,7 @@ def test_halves_are_turned_by_a_layer() -> None:
 
     inputs = torch.randn(2, 3, 5, 6), torch.randn(5, 6), torch.randn(5, 6)
     graph_module = torch.export.export(Rotary(), inputs, strict=False).module(check_guards=False)
-    turn_by_layers(graph_module)
+    write_rotations_as_linear(graph_module)
     linear, cat = (
         graph_module.graph.find_nodes(op="call_function", target=target)
         for target in (torch.ops.aten.linear.default, torch.ops.aten.cat.default)
@@ -36,5 +36,5 @@ def test_what_turns_no_halves_stays(parts: tuple[int, int, int, int]) -> None:
 
     x = torch.randn(2, 3, 5, 6)
     graph_module = torch.export.export(Other(), (x,), strict=False).module(check_guards=False)
-    turn_by_layers(graph_module)
+    write_rotations_as_linear(graph_module)
     assert not graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)

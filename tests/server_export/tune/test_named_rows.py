@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prge.cli.field_types import Paths
-from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError, DataError
 from server_export.tune.named_rows import NamedRows
@@ -86,9 +86,11 @@ def test_parts_of_a_json_file_are_those_of_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], told: str) -> None:
-    answers = [Answered(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
-    given = [each.judged(correction=" c") for each in answers[2:]]
-    append_feedback(tmp_path / "a.jsonl", [answers[0].judged("good"), answers[1].judged("bad"), *given])
+    answers = [AnswerRecord(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
+    given = [each.to_feedback(correction=" c") for each in answers[2:]]
+    append_feedback(
+        tmp_path / "a.jsonl", [answers[0].to_feedback("good"), answers[1].to_feedback("bad"), *given]
+    )
     rows = NamedRows(tune(tmp_path / "a.jsonl", objective=objective))
     parts = rows.split(TOKENIZER, SPEC)
     columns |= {"control_tokens"}

@@ -112,8 +112,8 @@ def test_a_tokenizer_without_the_token_and_an_encoder_are_not_measured(tmp_path:
 def test_the_plain_template_is_the_devices_and_begins_as_texts_do(tmp_path: Path) -> None:
     found = tokenizing(tmp_path)
     assert not found.has_template()
-    tokenizer = found.on_device("plain", "always")
+    tokenizer = found.device_tokenizer("plain", "always")
     assert tokenizer.begin == (1,)
     assert tokenizer.chat_template is not None and "bos_token" in tokenizer.chat_template
-    without = found.on_device("plain", None).chat_template
+    without = found.device_tokenizer("plain", None).chat_template
     assert without is not None and "bos_token" not in without

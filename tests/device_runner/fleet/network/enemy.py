@@ -44,14 +44,14 @@ SUPERLINK = 1
 
 
 @dataclass(frozen=True)
-class Asked:
+class PulledTask:
     """A task that came, and what Flower says of it."""
 
     content: bytes
     metadata: Metadata
 
 
-class Enemy:
+class HostileDevice:
     """A device's connection to a fleet's server."""
 
     def __init__(self, server: str, keys: Path) -> None:
@@ -70,7 +70,7 @@ class Enemy:
         request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=1800)
         self.node = Node(node_id=self.client.ActivateNode(request).node_id)
 
-    def __enter__(self) -> Enemy:
+    def __enter__(self) -> HostileDevice:
         return self
 
     def __exit__(
@@ -82,7 +82,7 @@ class Enemy:
         """Say goodbye."""
         self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
 
-    def pull(self) -> Asked | None:
+    def pull(self) -> PulledTask | None:
         """The next task, if there is one."""
         said = self.client.PullMessages(PullMessagesRequest(node=self.node))
         if not said.messages_list:
@@ -104,9 +104,9 @@ class Enemy:
                 node=self.node, run_id=metadata.run_id, message_object_id=tree.object_id
             )
         )
-        return Asked(decode_content(message), metadata)
+        return PulledTask(decode_content(message), metadata)
 
-    def reply(self, asked: Asked, content: bytes | RecordDict | Error, **changes: Any) -> Message:
+    def reply(self, asked: PulledTask, content: bytes | RecordDict | Error, **changes: Any) -> Message:
         """The message of an answer, whose metadata may be `changes`."""
         fields: dict[str, Any] = {
             "run_id": asked.metadata.run_id,
@@ -165,7 +165,7 @@ class Enemy:
                 )
             )
 
-    def push_objects(self, asked: Asked, contents: Sequence[bytes]) -> None:
+    def push_objects(self, asked: PulledTask, contents: Sequence[bytes]) -> None:
         """Answer by objects, the message itself first, each the child of the one before."""
         names = [get_object_id(content) for content in contents]
         tree = ObjectTree(object_id=names[-1])

@@ -12,7 +12,7 @@ from typing import Any
 
 from device_runner.fleet.coordinator import RoundsFlags
 from device_runner.fleet.network.keys import ServerKeys
-from device_runner.fleet.network.rounds import take_rounds
+from device_runner.fleet.network.rounds import run_rounds
 from device_runner.fleet.network.superlink import SuperLink, superlink
 
 SECONDS = 60.0
@@ -87,12 +87,12 @@ def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[S
         yield link
 
 
-def rounds_of(link: SuperLink, rounds: Any, devices: int, seconds: float = SECONDS) -> list[str]:
+def run_all_rounds(link: SuperLink, rounds: Any, devices: int, seconds: float = SECONDS) -> list[str]:
     """Take all rounds; the lines that were told."""
     lines: list[str] = []
     rounds.flags = RoundsFlags(seconds=seconds)
     with link.run() as post:
-        take_rounds(post, rounds, devices, lines.append)
+        run_rounds(post, rounds, devices, lines.append)
     return lines
 
 

@@ -32,8 +32,8 @@ from device_runner.fleet.network.admission import (
 )
 from device_runner.fleet.network.keys import ServerKeys, make_keys
 from device_runner.fleet.network.superlink import SuperLink, superlink
-from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
-from tests.device_runner.fleet.network.nodes import Echoes, rounds_of
+from tests.device_runner.fleet.network.enemy import HostileDevice, PulledTask, garbage, object_of
+from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds
 
 pytestmark = pytest.mark.whole
 MOST_BYTES = 1 << 20
@@ -46,11 +46,11 @@ class Scene:
 
     link: SuperLink
     keys: Path
-    honest: Enemy
-    enemy: Enemy
+    honest: HostileDevice
+    enemy: HostileDevice
     rounds: Echoes
 
-    def task(self) -> Asked:
+    def task(self) -> PulledTask:
         """The enemy's next task."""
         return _task(self.enemy)
 
@@ -71,9 +71,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     make_keys(keys, [], ["honest", "enemy"])
     server = ServerKeys.open(keys / "server")
     with superlink(folder / "server", "127.0.0.1", 0, server, MOST_BYTES) as link:
-        honest, enemy = (Enemy(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
+        honest, enemy = (HostileDevice(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
         rounds = Echoes(200)
-        thread = threading.Thread(target=lambda: rounds_of(link, rounds, 2, SECONDS))
+        thread = threading.Thread(target=lambda: run_all_rounds(link, rounds, 2, SECONDS))
         thread.start()
         with honest, enemy:
             yield Scene(link, keys, honest, enemy, rounds)
@@ -82,7 +82,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             assert not thread.is_alive()
 
 
-def _task(device: Enemy) -> Asked:
+def _task(device: HostileDevice) -> PulledTask:
     deadline = time.monotonic() + 20
     while (asked := device.pull()) is None:
         assert time.monotonic() < deadline
@@ -91,7 +91,7 @@ def _task(device: Enemy) -> Asked:
 
 
 _RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
-ANSWERS: dict[str, Callable[[Enemy, Asked], object]] = {
+ANSWERS: dict[str, Callable[[HostileDevice, PulledTask], object]] = {
     "a garbage body": lambda enemy, asked: enemy.push_objects(asked, garbage()),
     "a body of another kind": lambda enemy, asked: enemy.push_objects(asked, garbage("ArrayRecord")),
     "a record instead of a message": lambda enemy, asked: enemy.push_objects(
@@ -118,7 +118,7 @@ ANSWERS: dict[str, Callable[[Enemy, Asked], object]] = {
         )
     ),
 }
-REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
+REFUSED: dict[str, Callable[[Scene, PulledTask], object]] = {
     "an answer to a foreign task": lambda scene, asked: scene.enemy.push(
         scene.enemy.reply(asked, _RECORD, reply_to_message_id="0" * 64)
     ),
@@ -152,7 +152,7 @@ REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
     "a foreign message's receipt": lambda scene, asked: scene.enemy.client.ConfirmMessageReceived(
         ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
     ),
-    "another's goodbye": lambda scene, asked: Enemy.leave(
+    "another's goodbye": lambda scene, asked: HostileDevice.leave(
         _Named(scene.enemy, Node(node_id=scene.honest.node.node_id))  # type: ignore[arg-type]
     ),
 }
@@ -160,7 +160,7 @@ REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
 
 @dataclass
 class _Named:
-    enemy: Enemy
+    enemy: HostileDevice
     node: Node
 
     @property
@@ -168,7 +168,7 @@ class _Named:
         return self.enemy.client
 
 
-def _bare(enemy: Enemy, asked: Asked) -> object:
+def _bare(enemy: HostileDevice, asked: PulledTask) -> object:
     from flwr.app.message.message import remove_content_from_message
     from flwr.common.serde import message_to_proto
 
@@ -178,7 +178,7 @@ def _bare(enemy: Enemy, asked: Asked) -> object:
     return message_to_proto(bare)
 
 
-def _tree(enemy: Enemy, asked: Asked) -> ObjectTree:
+def _tree(enemy: HostileDevice, asked: PulledTask) -> ObjectTree:
     return ObjectTree(object_id="b" * 64)
 
 

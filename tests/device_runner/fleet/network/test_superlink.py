@@ -23,7 +23,7 @@ from device_runner.fleet.network.flower_files import NAME
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
+from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, run_all_rounds, serving
 from tests.refusals import raises
 
 
@@ -34,7 +34,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
         for name in ("one", "two"):
             devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
-        rounds_of(link, rounds, 2)
+        run_all_rounds(link, rounds, 2)
         names = link.names()
     assert sorted(names.values()) == ["one", "two"]
     assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
@@ -111,7 +111,7 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
         with serving(folder, keys / "server", port) as link:
             devices.enter_context(joined("one"))
             with joined("two", "os._exit(1)"):
-                rounds_of(link, first, 2, seconds=8)
+                run_all_rounds(link, first, 2, seconds=8)
             names = link.names()
         assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
         with serving(folder, keys / "server", port) as link:
@@ -120,7 +120,7 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
             before = node.stat().st_mtime_ns
             devices.enter_context(joined("two"))
             _wait(lambda: node.stat().st_mtime_ns > before)
-            rounds_of(link, second, 2)
+            run_all_rounds(link, second, 2)
             assert link.names() == names
     assert [sorted(names[node] for node in answers) for answers in second.received] == [["one", "two"]]
 
@@ -130,7 +130,7 @@ def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     rounds = Echoes(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
-        rounds_of(link, rounds, 1, seconds=15)
+        run_all_rounds(link, rounds, 1, seconds=15)
         assert "a task or its answer is lost" in child.console
     assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
 

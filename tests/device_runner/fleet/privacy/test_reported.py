@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.local_round import CyclicRows
 from device_runner.fleet.privacy.reported import (
-    Reported,
+    ReportingEstimator,
     exposure,
     grid,
     part_norm,
-    reach,
+    sensitivity,
     spent,
     system_noise,
     whole_sum,
@@ -63,7 +63,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
     """Whatever its number of windows is, and wherever in its order a device begins."""
     sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
-    seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
+    seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
     assert all(count == 1 for each in seen for count in each.values())
     together, rows = sum(seen, Counter[int]()), len(windows)
     assert max(together.values(), default=0) == exposure(steps, min(examples, rows), rows)
@@ -71,7 +71,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
 
 def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
     sampler = CyclicRows(_split([3, 1]), 2, seed=4)
-    chosen = [example for step in range(3) for example in sampler.chosen(step)]
+    chosen = [example for step in range(3) for example in sampler.examples_at(step)]
     assert Counter(example.sequences[0].tokens for example in chosen) == {
         (0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 3
     }  # fmt: skip
@@ -122,29 +122,31 @@ def test_noise_is_in_units_of_what_the_unit_changes(unit: Any, estimator: Any) -
     plan = Plan(estimator=estimator, queries=3, clip=2.0, noise=0.5, unit=unit, share_directions=True)
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     assert part_norm(plan) == norm
-    assert reach(plan) == pytest.approx(norm / (4 if unit == "row" else 1))
-    assert grid(plan) * 2**20 / 4 == pytest.approx(0.5 * reach(plan))
+    assert sensitivity(plan) == pytest.approx(norm / (4 if unit == "row" else 1))
+    assert grid(plan) * 2**20 / 4 == pytest.approx(0.5 * sensitivity(plan))
 
 
 def _report(plan: Plan, measurement: Measurement, draw: Any = system_noise) -> Measurement:
     nothing: Any = None
     step = Step(nothing, [nothing], 0, 0)
-    return Reported(_Measured(measurement), plan, draw).measure(nothing, step)
+    return ReportingEstimator(_Measured(measurement), plan, draw).measure(nothing, step)
 
 
 def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
     measured = _measured()
     told = _report(Plan(share_directions=True, queries=3), measured)
-    assert told.scalars.shape == (3, 1) and told.loss == 0.7
+    assert told.projected_gradients.shape == (3, 1) and told.loss == 0.7
     estimator = _Measured(measured)
-    one, all_ = (estimator.gradient({"scalars": each.scalars}, 1, 2, MODULES) for each in (told, measured))
+    one, all_ = (
+        estimator.gradient({"scalars": each.projected_gradients}, 1, 2, MODULES) for each in (told, measured)
+    )
     np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)
 
 
 def test_what_is_told_is_what_a_message_carries() -> None:
     told = _report(Plan(), _measured(4))
-    assert np.array_equal(told.scalars, told.scalars.astype(np.float32))
-    assert told.scalars.shape == (4, 4)
+    assert np.array_equal(told.projected_gradients, told.projected_gradients.astype(np.float32))
+    assert told.projected_gradients.shape == (4, 4)
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
@@ -168,12 +170,12 @@ def test_each_example_of_a_noisy_exact_step_is_measured_alone() -> None:
     gradient = np.full(12, 0.1, np.float32)
     inner = _Measured(Measurement(0.7, np.zeros(0), None, 0.1, gradient=gradient))
     plan = Plan(estimator="exact", clip=2.0, noise=0.5)
-    told = Reported(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
+    told = ReportingEstimator(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
     assert [each.examples for each in inner.steps] == [[example] for example in step.examples]
     np.testing.assert_allclose(told.derivatives, gradient, rtol=1e-4)
     tangents = _Measured(_measured())
     plan = Plan(share_directions=True, queries=3, clip=2.0, noise=0.5)
-    Reported(tangents, plan).measure(nothing, step)
+    ReportingEstimator(tangents, plan).measure(nothing, step)
     assert [each.examples for each in tangents.steps] == [step.examples]
 
 
@@ -186,6 +188,6 @@ def test_with_noise_an_answer_is_finite_whatever_a_row_says(estimator: Any, valu
         gradient = np.array([value] * 12, np.float32)
         measured = Measurement(value, np.zeros(0), None, 0.1, gradient=gradient)
     else:
-        measured.scalars[1, 2] = value
+        measured.projected_gradients[1, 2] = value
     told = _report(plan, measured)
     assert np.isfinite(told.derivatives).all() and told.loss == 0.0

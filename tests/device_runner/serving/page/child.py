@@ -24,7 +24,7 @@ from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.protocol import RequestError
-from device_runner.serving.uvicorn_server import Server, address_of, listening
+from device_runner.serving.uvicorn_server import Server, format_address, listening
 from device_runner.serving.worker import Tell
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.generation.loop import Completion, Request, Ticket
@@ -76,12 +76,12 @@ class ScriptedWorker:
         users = re.findall(r"user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
         text = (users or [asked])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
-        said, turns, choice = [], max(1, len(users)), ticket.request.settings.choice
+        said, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
         for piece in _pieces(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
             if ticket.cancelled:
                 break
             said.append(piece)
-            ticket.tell(piece)
+            ticket.send_text(piece)
         reason = "cancelled" if ticket.cancelled else "stop"
         ticket.answer = Completion(
             "".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1
@@ -147,5 +147,5 @@ if __name__ == "__main__":
     with listening("127.0.0.1", given["port"]) as listener:
         access = Access((given["key"],) if given["key"] else ())
         app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
-        print(address_of(listener), flush=True)
+        print(format_address(listener), flush=True)
         Server(app, worker, ending=runs.close if runs else lambda: None).run([listener])

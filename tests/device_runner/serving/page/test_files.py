@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from device_runner.serving.access import Access
-from device_runner.serving.app import make_watching_app
+from device_runner.serving.app import make_watch_app
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import FOLDER, words_of
 from prge.report import rendering
@@ -22,7 +22,7 @@ VENDORED = "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7"
 
 @pytest.fixture
 def client(tmp_path) -> TestClient:
-    return TestClient(make_watching_app(Runs(tmp_path), Access(("secret",))), "http://localhost")
+    return TestClient(make_watch_app(Runs(tmp_path), Access(("secret",))), "http://localhost")
 
 
 def test_what_is_vendored_is_as_it_was_and_has_its_licences() -> None:

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from prge.data.forms.form import find_form
-from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.readers.feedback import AnswerRecord, append_feedback
 from prge.data.sources import read_source
 from prge.errors import DataError
 from tests.refusals import raises
 
-TEXT = Answered("1", "m", "", {"prompt": "It was"}, " great", {})
+TEXT = AnswerRecord("1", "m", "", {"prompt": "It was"}, " great", {})
 MESSAGES = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 ]
-CHAT = Answered("2", "m", "", {"messages": MESSAGES}, "d", {})
+CHAT = AnswerRecord("2", "m", "", {"messages": MESSAGES}, "d", {})
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def made(path: Path, *rows: Any, objective: Any = "auto") -> tuple[list[dict[str
     append_feedback(path, rows)
     source = read_source(path, objective=objective)
     assert find_form(source.rows, source.name, objective=objective)
-    return [dict(row.fields) for row in source.rows], source.told
+    return [dict(row.fields) for row in source.rows], source.feedback_summary
 
 
 def test_corrections_become_completions_or_pairs(path: Path) -> None:
-    rows = TEXT.judged(correction="bad"), TEXT.judged("good")
+    rows = TEXT.to_feedback(correction="bad"), TEXT.to_feedback("good")
     found, told = made(path, *rows)
     assert found == [
         {"prompt": "It was", "completion": " bad", "control_tokens": "prompt"},
@@ -51,7 +51,7 @@ def test_corrections_become_completions_or_pairs(path: Path) -> None:
 
 
 def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
-    rows = TEXT.judged(correction="bad"), TEXT.judged("good"), TEXT.judged("bad")
+    rows = TEXT.to_feedback(correction="bad"), TEXT.to_feedback("good"), TEXT.to_feedback("bad")
     found, told = made(path, *rows)
     assert [(row["completion"], row["label"]) for row in found] == [
         (" bad", True), (" great", False), (" great", True), (" great", False)
@@ -66,10 +66,10 @@ def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
 
 
 def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
-    (row,), _ = made(path, CHAT.judged(correction="e"))
+    (row,), _ = made(path, CHAT.to_feedback(correction="e"))
     weights = [(message["content"], message.get("weight", 1)) for message in row["messages"]]
     assert weights == [("a", 1), ("b", 0), ("c", 1), ("e", 1)]
-    (row,), _ = made(path, CHAT.judged(correction="e"), objective="ipo")
+    (row,), _ = made(path, CHAT.to_feedback(correction="e"), objective="ipo")
     assert row["prompt"] == MESSAGES and row["rejected"] == [{"role": "assistant", "content": "d"}]
 
 
@@ -84,8 +84,8 @@ def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
     ],
 )
 def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], code: str, value: str) -> None:
-    row = {**TEXT.judged(correction="bad"), **change}
-    path.write_text(json.dumps(TEXT.judged("good")) + "\n" + json.dumps(row) + "\n")
+    row = {**TEXT.to_feedback(correction="bad"), **change}
+    path.write_text(json.dumps(TEXT.to_feedback("good")) + "\n" + json.dumps(row) + "\n")
     with raises(DataError, code, saying="row 2"):
         read_source(path)
     broken: list[str] = []
@@ -93,13 +93,13 @@ def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], code
 
 
 def test_an_unknown_rating_and_other_rows(path: Path) -> None:
-    path.write_text(json.dumps({**TEXT.judged("good"), "rating": 5}) + "\n")
+    path.write_text(json.dumps({**TEXT.to_feedback("good"), "rating": 5}) + "\n")
     with raises(DataError, "feedback-unsound", saying="5"):
         read_source(path)
-    append_feedback(path, [TEXT.judged("good")])
+    append_feedback(path, [TEXT.to_feedback("good")])
     with path.open("a") as stream:
         stream.write('{"text": "a"}\n')
     with raises(DataError, "forms-mixed"):
         read_source(path)
     with raises(DataError, "rows-empty"):
-        made(path, TEXT.judged("bad"), objective="completion")
+        made(path, TEXT.to_feedback("bad"), objective="completion")

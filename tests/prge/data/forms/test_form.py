@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prge.data.columns import RowError, columns_text
+from prge.data.columns import RowError, format_columns
 from prge.data.forms.form import find_form
 from prge.data.readers.files import Row
 from prge.errors import DataError
@@ -18,9 +18,9 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
     return [Row(number, each) for number, each in enumerate(fields, 1)]
 
 
-def plain(fields: Mapping[str, Any], *, chat: bool = True, asked: bool = False) -> Mapping[str, Any]:
-    form = find_form(rows(fields), "the data", asked=asked)
-    return form.row(Row(1, fields), chat=chat, asked=asked).fields
+def plain(fields: Mapping[str, Any], *, chat: bool = True, prompts_only: bool = False) -> Mapping[str, Any]:
+    form = find_form(rows(fields), "the data", prompts_only=prompts_only)
+    return form.row(Row(1, fields), chat=chat, prompts_only=prompts_only).fields
 
 
 def turn(speaker: str, value: str) -> dict[str, str]:
@@ -139,15 +139,15 @@ def test_a_row_has_nothing_of_other_forms() -> None:
 
 
 def test_who_is_asked_needs_no_answer() -> None:
-    assert plain({"prompt": "a"}, asked=True) == {"prompt": "a"}
-    assert plain({"instruction": "a"}, asked=True) == {"messages": [message("user", "a")]}
-    assert plain({"instruction": "a"}, asked=True, chat=False)["prompt"].endswith("### Response:\n")
+    assert plain({"prompt": "a"}, prompts_only=True) == {"prompt": "a"}
+    assert plain({"instruction": "a"}, prompts_only=True) == {"messages": [message("user", "a")]}
+    assert plain({"instruction": "a"}, prompts_only=True, chat=False)["prompt"].endswith("### Response:\n")
 
 
 def test_what_was_read_and_what_was_not() -> None:
     present = ["prompt", "completion", "id"]
     read = ("prompt", "completion")
-    assert columns_text(read, present, {}) == "prompt, completion; not read: id"
-    assert columns_text(read, present[:2], {"prompt": "question", "completion": "completion"}) == (
+    assert format_columns(read, present, {}) == "prompt, completion; not read: id"
+    assert format_columns(read, present[:2], {"prompt": "question", "completion": "completion"}) == (
         "prompt from question, completion"
     )

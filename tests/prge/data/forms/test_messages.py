@@ -91,8 +91,8 @@ def test_a_column_with_the_name_of_a_variable_is_given_to_the_template() -> None
 def test_what_a_template_does_not_read_is_told() -> None:
     row = {"messages": CHAT, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
     _, report = built(CHATML, row, {"messages": CHAT})
-    assert "tools that the chat template does not read: 1 row (1)" in report.text()
-    assert "chat_template_kwargs that the chat template does not read: 1 row (1)" in report.text()
+    assert "tools that the chat template does not read: 1 row (1)" in report.summary()
+    assert "chat_template_kwargs that the chat template does not read: 1 row (1)" in report.summary()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None
         return build_examples([row], tokenizer, model, options=BuildOptions(overflow))
 
     whole, report = examples(900, "error")
-    assert "an example for each way: 1 row (1)" in report.text() and len(whole) == 4
+    assert "an example for each way: 1 row (1)" in report.summary() and len(whole) == 4
     longest = max(report.lengths)
     for overflow in ("split", "truncate"):
         cut, report = examples(longest - 1, overflow)
@@ -219,7 +219,8 @@ def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None
         text = tokenizer.decode(cut[3].sequences[0].tokens)
         assert "Be kind." in text and "q0" not in text and "q1" in text
         assert (
-            "chats whose older turns don't fit before the answers that are learnt: 1 row (1)" in report.text()
+            "chats whose older turns don't fit before the answers that are learnt: 1 row (1)"
+            in report.summary()
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from prge.data.columns import RowError
 from prge.data.example_building import build_examples
 from prge.data.forms.form import find_form
-from prge.data.forms.preferences import pair_fields, rated_rows, rating_fields
+from prge.data.forms.preferences import parse_pair, parse_rating, rows_for_kto
 from prge.data.forms.task import parse_task
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Row
@@ -102,9 +102,9 @@ def test_what_is_prompt_and_what_is_answer(
 ) -> None:
     if rejected is None:
         with raises(RowError, "answer-empty", saying="rejected"):
-            pair_fields(fields)
+            parse_pair(fields)
         return
-    assert pair_fields(fields) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    assert parse_pair(fields) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_rating_has_the_answer_of_the_row_before_beside_its_own() -> None:
 
 @pytest.mark.parametrize("label", [True, 1, "1", "true", "TRUE"])
 def test_labels_of_tables_are_read(label: object) -> None:
-    assert rating_fields({**RATED[0], "label": label})["label"] is True
+    assert parse_rating({**RATED[0], "label": label})["label"] is True
 
 
 @pytest.mark.parametrize("label", ["good", 2, None, 0.5, ""])
@@ -177,9 +177,9 @@ def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
 )
 def test_labels_that_are_all_alike_are_told(label: bool, told: str) -> None:
     _, report = built(*({**each, "label": label} for each in RATED))
-    assert told in report.text()
+    assert told in report.summary()
     assert told in "".join(report.events())
-    assert told not in built(*RATED)[1].text()
+    assert told not in built(*RATED)[1].summary()
 
 
 def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
@@ -191,7 +191,7 @@ def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
 
 
 def test_the_row_before_one_without_an_answer_is_taken() -> None:
-    found = rated_rows(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
+    found = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
     assert [row.fields["other"] for row in found] == [" cat", " good", " good"]
 
 
@@ -227,7 +227,7 @@ def test_a_prompt_that_is_too_long_is_cut_alike_for_both_answers() -> None:
     chosen, rejected = texts(example)
     assert chosen[0] == rejected[0]
     assert example.cut
-    assert "prompts cut at the beginning" in report.text()
+    assert "prompts cut at the beginning" in report.summary()
     assert max(len(sequence.tokens) for sequence in example.sequences) <= 48
     with raises(DataError, "row-too-long", saying="48"):
         built(long, length=48, overflow="error")
@@ -242,7 +242,7 @@ def test_an_answer_that_is_too_long_loses_its_end() -> None:
     assert chosen[0] == rejected[0]
     assert len(example.sequences[1].tokens) == 48
     assert report.dropped
-    assert "ends cut off" in report.text()
+    assert "ends cut off" in report.summary()
 
 
 def test_a_weight_counts_and_must_be_a_number() -> None:

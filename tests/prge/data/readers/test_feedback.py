@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from prge.data.readers.feedback import (
-    Answered,
+    AnswerRecord,
     append_feedback,
     check_feedback,
-    forget_rows,
+    iter_texts,
     read_feedback,
-    spaced,
-    texts_of,
+    remove_rows,
     whole_lines,
+    with_leading_space,
 )
 from prge.data.readers.files import read_rows
 from prge.errors import DataError, RunError
 from tests.refusals import raises
 
-ANSWERED = Answered("cmpl-1", "m", "0" * 16, {"prompt": "a"}, " b", {"seed": None})
-ROW = ANSWERED.judged("good")
+ANSWERED = AnswerRecord("cmpl-1", "m", "0" * 16, {"prompt": "a"}, " b", {"seed": None})
+ROW = ANSWERED.to_feedback("good")
 
 
 def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_written(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
     try:
         append_feedback(path, [ROW])
         assert path.stat().st_mode & 0o777 == 0o600
-        forget_rows(path, lambda number, fields, line: True)
+        remove_rows(path, lambda number, fields, line: True)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == b""
@@ -116,7 +116,7 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
-    bad = ANSWERED.judged("bad")
+    bad = ANSWERED.to_feedback("bad")
 
     def is_bad(number: int, fields: Any, line: str) -> bool:
         return fields["rating"] == "bad"
@@ -124,8 +124,8 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
     with ThreadPoolExecutor(4) as pool:
         for _ in range(50):
             pool.submit(append_feedback, path, [ROW, bad])
-            pool.submit(forget_rows, path, is_bad)
-    forget_rows(path, is_bad)
+            pool.submit(remove_rows, path, is_bad)
+    remove_rows(path, is_bad)
     assert [row["rating"] for row in read_feedback(path)] == ["good"] * 50
 
 
@@ -144,7 +144,7 @@ def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
         seen.append(number)
         return number in (2, 4)
 
-    assert forget_rows(path, is_meant) == 2
+    assert remove_rows(path, is_meant) == 2
     assert seen == [1, 2, 3, 4, 5, 6]
     assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
 
@@ -158,10 +158,10 @@ def test_a_file_that_is_replaced_while_rows_are_looked_at_is_looked_at_again(tmp
         nonlocal calls
         calls += 1
         if calls == 1:
-            assert forget_rows(path, lambda number, fields, line: number == 1) == 1
+            assert remove_rows(path, lambda number, fields, line: number == 1) == 1
         return fields["id"] == "2"
 
-    assert forget_rows(path, is_meant) == 1
+    assert remove_rows(path, is_meant) == 1
     assert [row["id"] for row in read_feedback(path)] == ["1", "3"]
 
 
@@ -180,18 +180,22 @@ def test_lines_that_are_no_json_are_found_by_their_text_and_else_kept(tmp_path: 
 
     def meant(number: int, fields: object, line: str) -> bool:
         numbers.append(number)
-        return "a" in "".join(texts_of(fields) if fields else [line])
+        return "a" in "".join(iter_texts(fields) if fields else [line])
 
-    assert forget_rows(path, meant) == 1
+    assert remove_rows(path, meant) == 1
     assert numbers == [1, 2, 4] and path.read_text() == '{"text": "A"}\nbroken\n\n'
 
 
 def test_a_correction_of_a_text_that_goes_on_keeps_its_space() -> None:
-    assert spaced("c", " b") == " c" and spaced("\nc", " b") == "\nc" and spaced("c", "b") == "c"
+    assert (
+        with_leading_space("c", " b") == " c"
+        and with_leading_space("\nc", " b") == "\nc"
+        and with_leading_space("c", "b") == "c"
+    )
 
 
 def test_a_row_tells_all(tmp_path: Path) -> None:
-    row = json.loads(json.dumps(ANSWERED.judged(correction=" c")))
+    row = json.loads(json.dumps(ANSWERED.to_feedback(correction=" c")))
     assert row.pop("time").endswith("+00:00")
     assert row == {
         "id": "cmpl-1", "model": "m", "adapter": "0" * 16, "settings": {"seed": None}, "prompt": "a",

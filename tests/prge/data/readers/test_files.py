@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.data.columns import RowError, text_of
+from prge.data.columns import RowError, get_text
 from prge.data.forms.task import Template
 from prge.data.readers import parquet
 from prge.data.readers.files import Row, Selection, json_fields, read_rows, select_rows
@@ -98,7 +98,7 @@ def test_what_is_no_text_is_refused_by_row_and_column(
     parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[kind])}), path)
     (row,) = read_rows(path)
     with raises(RowError, "column-not-text", saying=told):
-        text_of(row.fields, "text")
+        get_text(row.fields, "text")
     if kind not in ("int64", "bool", "double"):
         with raises(RowError, "column-not-text", saying="text"):
             Template.parse("{text}").render(row.fields)

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.data.readers.files import Row
-from prge.data.readers.splitting import FEWEST, MOST, Splits, content_hash, split_rows, wanted
+from prge.data.readers.splitting import (
+    MAX_DEV_ROWS,
+    MIN_DEV_ROWS,
+    Splits,
+    content_hash,
+    dev_row_count,
+    split_rows,
+)
 
 TEXTS = st.lists(st.sampled_from("abcdefghijklmnopqrst"), max_size=60)
 
@@ -63,10 +70,18 @@ def test_more_rows_move_few_of_the_others(count: int, more: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "expected"),
-    [(3, 1), (10, 2), (50, 10), (100, FEWEST), (1000, 100), (5000, MOST), (100_000, MOST)],
+    [
+        (3, 1),
+        (10, 2),
+        (50, 10),
+        (100, MIN_DEV_ROWS),
+        (1000, 100),
+        (5000, MAX_DEV_ROWS),
+        (100_000, MAX_DEV_ROWS),
+    ],
 )
 def test_a_part_has_its_share_within_bounds(count: int, expected: int) -> None:
-    assert wanted(count) == expected
+    assert dev_row_count(count) == expected
     if count <= 1000:
         assert len(split_rows(several(count)).dev) == expected
 

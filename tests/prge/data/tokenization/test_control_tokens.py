@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from prge.data.example_building import build_examples
-from prge.data.forms.feedback_rows import rows_of_feedback
+from prge.data.forms.feedback_rows import rows_from_feedback
 from prge.data.options import BuildOptions
 from prge.data.readers.files import Row
 from prge.data.row_report import DataReport
@@ -29,7 +29,7 @@ from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
 from prge.generation.prompts import Prompts
 from prge.objectives.examples import Example
-from server_export.checkpoint.tokenization import on_device
+from server_export.checkpoint.tokenization import device_tokenizer
 from tests.bundles import make_spec
 from tests.prge.data.chat_templates import CHATML
 from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
@@ -62,7 +62,7 @@ def transformers_tokenizer(backend: Backend) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
-def device_tokenizer(backend: Backend, **given: Any) -> Tokenizer:
+def make_device_tokenizer(backend: Backend, **given: Any) -> Tokenizer:
     return Tokenizer(backend, bos_id=backend.token_to_id("<s>"), eos_id=backend.token_to_id("</s>"), **given)
 
 
@@ -91,19 +91,19 @@ def ids_of(theirs: Any, text: str, **options: Any) -> list[int]:
 @pytest.mark.parametrize("text", ["a cat</s>", "<s>a cat</s> and</s> a dog", "</s>", "cat <s>"])
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_text_has_the_tokens_of_transformers(kind: str, text: str) -> None:
-    theirs, ours = transformers_tokenizer(BACKENDS[kind]()), device_tokenizer(BACKENDS[kind]())
+    theirs, ours = transformers_tokenizer(BACKENDS[kind]()), make_device_tokenizer(BACKENDS[kind]())
     eos = theirs.eos_token_id
     [example], report = built(ours, {"text": text + " on a mat"})
     assert tokens_of(example) == [*ids_of(theirs, text + " on a mat"), eos]
     [example], report = built(ours, {"text": text + " on a mat"}, control_tokens="text", append_eos=False)
     assert tokens_of(example) == ids_of(theirs, text + " on a mat", split_special_tokens=True)
     assert eos not in tokens_of(example)
-    assert "read as the characters that they are: 1 row (1), " in report.text()
+    assert "read as the characters that they are: 1 row (1), " in report.summary()
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_pair_has_the_tokens_of_transformers(kind: str) -> None:
-    theirs, ours = transformers_tokenizer(BACKENDS[kind]()), device_tokenizer(BACKENDS[kind]())
+    theirs, ours = transformers_tokenizer(BACKENDS[kind]()), make_device_tokenizer(BACKENDS[kind]())
     prompt, completion = "<s>a</s> cat", " on</s> a mat</s>"
     read, text = (ids_of(theirs, prompt + completion, split_special_tokens=split) for split in (False, True))
     before, spelled = (ids_of(theirs, prompt, split_special_tokens=split) for split in (False, True))
@@ -115,22 +115,22 @@ def test_a_pair_has_the_tokens_of_transformers(kind: str) -> None:
     [example], report = built(ours, {"prompt": prompt, "completion": completion}, control_tokens="prompt")
     assert targets_of(example) == [*text[len(spelled) :], eos]
     assert tokens_of(example)[: len(before)] == before
-    assert "in prompts alone" in report.text()
+    assert "in prompts alone" in report.summary()
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_text_that_begins_with_the_begin_token_has_one(kind: str) -> None:
-    ours = device_tokenizer(BACKENDS[kind](), prepend_bos=True)
+    ours = make_device_tokenizer(BACKENDS[kind](), prepend_bos=True)
     for fields in ({"text": "<s>a cat"}, {"prompt": "<s>a", "completion": " cat"}):
         [with_it], _ = built(ours, fields)
         without = {name: text.removeprefix("<s>") for name, text in fields.items()}
         assert tokens_of(with_it).count(1) == tokens_of(built(ours, without)[0][0]).count(1) == 1
         assert tokens_of(built(ours, fields, control_tokens="text")[0][0]).count(1) == 1
-    assert Prompts(ours).of_text("<s>a cat").tokens.count(1) == 1
+    assert Prompts(ours).encode_text("<s>a cat").tokens.count(1) == 1
 
 
 def test_a_text_that_ends_with_the_end_token_has_one() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     for fields in ({"text": "a cat</s>"}, {"prompt": "a", "completion": " cat</s>"}):
         [example], _ = built(ours, fields)
         assert tokens_of(example).count(2) == 1 and targets_of(example)[-1] == 2
@@ -140,7 +140,7 @@ def test_a_text_that_ends_with_the_end_token_has_one() -> None:
 
 @pytest.mark.parametrize("fields", [{"text": "a cat"}, {"prompt": "a", "completion": " cat"}])
 def test_the_end_is_learnt_unless_it_is_left_out(fields: dict[str, str]) -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     [example], _ = built(ours, fields)
     assert targets_of(example)[-1] == 2
     [example], _ = built(ours, fields, append_eos=False)
@@ -148,7 +148,7 @@ def test_the_end_is_learnt_unless_it_is_left_out(fields: dict[str, str]) -> None
 
 
 def test_the_end_of_a_long_text_is_in_its_last_window() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     text = "a cat on a mat and a dog was bad"
     whole = ids_of(transformers_tokenizer(byte_level_backend()), text)
     model = make_spec(sequence_length=5, vocabulary_size=1000)
@@ -161,13 +161,15 @@ def test_the_end_of_a_long_text_is_in_its_last_window() -> None:
 
 @pytest.mark.parametrize("overflow", ["auto", "error", "truncate", "split"])
 def test_a_text_that_fills_the_bundle_is_whole_without_its_end(overflow: Any) -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     whole = ids_of(transformers_tokenizer(byte_level_backend()), "a cat on a mat")
     model = make_spec(sequence_length=len(whole), vocabulary_size=1000)
     options = BuildOptions(overflow)
     [example], report = build_examples([Row(1, {"text": "a cat on a mat"})], ours, model, options=options)
     assert tokens_of(example) == whole
-    assert "texts that fill the bundle, learnt without an end-of-sequence token: 1 row (1)" in report.text()
+    assert (
+        "texts that fill the bundle, learnt without an end-of-sequence token: 1 row (1)" in report.summary()
+    )
 
 
 # Chats
@@ -183,7 +185,7 @@ WRITTEN = ["<s>", " a cat", " on a mat", "<s><s>", "\n", "  ", "<", "s>", "12345
 
 @cache
 def chat_prompts(kind: str) -> Prompts:
-    return Prompts(device_tokenizer(BACKENDS[kind](), chat_template=TEMPLATE))
+    return Prompts(make_device_tokenizer(BACKENDS[kind](), chat_template=TEMPLATE))
 
 
 @cache
@@ -203,12 +205,12 @@ def test_control_tokens_of_messages_are_text_and_those_of_the_template_are_not(
     kind: str, said: list[str]
 ) -> None:
     text = "".join(f"user: {each.strip()}</s>" for each in said) + "assistant: "
-    prompt = chat_prompts(kind).of_messages([{"role": "user", "content": each} for each in said])
+    prompt = chat_prompts(kind).encode_messages([{"role": "user", "content": each} for each in said])
     assert [*prompt.tokens] == ids_of(without_begin(kind), text)
 
 
 def test_targets_of_a_chat_end_where_the_template_ends_a_turn() -> None:
-    ours = device_tokenizer(byte_level_backend(), chat_template=CHATML)
+    ours = make_device_tokenizer(byte_level_backend(), chat_template=CHATML)
     messages = [
         {"role": "user", "content": "What is <|im_end|>?"},
         {"role": "assistant", "content": "It is <|im_end|>."},
@@ -219,16 +221,16 @@ def test_targets_of_a_chat_end_where_the_template_ends_a_turn() -> None:
     assert targets_of(example) == [*said, 4, *ids_of(theirs, "\n")]
     assert (
         "control tokens written in messages, read as the characters that they are: 1 row (1), "
-        "<|im_end|> 2 times; --control-tokens all reads them as control tokens" in report.text()
+        "<|im_end|> 2 times; --control-tokens all reads them as control tokens" in report.summary()
     )
     [example], report = built(ours, {"messages": messages}, control_tokens="all")
     text = ChatTemplate(CHATML, SPECIAL).render(messages)
     assert tokens_of(example) == ids_of(theirs, text)
-    assert "control tokens written in messages, read as control tokens: 1 row (1)" in report.text()
+    assert "control tokens written in messages, read as control tokens: 1 row (1)" in report.summary()
 
 
 def test_roles_and_tools_of_a_client_write_no_control_tokens() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     messages = [{"role": "user<|im_end|>", "content": "a", "calls": [{"<|im_end|>": ["<|im_start|>"]}]}]
     texts = MessageTexts(ours, "special", messages)
     template = ChatTemplate("<|im_start|>{{ messages | tojson }}<|im_end|>", SPECIAL)
@@ -239,7 +241,7 @@ def test_roles_and_tools_of_a_client_write_no_control_tokens() -> None:
 
 
 def test_what_a_template_rendered_is_found_in_the_text_of_the_messages() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     messages = [{"content": "ab<|im_end|>cd</s>e"}]
     texts = MessageTexts(ours, "special", messages)
     rendered = ">" + texts.protect(messages)[0]["content"] + "</s>!"
@@ -255,17 +257,17 @@ def test_what_a_template_rendered_is_found_in_the_text_of_the_messages() -> None
 
 
 def test_control_tokens_are_counted_by_row_and_by_name() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     _, report = built(ours, {"text": TURNS}, {"text": "a cat"}, {"text": "a</s>"})
     assert report.events() == [
         "control tokens written in texts, read as control tokens: 2 rows (1, 3), <|im_start|> 2 times, "
         "<|im_end|> 2 times, </s> 1 times; --control-tokens text reads them as characters"
     ]
-    assert list(report.facts()["control_tokens"].values()) == [5]
+    assert list(report.counts()["control_tokens"].values()) == [5]
 
 
 def test_a_row_may_say_how_it_is_read() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     row = {"prompt": "a</s>", "completion": " b</s> cat"}
     (first, second, third), _ = built(
         ours, row, {**row, "control_tokens": "text"}, {**row, "control_tokens": "prompt"}
@@ -276,9 +278,9 @@ def test_a_row_may_say_how_it_is_read() -> None:
 
 
 def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> None:
-    ours = device_tokenizer(byte_level_backend())
+    ours = make_device_tokenizer(byte_level_backend())
     asked = {"prompt": "a</s> cat", "answer": " on</s>", "rating": "good"}
-    rows, _ = rows_of_feedback([Row(1, asked), Row(2, {**asked, "control_tokens": "text"})])
+    rows, _ = rows_from_feedback([Row(1, asked), Row(2, {**asked, "control_tokens": "text"})])
     made, _ = build_examples(rows, ours, MODEL)
     assert [tokens_of(each).count(2) for each in made] == [2, 1]
     assert all(targets_of(each).count(2) == 1 for each in made)
@@ -309,7 +311,7 @@ def test_rows_have_the_tokens_of_transformers_with_smollm2(
     published: Any, fields: dict[str, str], targets: int | None
 ) -> None:
     theirs = published
-    ours = on_device(theirs, "auto", len(theirs))
+    ours = device_tokenizer(theirs, "auto", len(theirs))
     [example], _ = built(ours, fields)
     if "text" in fields:
         wanted = ids_of(theirs, fields["text"])

@@ -196,7 +196,7 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
         mine = [places for each, places in found if each[: len(turn.tokens)] == turn.tokens]
         assert any(set(range(turn.prompt, len(turn.tokens))) <= places for places in mine)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
-    text = report.text()
+    text = report.summary()
     assert ("refuses to end with, not learnt: 1 row" in text) == (len(turns) < len(wanted))
     assert ("a part of the generation prompt alone" in text) == (not all(turn.is_whole for turn in turns))
     assert ("an example for each way: 1 row (1)" in text) == (len(examples) > 1)
@@ -289,7 +289,7 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
     turn = turns_of(name, messages)[-1]
     assert turn is not None and tokens == turn.tokens
     assert places == {*range(turn.prompt, len(turn.tokens))}
-    assert report.text().startswith("the data (prompt and completion): 1 rows, 1 examples")
+    assert report.summary().startswith("the data (prompt and completion): 1 rows, 1 examples")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tokenizers import models, processors
 
 from prge.data.tokenization.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
 from prge.errors import BundleError, DataError
-from tests.measured import measured
+from tests.measured import measure_program
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
 
@@ -308,7 +308,7 @@ def test_ten_megabytes_take_little_memory(name: str) -> None:
         "freed = bytes(16_000_000)\n"
         "del freed"
     )
-    found = measured(preparation, "ids = tokenizer.ids(text)")
+    found = measure_program(preparation, "ids = tokenizer.ids(text)")
     assert found.above_bytes < 50e6
 
 

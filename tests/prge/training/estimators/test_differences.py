@@ -8,12 +8,12 @@ import pytest
 from prge.engine import Call, Float64Array
 from prge.formats.adapter import Adapter
 from prge.objectives.examples import Example
-from prge.training.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.training.estimators.differences import Antithetic, Differences, FiniteDifference, OneSided
 from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
 from prge.training.sampler import Sampler
-from tests.numpy_engine import NumpyEngine, adapter_of, losses_of
+from tests.numpy_engine import NumpyEngine, compute_losses, make_nonzero_adapter
 from tests.rows import random_completions
 
 SEED, STEP = 3, 5
@@ -23,8 +23,8 @@ def _examples(count: int = 4) -> list[Example]:
     return Sampler(random_completions(12), count, SEED).batch(STEP)
 
 
-def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, count: int = 4) -> np.ndarray:
-    return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).scalars
+def _scalars(engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, count: int = 4) -> np.ndarray:
+    return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).projected_gradients
 
 
 @pytest.mark.parametrize("count", [4, 12])
@@ -35,9 +35,9 @@ def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, count: int = 4) 
         (OneSided(4, 1e-4, normalize=False), 5e-3),
     ],
 )
-def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, count: int) -> None:
+def test_scalars_are_directional_derivatives(rule: FiniteDifference, tolerance: float, count: int) -> None:
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     exact = Exact().measure(engine, Step(adapter, _examples(count), SEED, STEP)).gradient
     assert exact is not None
     directions = DirectionSampler(SEED, STEP, adapter.size)
@@ -46,7 +46,7 @@ def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, count
 
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
-def test_all_variants_of_a_step_are_copies_of_one_call(rule: Rule) -> None:
+def test_all_variants_of_a_step_are_copies_of_one_call(rule: FiniteDifference) -> None:
     calls: list[Call] = []
 
     class Watching(NumpyEngine):
@@ -55,26 +55,28 @@ def test_all_variants_of_a_step_are_copies_of_one_call(rule: Rule) -> None:
             return super().forward(call)
 
     engine = Watching()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
     (call,) = calls
     directions = DirectionSampler(SEED, STEP, adapter.size)
-    for copy, variant in zip(call.adapters, rule.variants(), strict=True):
+    for copy, variant in zip(call.adapters, rule.perturbations(), strict=True):
         moved = adapter.values + np.float32(variant.scale) * directions(variant.query)
         np.testing.assert_array_equal(copy, moved)
-    losses = [losses_of(engine, copy, _examples()).mean() for copy in call.adapters]
-    np.testing.assert_allclose(found.scalars, rule.scalars(np.array(losses)), rtol=1e-9)
+    losses = [compute_losses(engine, copy, _examples()).mean() for copy in call.adapters]
+    np.testing.assert_allclose(
+        found.projected_gradients, rule.projected_gradients(np.array(losses)), rtol=1e-9
+    )
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-12) and found.engine_seconds == 1
 
 
 def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
     perturbed = np.array([1.0, 2.0, 6.0])
-    found = OneSided(3, 0.5).scalars(np.array([0.5, *perturbed]))
+    found = OneSided(3, 0.5).projected_gradients(np.array([0.5, *perturbed]))
     np.testing.assert_allclose(found, (perturbed - 0.5) / perturbed.std())
 
 
 def test_normalized_step_stands_still_where_all_losses_agree() -> None:
-    assert OneSided(3, 0.5).scalars(np.ones(4)).tolist() == [0, 0, 0]
+    assert OneSided(3, 0.5).projected_gradients(np.ones(4)).tolist() == [0, 0, 0]
 
 
 def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
@@ -98,24 +100,26 @@ def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None
 
     rule = Antithetic(6, epsilon)
     directions = DirectionSampler(SEED, STEP, 20)
-    values = np.array([f(at + v.scale * directions(v.query)) for v in rule.variants()])
+    values = np.array([f(at + v.scale * directions(v.query)) for v in rule.perturbations()])
     exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
-    np.testing.assert_allclose(rule.scalars(values), exact, rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(rule.projected_gradients(values), exact, rtol=1e-7, atol=1e-7)
 
 
 def test_one_sided_differences_keep_half_of_the_curvature() -> None:
     """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
     rule = OneSided(1, 0.1, normalize=False)
     direction = DirectionSampler(SEED, STEP, 20)(0)
-    values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.variants()])
-    np.testing.assert_allclose(rule.scalars(values), [0.1 * 20 / 2], rtol=1e-5)
+    values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.perturbations()])
+    np.testing.assert_allclose(rule.projected_gradients(values), [0.1 * 20 / 2], rtol=1e-5)
 
 
 def test_clipping_bounds_the_scalars_of_a_step() -> None:
     engine = NumpyEngine()
     rule = Antithetic(4, 1e-2)
-    step = Step(adapter_of(engine), _examples(), SEED, STEP)
-    whole, shrunk = (Differences(rule, clip=limit).measure(engine, step).scalars for limit in (0.0, 0.1))
+    step = Step(make_nonzero_adapter(engine), _examples(), SEED, STEP)
+    whole, shrunk = (
+        Differences(rule, clip=limit).measure(engine, step).projected_gradients for limit in (0.0, 0.1)
+    )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
     np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
 

@@ -15,9 +15,9 @@ from prge.model_spec import AdaptedModule
 from prge.training.estimators.directions import (
     DirectionSampler,
     RankOneDirections,
-    on_grid,
     philox,
     rademacher,
+    truncate_to_grid,
 )
 from prge.training.sampler import row_order
 
@@ -165,7 +165,7 @@ def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(scalars: np.ndar
     directions = RankOneDirections(1, 2, 3, 4, MODULES)
     terms = [(query, example) for query in range(3) for example in range(4)]
     random.shuffle(terms)
-    cut = on_grid(scalars)
+    cut = truncate_to_grid(scalars)
     gradient = []
     for matrix, u, v in directions.factors():
         total = np.zeros((matrix.rank, matrix.width))
@@ -178,15 +178,15 @@ def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(scalars: np.ndar
 @given(TABLES)
 def test_a_journal_keeps_every_bit_of_scalars_and_gradient(scalars: np.ndarray) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES)
-    cut = on_grid(scalars)
+    cut = truncate_to_grid(scalars)
     stored = np.array(json.loads(json.dumps(cut.tolist())))
-    assert on_grid(stored).tobytes() == stored.tobytes() == cut.tobytes()
+    assert truncate_to_grid(stored).tobytes() == stored.tobytes() == cut.tobytes()
     assert directions.gradient(stored).tobytes() == directions.gradient(scalars).tobytes()
 
 
 @given(TABLES)
 def test_a_grid_loses_a_billionth_of_the_largest_scalar_at_most(scalars: np.ndarray) -> None:
-    cut = on_grid(scalars)
+    cut = truncate_to_grid(scalars)
     largest = np.abs(scalars).max()
     assert np.abs(cut - scalars).max() <= largest * 2.0**-29
     assert np.abs(cut).max() <= largest
@@ -196,5 +196,5 @@ def test_a_grid_loses_a_billionth_of_the_largest_scalar_at_most(scalars: np.ndar
 
 
 def test_what_is_not_finite_stays_for_the_loop_to_see() -> None:
-    assert np.isnan(on_grid(np.array([1.0, np.nan]))[1])
-    assert np.isinf(on_grid(np.array([1.0, np.inf]))[1])
+    assert np.isnan(truncate_to_grid(np.array([1.0, np.nan]))[1])
+    assert np.isinf(truncate_to_grid(np.array([1.0, np.inf]))[1])

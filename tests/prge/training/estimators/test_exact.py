@@ -21,21 +21,28 @@ from prge.training.estimators import exact
 from prge.training.estimators.exact import Exact, check_single_sequences
 from prge.training.estimators.protocol import Measurement, Step
 from prge.training.sampler import Sampler
-from tests.numpy_engine import NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
+from tests.numpy_engine import (
+    NumpyEngine,
+    compute_losses,
+    gradients_of,
+    head_from_values,
+    make_nonzero_adapter,
+    random_head,
+)
 from tests.refusals import raises
-from tests.rows import KINDS_OF_ROWS, choice, classified, completion, long_choice, random_completions
+from tests.rows import EXAMPLES_BY_FORM, choice, classification, completion, long_choice, random_completions
 
 SEED, STEP = 3, 5
 
 ROWS: dict[str, Sequence[Example]] = {
-    **KINDS_OF_ROWS,
+    **EXAMPLES_BY_FORM,
     "completions among candidates": [
         choice(1, [4, 2], [1, 3], 1),
         completion(2, [1, 2, 3, 4], 2),
         choice(3, [5], [2, 6, 9], 0),
     ],
 }
-CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
+CLASSES = [classification(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
 
 
 def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Example]:
@@ -46,31 +53,36 @@ def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Exa
 @pytest.mark.parametrize("count", [7, 14])
 def test_it_is_the_slope_of_the_mean_loss(name: str, count: int) -> None:
     engine = NumpyEngine()
-    adapter, examples = adapter_of(engine), _examples(ROWS[name], count)
+    adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[name], count)
     found = Exact().measure(engine, Step(adapter, examples, SEED, STEP))
     assert engine.calls == 1
-    expected = slopes_of(lambda values: losses_of(engine, values, examples).mean(), adapter.values)
+    expected = gradients_of(lambda values: compute_losses(engine, values, examples).mean(), adapter.values)
     assert found.gradient is not None
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
-    assert found.loss == pytest.approx(losses_of(engine, adapter.values, examples).mean(), rel=1e-6)
+    assert found.loss == pytest.approx(compute_losses(engine, adapter.values, examples).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("folds", [0, 3])
 def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
     engine = NumpyEngine(encoder=True)
-    adapter, examples = adapter_of(engine), _examples(CLASSES, 8)
-    head: Classifier = CrossFittedHeads([head_of(fold) for fold in range(folds)]) if folds else head_of()
+    adapter, examples = make_nonzero_adapter(engine), _examples(CLASSES, 8)
+    head: Classifier = (
+        CrossFittedHeads([random_head(fold) for fold in range(folds)]) if folds else random_head()
+    )
     found = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head))
-    expected = slopes_of(lambda values: losses_of(engine, values, examples, head).mean(), adapter.values)
+    expected = gradients_of(
+        lambda values: compute_losses(engine, values, examples, head).mean(), adapter.values
+    )
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
 
 
 def test_a_trained_head_has_its_own_gradient() -> None:
     engine = NumpyEngine(encoder=True)
-    adapter, head, examples = adapter_of(engine), head_of(), _examples(CLASSES, 4)
+    adapter, head, examples = make_nonzero_adapter(engine), random_head(), _examples(CLASSES, 4)
     found = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head, head))
-    expected = slopes_of(
-        lambda values: losses_of(engine, adapter.values, examples, head_with(values)).mean(), head.values
+    expected = gradients_of(
+        lambda values: compute_losses(engine, adapter.values, examples, head_from_values(values)).mean(),
+        head.values,
     )
     np.testing.assert_allclose(found.head_gradient, expected, atol=1e-4)
 
@@ -95,7 +107,7 @@ def test_a_decoders_gradient_is_the_same_however_a_step_is_split(
     examples: list[Example], tokens: int
 ) -> None:
     engine = NumpyEngine()
-    step = Step(adapter_of(engine), examples, SEED, STEP)
+    step = Step(make_nonzero_adapter(engine), examples, SEED, STEP)
     whole, split = Exact().measure(NumpyEngine(), step), _split(engine, step, tokens)
     _check_equal(whole, split)
     assert sum(engine.computed, ()) == sequences_of(examples)
@@ -105,8 +117,8 @@ def test_a_decoders_gradient_is_the_same_however_a_step_is_split(
 def test_an_encoders_gradients_are_the_same_however_a_step_is_split(
     examples: list[Example], tokens: int
 ) -> None:
-    engine, head = NumpyEngine(encoder=True), head_of()
-    step = Step(adapter_of(engine), examples, SEED, STEP, head, head)
+    engine, head = NumpyEngine(encoder=True), random_head()
+    step = Step(make_nonzero_adapter(engine), examples, SEED, STEP, head, head)
     whole, split = Exact().measure(NumpyEngine(encoder=True), step), _split(engine, step, tokens)
     _check_equal(whole, split)
     assert whole.head_gradient is not None and split.head_gradient is not None
@@ -139,7 +151,7 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
         )
         for row in range(1, 7)
     ]
-    step = Step(adapter_of(engine), rows, SEED, STEP, objective=objective)
+    step = Step(make_nonzero_adapter(engine), rows, SEED, STEP, objective=objective)
     found = _split(engine, step, tokens=1)
     assert engine.computed == [sequences_of(rows)]
     whole = Exact().measure(engine, step)
@@ -154,7 +166,7 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
 
 def test_clipping_shortens_the_whole_gradient() -> None:
     engine = NumpyEngine()
-    step = Step(adapter_of(engine), _examples(random_completions(8), 4), SEED, STEP)
+    step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 4), SEED, STEP)
 
     def gradient(clip: float) -> Array:
         found = Exact(clip).measure(engine, step).gradient
@@ -178,7 +190,7 @@ def test_every_example_is_clipped_before_the_mean(
     count = 6
     engine = NumpyEngine(encoder=encoder)
     rows = CLASSES[:9] if encoder else [*random_completions(6), *ROWS["candidates"][:3]]
-    adapter, head = adapter_of(engine), head_of() if encoder else None
+    adapter, head = make_nonzero_adapter(engine), random_head() if encoder else None
     examples = _examples(rows, count)
 
     def gradient(examples: Sequence[Example], **limits: float) -> Array:
@@ -204,14 +216,14 @@ def test_every_example_is_clipped_before_the_mean(
 def test_examples_that_are_clipped_are_computed_one_by_one() -> None:
     engine = NumpyEngine()
     examples = _examples(random_completions(8), 4)
-    Exact(clip_examples=1.0).measure(engine, Step(adapter_of(engine), examples, SEED, STEP))
+    Exact(clip_examples=1.0).measure(engine, Step(make_nonzero_adapter(engine), examples, SEED, STEP))
     assert engine.computed == [example.sequences for example in examples]
 
 
 def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
     engine = NumpyEngine()
     engine.weight *= 30
-    adapter, limit, count = adapter_of(engine), 0.1, 5
+    adapter, limit, count = make_nonzero_adapter(engine), 0.1, 5
     examples = _examples(random_completions(12), count)
     other = _examples(random_completions(12), 1, seed=SEED + 1)
     found = [
@@ -232,7 +244,7 @@ def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, f
             return outputs, gradient
 
     engine = Broken()
-    step = Step(adapter_of(engine), _examples(random_completions(8), 2), SEED, STEP)
+    step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 2), SEED, STEP)
     with np.errstate(invalid="ignore"):
         found = Exact(**limits).measure(engine, step).gradient
     assert found is not None and not np.isfinite(found[0])
@@ -246,7 +258,7 @@ def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> No
 
 def test_a_journal_gives_the_same_bits_back() -> None:
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     found = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
     stored: Mapping[str, Any] = json.loads(json.dumps(found.learnt))
     assert "scalars" not in stored

@@ -6,7 +6,7 @@ import pytest
 
 from prge.training.estimators.protocol import Step
 from prge.training.estimators.table import ESTIMATORS, EstimatorFlags, EstimatorName, make_estimator
-from tests.numpy_engine import NumpyEngine, adapter_of
+from tests.numpy_engine import NumpyEngine, make_nonzero_adapter
 from tests.rows import random_completions
 
 
@@ -24,8 +24,8 @@ def test_what_a_step_of_five_queries_computes(
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_learns_something_for_each_of_its_queries(name: EstimatorName) -> None:
     engine = NumpyEngine()
-    step = Step(adapter_of(engine), random_completions(3), 1, 0)
+    step = Step(make_nonzero_adapter(engine), random_completions(3), 1, 0)
     queries = 5 if ESTIMATORS[name].has_directions else None
     found = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
     assert (found.gradient is None) == (queries is not None)
-    assert len(found.scalars) == (queries or 0)
+    assert len(found.projected_gradients) == (queries or 0)

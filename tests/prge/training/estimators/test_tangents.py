@@ -14,18 +14,26 @@ from prge.formats.adapter import Adapter
 from prge.objectives.classification_head import CrossFittedHeads
 from prge.objectives.examples import Example
 from prge.training.estimators import directions
-from prge.training.estimators.directions import RankOneDirections, on_grid
+from prge.training.estimators.directions import RankOneDirections, truncate_to_grid
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Measurement, Step
 from prge.training.estimators.tangents import TangentEstimator
 from prge.training.sampler import Sampler
-from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
-from tests.rows import KINDS_OF_ROWS as ROWS
-from tests.rows import classified, random_completions
+from tests.numpy_engine import (
+    MODULE,
+    NumpyEngine,
+    compute_losses,
+    gradients_of,
+    head_from_values,
+    make_nonzero_adapter,
+    random_head,
+)
+from tests.rows import EXAMPLES_BY_FORM as ROWS
+from tests.rows import classification, random_completions
 
 SEED, STEP, QUERIES = 3, 5, 3
 
-CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
+CLASSES = [classification(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
 
 
 def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
@@ -34,7 +42,7 @@ def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
     """The step's directions as vectors, [queries, examples, size]."""
-    queries, examples = estimate.scalars.shape
+    queries, examples = estimate.projected_gradients.shape
     step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
     return np.concatenate([p.reshape(*p.shape[:2], -1) for p in products], -1)
@@ -47,34 +55,37 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
     rows: str, count: int, shared: bool
 ) -> None:
     engine = NumpyEngine()
-    adapter, examples = adapter_of(engine), _examples(ROWS[rows], count)
+    adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[rows], count)
     found = TangentEstimator(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
-    exact = slopes_of(lambda values: losses_of(engine, values, examples), adapter.values)
+    exact = gradients_of(lambda values: compute_losses(engine, values, examples), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
-    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    np.testing.assert_allclose(found.projected_gradients, expected, atol=2e-5)
     assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(found.loss, losses_of(engine, adapter.values, examples).mean(), rtol=1e-12)
+    np.testing.assert_allclose(
+        found.loss, compute_losses(engine, adapter.values, examples).mean(), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("folds", [0, 2])
 @pytest.mark.parametrize("count", [4, 8])
 def test_scalars_of_an_encoder(folds: int, count: int) -> None:
     engine = NumpyEngine(encoder=True)
-    adapter, examples = adapter_of(engine), _examples(CLASSES, count)
-    head = CrossFittedHeads([head_of(1), head_of(2)]) if folds else head_of()
+    adapter, examples = make_nonzero_adapter(engine), _examples(CLASSES, count)
+    head = CrossFittedHeads([random_head(1), random_head(2)]) if folds else random_head()
     found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
-    exact = slopes_of(lambda values: losses_of(engine, values, examples, head), adapter.values)
+    exact = gradients_of(lambda values: compute_losses(engine, values, examples, head), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
-    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    np.testing.assert_allclose(found.projected_gradients, expected, atol=2e-5)
     assert found.head_gradient is None
 
 
 def test_a_trained_head_gets_its_exact_gradient() -> None:
     engine = NumpyEngine(encoder=True)
-    adapter, head, examples = adapter_of(engine), head_of(), _examples(CLASSES, 8)
+    adapter, head, examples = make_nonzero_adapter(engine), random_head(), _examples(CLASSES, 8)
     found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
-    expected = slopes_of(
-        lambda values: losses_of(engine, adapter.values, examples, head_with(values)).mean(), head.values
+    expected = gradients_of(
+        lambda values: compute_losses(engine, adapter.values, examples, head_from_values(values)).mean(),
+        head.values,
     )
     assert found.head_gradient is not None
     np.testing.assert_allclose(found.head_gradient, expected, atol=1e-5)
@@ -84,7 +95,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     """The mean of (u.G v) u v^T over all signs is G: nothing is left to chance, so nothing is left out."""
     combinations = np.array(list(itertools.product([-1, 1], repeat=2 + 3)), np.float32)
     engine = NumpyEngine(vocabulary=3, rank=2)
-    adapter, examples = adapter_of(engine), _examples(random_completions(8, vocabulary=3), 8)
+    adapter, examples = make_nonzero_adapter(engine), _examples(random_completions(8, vocabulary=3), 8)
     monkeypatch.setattr(
         directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
     )
@@ -99,25 +110,25 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
 
 def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> None:
     engine = NumpyEngine()
-    adapter, examples = adapter_of(engine), _examples(random_completions(12))
+    adapter, examples = make_nonzero_adapter(engine), _examples(random_completions(12))
     estimator = TangentEstimator(QUERIES, shared=True)
     found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
     along = _rank_one(found, adapter, shared=True)[:, 0]
-    np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=1e-6)
-    expected = (along * found.scalars.mean(1)[:, None]).mean(0)
+    np.testing.assert_allclose(found.projected_gradients.mean(1), along @ exact, atol=1e-6)
+    expected = (along * found.projected_gradients.mean(1)[:, None]).mean(0)
     gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
 def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
     engine = NumpyEngine()
-    step = Step(adapter_of(engine), _examples(random_completions(12)), SEED, STEP)
-    whole = TangentEstimator(QUERIES).measure(engine, step).scalars
+    step = Step(make_nonzero_adapter(engine), _examples(random_completions(12)), SEED, STEP)
+    whole = TangentEstimator(QUERIES).measure(engine, step).projected_gradients
     size = np.sqrt((whole**2).mean(0))
     limit = float(np.median(size))
-    found = TangentEstimator(QUERIES, clip=limit).measure(engine, step).scalars
+    found = TangentEstimator(QUERIES, clip=limit).measure(engine, step).projected_gradients
     np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
     np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
 
@@ -140,7 +151,7 @@ class Watching(NumpyEngine):
 def test_sequences_of_an_example_share_its_direction() -> None:
     """Of examples of one sequence, and of two."""
     engine = Watching()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
     found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
@@ -149,12 +160,12 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     for kind, factor in (("u", u), ("v", v)):
         for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
             assert np.array_equal(given[f"{kind}.{MODULE}"][:, sequence], factor[:, example])
-    assert found.scalars.shape == (QUERIES, 4)
+    assert found.projected_gradients.shape == (QUERIES, 4)
 
 
 def test_the_adapter_is_given_without_a_copy() -> None:
     engine = Watching()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     TangentEstimator(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
     ((call, _),) = engine.given
     assert np.shares_memory(call.adapters, adapter.values)
@@ -162,7 +173,7 @@ def test_the_adapter_is_given_without_a_copy() -> None:
 
 def test_a_step_is_one_call_whatever_its_examples() -> None:
     engine = NumpyEngine()
-    step = Step(adapter_of(engine), _examples(random_completions(12), 8), SEED, STEP)
+    step = Step(make_nonzero_adapter(engine), _examples(random_completions(12), 8), SEED, STEP)
     found = TangentEstimator(QUERIES).measure(engine, step)
     assert engine.calls == 1
     assert found.engine_seconds > 0
@@ -170,7 +181,7 @@ def test_a_step_is_one_call_whatever_its_examples() -> None:
 
 def test_the_largest_tangent_of_a_step_is_told() -> None:
     engine = Watching()
-    step = Step(adapter_of(engine), _examples(random_completions(12), 12), SEED, STEP)
+    step = Step(make_nonzero_adapter(engine), _examples(random_completions(12), 12), SEED, STEP)
     found = TangentEstimator(QUERIES).measure(engine, step)
     assert found.largest_tangent == engine.largest > 0
     engine.weight[0, 0] = np.nan
@@ -182,12 +193,12 @@ def test_the_largest_tangent_of_a_step_is_told() -> None:
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     engine = NumpyEngine()
-    adapter = adapter_of(engine)
+    adapter = make_nonzero_adapter(engine)
     estimator = TangentEstimator(QUERIES, clip=clip)
     step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
     found = estimator.measure(engine, step)
     live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
     stored = json.loads(json.dumps(found.learnt))
-    assert on_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
+    assert truncate_to_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
     replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from prge.formats.bundle import file_sha256
-from server_export.checkpoint.files import ConfigurationAlone, end_tokens, find_files, read_config
+from server_export.checkpoint.files import ConfigOnlyFiles, eos_token_ids, find_files, read_config
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
-from server_export.checkpoint.loading import load_model, outline_model
-from server_export.checkpoint.tokenization import SAMPLES, chat_template, load_tokenizer, tokenizer_block
+from server_export.checkpoint.loading import load_meta_model, load_model
+from server_export.checkpoint.tokenization import SAMPLES, chat_template, load_tokenizer, tokenizer_manifest
 from tests.gguf_files import write_gguf
 from tests.refusals import refusal
 from tests.tiny_models import make_model, make_tokenizer
@@ -42,9 +42,9 @@ def test_a_file_is_a_model(tiny: Path) -> None:
     assert files.sha256() == file_sha256(tiny)
     assert read_config(files)["model_type"] == "llama"
     assert "_model_name_or_path" not in read_config(files)
-    assert end_tokens(files) == [2]
+    assert eos_token_ids(files) == [2]
     # Who asks for the configuration alone reads no weights.
-    assert ConfigurationAlone(**vars(files)).weights == []
+    assert ConfigOnlyFiles(**vars(files)).weights == []
     loaded = load_model(str(tiny))
     assert loaded.sha256 == file_sha256(tiny)
     assert loaded.source == {
@@ -77,7 +77,7 @@ def test_the_tokenizer_is_the_one_that_was_written(tiny: Path) -> None:
     assert chat_template(found) == TEMPLATE
     # transformers' classes add a token of their own, which the model has no row for.
     assert len(found) == 128
-    assert tokenizer_block(found, "auto", 128)["vocabulary_size"] == 128
+    assert tokenizer_manifest(found, "auto", 128)["vocabulary_size"] == 128
 
 
 def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_ends_are_those_of_the_header_and_control_tokens_of_that_name(tmp_path: 
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|tool|>"]})
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer)
-    assert end_tokens(find_files(str(path))) == sorted([2, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert eos_token_ids(find_files(str(path))) == sorted([2, tokenizer.convert_tokens_to_ids("<|im_end|>")])
 
 
 def test_parts_are_one_model(tiny: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_factors_of_llama_3_become_its_configuration(tmp_path: Path) -> None:
     factors = llama3_factors(500000.0, 16, 8.0)
     path = tmp_path / "a.gguf"
     write_gguf(path, model, make_tokenizer(), tensors={"rope_freqs.weight": factors})
-    assert outline_model(str(path)).config.rope_parameters == ROPE
+    assert load_meta_model(str(path)).config.rope_parameters == ROPE
     tokens = torch.randint(4, 100, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.allclose(load_model(str(path)).model(tokens).logits, model(tokens).logits, atol=1e-5)
@@ -284,7 +284,7 @@ def test_states_without_a_head_are_read(tiny: Path) -> None:
     """The base of a decoder, whose names begin otherwise."""
     from server_export.checkpoint.weights import CheckpointWeights
 
-    outline = outline_model(str(tiny), pooled=True).model
+    outline = load_meta_model(str(tiny), pooled=True).model
     weights, whole = CheckpointWeights(find_files(str(tiny)), outline), load_model(str(tiny)).model
     for name, _ in outline.named_parameters():
         assert torch.equal(weights.read(name), whole.get_parameter(f"model.{name}"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prge.errors import BundleError, PrgeError
-from prge.system.packages import install_extra
+from prge.system.packages import install_extra_command
 from server_export.checkpoint.gguf.header import read_header
 from tests.gguf_files import write_gguf
 from tests.refusals import raises, refusal
@@ -204,5 +204,5 @@ def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with raises(PrgeError, "package-missing", saying=install_extra("gguf")):
+    with raises(PrgeError, "package-missing", saying=install_extra_command("gguf")):
         read_header(tmp_path / "model.gguf")

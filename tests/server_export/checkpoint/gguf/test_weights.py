@@ -11,7 +11,7 @@ import torch
 
 from server_export.adapter.layers import conv1d_names
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.loading import load_meta_model, load_model
 from server_export.checkpoint.weights import CheckpointWeights
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def weights_of(path: Path) -> tuple[CheckpointWeights, Any]:
-    outline = outline_model(str(path)).model
+    outline = load_meta_model(str(path)).model
     transposed = {f"{name}.weight" for name in conv1d_names(outline)}
     return CheckpointWeights(find_files(str(path)), outline, transposed), outline
 
@@ -100,11 +100,11 @@ def test_rows_are_read_alone_where_they_are_stored_so(tmp_path: Path, monkeypatc
         return read(tensor, rows)
 
     monkeypatch.setattr(GgufTensor, "values", noted)
-    assert torch.equal(torch.cat([*weights.pieces(table, 50)]), whole)
+    assert torch.equal(torch.cat([*weights.iter_rows(table, 50)]), whole)
     assert asked == [slice(0, 50, 1), slice(50, 100, 1), slice(100, 128, 1)]
     assert torch.equal(weights.read(table, [3, 99, 7]), whole[[3, 99, 7]])
     assert torch.equal(weights.read(query, [3, 60, 7]), turned[[3, 60, 7]])
-    assert torch.equal(torch.cat([*weights.pieces(query, 50)]), turned)
+    assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), turned)
 
 
 def test_experts_of_a_layer_are_read_alone(tmp_path: Path, monkeypatch: Any) -> None:

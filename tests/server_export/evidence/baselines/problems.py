@@ -21,11 +21,11 @@ from server_export.bundle import write_adapter
 from server_export.checkpoint.loading import prepare_model
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.oracle import TorchEngine, as_exported
+from server_export.oracle import TorchEngine, apply_bundle_weights
 from server_export.publishing.module_quantization import quantize
 from server_export.quantize.quantization import dequantize_layers
 from server_export.settings import ExportConfig
-from tests.rows import bigram_completions, classified
+from tests.rows import bigram_completions, classification
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
 
 
@@ -61,7 +61,7 @@ def build_problem(
     quantize(loaded.model, scheme)
     dequantize_layers(loaded.model)
     engine = TorchEngine(loaded.model, chain.model, start.scaled_lora_a(), pooling=pooling)
-    as_exported(bundle, again)
+    apply_bundle_weights(bundle, again)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 
 
@@ -130,7 +130,7 @@ def classified_rows(count: int = 200) -> list[Example]:
     """Rows of two classes that can't be told apart, of different lengths."""
     random = np.random.default_rng(0)
     return [
-        classified(
+        classification(
             row + 1, random.integers(3, 100, random.integers(3, 12)).tolist(), 2, int(random.integers(2))
         )
         for row in range(count)

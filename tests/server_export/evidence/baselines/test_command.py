@@ -16,7 +16,7 @@ from prge.errors import ConfigError, DivergenceError, RunError
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import find_adapter, read_arrays, read_peft
 from prge.formats.run_folder import read_metrics
-from prge.training.monitor import Watcher
+from prge.training.monitor import RunMonitor
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS, MethodName
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -86,7 +86,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)
     killed = make_settings(out=tmp_path / "killed", **chosen)
-    on_step = Watcher.on_step
+    on_step = RunMonitor.on_step
 
     def stop(self: Any, record: Any, *rest: Any) -> None:
         on_step(self, record, *rest)
@@ -94,7 +94,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Watcher, "on_step", stop)
+        patch.setattr(RunMonitor, "on_step", stop)
         run(killed)
     assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
     run(killed)

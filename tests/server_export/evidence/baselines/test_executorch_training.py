@@ -17,7 +17,7 @@ from prge.formats.peft import read_peft
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.executorch_training import ExecutorchTraining
 from server_export.export import ExportConfig, export
-from server_export.oracle import split_values
+from server_export.oracle import split_adapter_values
 from tests.refusals import raises
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows, method_settings
@@ -42,7 +42,7 @@ def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
     for _ in range(3):
         loss = problem.loss(rows)
         (gradient,) = torch.autograd.grad(loss, values)
-        expected = split_values(problem.adapter.modules, gradient).values()
+        expected = split_adapter_values(problem.adapter.modules, gradient).values()
         result = method.step(rows, 0.5)
         assert result.loss == pytest.approx(loss.item(), abs=1e-5)
         for found, exact in zip(method.named_gradients().values(), expected, strict=True):

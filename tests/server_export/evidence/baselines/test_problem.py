@@ -15,7 +15,7 @@ from prge.objectives.examples import Example, sequences_of
 from prge.objectives.objective import Loss
 from prge.objectives.scoring import pooled_states, score
 from server_export.checkpoint.loading import prepare_model
-from server_export.oracle import as_exported
+from server_export.oracle import apply_bundle_weights
 from server_export.publishing.module_quantization import Int8Embedding
 from tests.refusals import raises
 from tests.rows import choice, completion, long_choice, random_completions
@@ -85,7 +85,7 @@ def test_a_quantized_base_has_the_rounded_weights(
 def test_gradients_are_the_drivers(tmp_path: Path) -> None:
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3)
     call = Call(sequences_of(COMPLETIONS), adapter.values[None])
-    _, expected = engine.vjp(call, lambda o: Loss(COMPLETIONS, o[None]).by_output / len(COMPLETIONS))
+    _, expected = engine.vjp(call, lambda o: Loss(COMPLETIONS, o[None]).grad_outputs / len(COMPLETIONS))
     values = problem.insert_adapter()
     problem.loss(COMPLETIONS).backward()
     assert values.grad is not None
@@ -109,4 +109,4 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     bundle.manifest["model"] = {"architecture": "LlamaForCausalLM", "parameters": 12}  # type: ignore[index]
     loaded = prepare_model(make_model("llama"), "other", True)
     with raises(BundleError, "model-differs", saying="other"):
-        as_exported(bundle, loaded)
+        apply_bundle_weights(bundle, loaded)

@@ -10,7 +10,7 @@ import pytest
 
 from device_runner.session.settings import EvaluateSettings, RunSettings
 from prge.cli.settings import Settings, read_settings
-from prge.cli.subprocesses import configured
+from prge.cli.subprocesses import write_verb_config
 from prge.training.estimators.table import ESTIMATORS
 from prge.training.settings import TrainingFlags
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -54,7 +54,9 @@ def test_rows_of_a_step(name: str, rows: int) -> None:
 
 def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
     """Settings as the verb reads them from the file that it is started with."""
-    return read_settings(kind, Path(configured("verb", settings, folder / "verb.yaml")[2]), "prge verb")
+    return read_settings(
+        kind, Path(write_verb_config("verb", settings, folder / "verb.yaml")[2]), "prge verb"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.estimator])

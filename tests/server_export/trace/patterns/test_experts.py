@@ -12,10 +12,10 @@ from safetensors import safe_open
 from server_export.check.model import compare_with_model
 from server_export.checkpoint import stored
 from server_export.checkpoint.files import find_files
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
-from tests.tiers import rest
+from tests.tiers import second_tier
 from tests.tiny_models import EXPERTS, make_model, save_model
 
 RANK = 2
@@ -23,7 +23,7 @@ RANK = 2
 
 def chain_of(folder: Path, architecture: str, scheme: str = "fp32") -> ModelChain:
     path = str(save_model(folder, architecture))
-    outline = outline_model(path)
+    outline = load_meta_model(path)
     lora_a = {
         name: torch.zeros(RANK, module.in_features)
         for name, module in outline.model.named_modules()
@@ -32,11 +32,13 @@ def chain_of(folder: Path, architecture: str, scheme: str = "fp32") -> ModelChai
     return build_chain(outline, find_files(path), lora_a, longest=16, scheme=scheme)
 
 
-@pytest.mark.parametrize("architecture", ["olmoe", *rest(*(name for name in EXPERTS if name != "olmoe"))])
+@pytest.mark.parametrize(
+    "architecture", ["olmoe", *second_tier(*(name for name in EXPERTS if name != "olmoe"))]
+)
 def test_the_blocks_of_a_mixture_are_the_model(architecture: str, tmp_path: Path) -> None:
     chain = chain_of(tmp_path, architecture)
     experts = [number for number, block in enumerate(chain.blocks) if block.is_expert]
-    layers = chain.turns(chain.end)
+    layers = chain.block_groups(chain.head_start)
     assert {len(turn) for turn in layers} == {1, 8} and len(
         {chain.type_of[number] for number in experts}
     ) == 1
@@ -75,7 +77,7 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
 def test_an_experts_layers_are_quantized_and_a_routers_is_not(scheme: str, tmp_path: Path) -> None:
     chain = chain_of(tmp_path, "olmoe", scheme)
-    kinds = [chain.block_types[chain.type_of[turn.start]] for turn in chain.turns(chain.end)]
+    kinds = [chain.block_types[chain.type_of[turn.start]] for turn in chain.block_groups(chain.head_start)]
     layers = [set(kind.frozen.layers) for kind in kinds]
     assert len(layers[2]) == 2 and all(".experts." in name for name in layers[2])
     assert not any("mlp.gate" in name for name in layers[1])

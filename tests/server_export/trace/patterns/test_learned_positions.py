@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.loading import load_meta_model
 from server_export.trace.patterns.learned_positions import any_length
 from tests.tiny_types import POSITIONS, make_tiny
 
@@ -26,7 +26,7 @@ def test_tables_and_masks_of_positions_are_longer_while_a_row_is_traced(
     model_type: str, name: str, dims: tuple[int, ...], tmp_path: Path
 ) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
-    model = outline_model(str(tmp_path)).model
+    model = load_meta_model(str(tmp_path)).model
 
     def found() -> torch.Tensor:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from server_export.ir.plain import take_apart
+from server_export.ir.plain import decompose
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.trace.patterns.written_attention import join_heads
@@ -40,7 +40,7 @@ FORMS: dict[str, Attention] = {
 def graph_of(attention: Attention, mask: torch.Tensor, name: str) -> GraphModule:
     inputs = (*(drawn(seed) for seed in range(3)), mask)
     graph_module = torch.export.export(Function(attention), inputs, strict=False).module(check_guards=False)
-    take_apart(graph_module)
+    decompose(graph_module)
     rewrite(graph_module)
     fill_in_values(graph_module)
     graph_module.graph.find_nodes(op="placeholder")[-1].target = name
