@@ -109,7 +109,7 @@ class ActivationStore:
         if size > self._checkpoints.size:
             self._checkpoints, self._file = np.empty(0, np.uint8), None
             self._checkpoints = self._memory(size)
-        self._place_residuals(parts, targets)
+        self._allocate_residuals(parts, targets)
 
     def end(self) -> None:
         """Give the memory of checkpoints back where there is none for residuals; a file stays."""
@@ -118,13 +118,13 @@ class ActivationStore:
 
     # Checkpoints
 
-    def keep(self, part: int, arrays: Mapping[str, FloatArray]) -> None:
+    def save(self, part: int, arrays: Mapping[str, FloatArray]) -> None:
         """Copy what the backward pass of a block needs of a part of the call."""
         kept = {name: self._copy(array) for name, array in arrays.items()}
         self._kept.setdefault(part, []).append(kept)
 
     @contextmanager
-    def restored(self, part: int) -> Iterator[dict[str, FloatArray]]:
+    def restore(self, part: int) -> Iterator[dict[str, FloatArray]]:
         """The arrays f32 of the last `keep` that isn't restored yet; a file's pages are given back later."""
         kept = self._kept[part].pop()
         yield {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
@@ -196,7 +196,7 @@ class ActivationStore:
             f"({size}), the others compute them again"
         )
 
-    def _place_residuals(self, parts: Sequence[tuple[int, int]], targets: int) -> None:
+    def _allocate_residuals(self, parts: Sequence[tuple[int, int]], targets: int) -> None:
         saving = self.saving_blocks(sum(rows * tokens for rows, tokens in parts), targets)
         # In the order that they are written: one target takes the room of two, the fewest of a program.
         shapes = [
@@ -221,11 +221,11 @@ class ActivationStore:
             of_parts[-1][name] = Residual(memory[: np.prod(shape)].reshape(shape), memory)
 
 
-def outputs_of(residuals: Residuals, start: int = 0) -> dict[str, Array]:
+def residual_outputs(residuals: Residuals, start: int = 0) -> dict[str, Array]:
     """Where a forward pass writes residuals, from a token on."""
     return {name: residual.output(start) for name, residual in residuals.items()}
 
 
-def values_of(residuals: Residuals, tokens: slice = slice(None)) -> dict[str, Array]:
+def residual_values(residuals: Residuals, tokens: slice = slice(None)) -> dict[str, Array]:
     """What a backward pass reads of residuals, of some tokens."""
     return {name: residual.values[:, tokens] for name, residual in residuals.items()}

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from device_runner.engines.activations import ActivationStore, values_of
+from device_runner.engines.activations import ActivationStore, residual_values
 from device_runner.engines.batch import Batch
 from device_runner.engines.experts import Experts
 from device_runner.engines.forward import Forward
@@ -66,10 +66,10 @@ class Backward:
         for index, part in enumerate(parts):
             residuals = self._store.residuals(number, index)
             role = BACKWARD_SAVED if residuals else BACKWARD
-            with self._store.restored(index) as kept:
+            with self._store.restore(index) as kept:
                 part.values |= {**kept, "hidden_states": kept["hidden_states"][0]}
-                found = self._forward.run(number, role, part, values_of(residuals))
-                part.shared.keep(number, found)
+                found = self._forward.run(number, role, part, residual_values(residuals))
+                part.shared.take(number, found)
                 passed = (part.values["hidden_states"], found["grad_hidden_states"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._forward.release(part.values)
@@ -88,7 +88,7 @@ class Backward:
     def _through_experts(self, number: int, parts: Sequence[Batch]) -> bool:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""
         with ExitStack() as stack:
-            kept = [stack.enter_context(self._store.restored(index)) for index in range(len(parts))]
+            kept = [stack.enter_context(self._store.restore(index)) for index in range(len(parts))]
             states = [arrays["hidden_states"][0] for arrays in kept]
             slopes = self._experts.backward(
                 number, states, [part.values["grad_hidden_states"] for part in parts]

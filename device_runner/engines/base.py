@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from device_runner.engines.errors import explain, lacked_memory
+from device_runner.engines.errors import explain, ran_out_of_memory
 from prge.engine import Call, Directions, FloatArray, GradFn
 from prge.errors import EngineError
 from prge.formats.adapter import adapter_size
@@ -109,7 +109,7 @@ class CheckedEngine(ABC):
             remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
                 f"the engine failed in a forward: {explain(error)}",
-                remedy=OUT_OF_MEMORY_REMEDY if lacked_memory(error) else remedy,
+                remedy=OUT_OF_MEMORY_REMEDY if ran_out_of_memory(error) else remedy,
                 code="engine-failed",
             ) from None
         self.seconds += time.perf_counter() - start

@@ -29,20 +29,22 @@ class Batch:
     rows: IntArray
     copy: IntArray
     values: Arrays
-    beside: Arrays
+    extra_inputs: Arrays
     shared: SharedValues
     directions: Arrays = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         """Tokens of its rows, with padding."""
-        return int(self.beside["ones"].shape[1])
+        return int(self.extra_inputs["ones"].shape[1])
 
     def of_one_copy(self, values: Arrays) -> Batch:
         """The same rows without the axis of copies, with values that lack it."""
-        beside = {name: array[0] if name == "padding_mask" else array for name, array in self.beside.items()}
+        extra_inputs = {
+            name: array[0] if name == "padding_mask" else array for name, array in self.extra_inputs.items()
+        }
         shared = self.shared.of_one_copy()
-        return Batch(self.rows, self.copy, values, beside, shared, self.directions)
+        return Batch(self.rows, self.copy, values, extra_inputs, shared, self.directions)
 
 
 def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:

@@ -21,10 +21,10 @@ import numpy as np
 
 from device_runner.engines.backend import Backend
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import EngineRefusalError, captured_stderr, foreign_program, load_error
+from device_runner.engines.errors import EngineRefusalError, captured_stderr, load_error, program_mismatch
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.shapes import (
-    TRIED,
+    PROBE_SIZES,
     AttentionHeads,
     MethodShapes,
     block_problems,
@@ -52,7 +52,7 @@ class Blocks:
         bundle: an opened bundle.
         backend: the engine.
         roles: those that are going to be run.
-        loaded: bytes of weights that may stay loaded; by default all may. See `beside_weights`.
+        loaded: bytes of weights that may stay loaded; by default all may. See `spare_bytes`.
         tell: called with what a user should know.
 
     Raises:
@@ -96,7 +96,7 @@ class Blocks:
         self._shapes = MethodShapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):
             if problems := [*block_problems(self.chain, self._shapes, number)]:
-                raise foreign_program(bundle.file(self.chain.programs[block.program].file), problems)
+                raise program_mismatch(bundle.file(self.chain.programs[block.program].file), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
         self.files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
@@ -146,7 +146,7 @@ class Blocks:
         return self._shapes.residuals[number]
 
     @property
-    def beside_weights(self) -> int:
+    def spare_bytes(self) -> int:
         """Bytes that are left where all weights stay loaded: of those that may, or a share of what the system
         has.
 
@@ -196,7 +196,7 @@ class Blocks:
             for name, output, shape in zip(interface.outputs, outputs, shapes, strict=True)
         }
 
-    def in_a_row(
+    def bind_calls(
         self,
         role: str,
         calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
@@ -214,7 +214,7 @@ class Blocks:
         """
         if self._most is None and before is None and not any(map(callable, calls.values())):
             bound: Any = calls
-            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in bound.items()])
+            return self._runtime.bind_calls([(self.method(n, role), *each) for n, each in bound.items()])
 
         def compute() -> None:
             for number, each in calls.items():
@@ -283,7 +283,7 @@ class Blocks:
             if self._most is None or self._held(number, role) <= self._most:
                 return
             methods = self._loaded.pop(other)
-            if self.chain.is_expert(other) or not self.files[other].give_back():
+            if self.chain.is_expert(other) or not self.files[other].release_pages():
                 methods.clear()
             else:
                 self._idle[other] = methods
@@ -323,7 +323,7 @@ class Blocks:
                 )
                 raise load_error(path, refused) from None
         if problems:
-            raise foreign_program(path, problems)
+            raise program_mismatch(path, problems)
         return program
 
     def _new_arena(self) -> Any:
@@ -376,8 +376,8 @@ class Blocks:
         chain, block, random = self.chain, self.chain.blocks[number], np.random.default_rng(0)
         bounds = chain.bounds.per_call
         # Positions are indices: the program of the first block may have fewer than the manifest says.
-        tokens = bounds.tokens if number == 0 else min(TRIED.tokens, bounds.tokens)
-        sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))
+        tokens = bounds.tokens if number == 0 else min(PROBE_SIZES.tokens, bounds.tokens)
+        sizes = replace(PROBE_SIZES, tokens=tokens, states=min(PROBE_SIZES.states, bounds.states))
 
         def one(name: str) -> Array:
             spec = self._shapes.of(number, role, name, sizes)

@@ -16,7 +16,7 @@ from device_runner.engines.base import CheckedEngine
 from device_runner.engines.batch import Batch
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.forward import Forward
-from device_runner.engines.planning import slices, turns
+from device_runner.engines.planning import micro_batches, slices
 from device_runner.engines.readouts import LogProbabilities, PooledStates, Readout
 from prge.engine import Call, Directions, FloatArray
 from prge.errors import EngineError
@@ -44,7 +44,7 @@ class ChainEngine(CheckedEngine):
     def _forward(self, call: Call) -> FloatArray:
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
-        for numbers in turns(forward.lengths, len(call.adapters)):
+        for numbers in micro_batches(forward.lengths, len(call.adapters)):
             parts = forward.with_copies(numbers, forward.below(numbers))
             forward.through(parts, FORWARD, self._above)
             readout.forward(parts, outputs)
@@ -55,7 +55,7 @@ class ChainEngine(CheckedEngine):
         forward, readout = self._passes(call)
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
-        for numbers in turns(forward.lengths, 1 + queries):
+        for numbers in micro_batches(forward.lengths, 1 + queries):
             parts = forward.of_one_copy(numbers, forward.below(numbers))
             for mine in slices(queries, self._chain.bounds.queries):
                 moved = forward.with_directions(parts, directions, mine)
@@ -94,7 +94,7 @@ class ChainEngine(CheckedEngine):
     def _begin(self, forward: Forward, parts: list[Batch], targets: int) -> None:
         """Make room for the activations of a call."""
         blocks = [turn.start for turn in self._chain.block_groups(self._above)]
-        checkpoints = [n for part in parts for block in blocks for n in forward.kept_numbers(part, block)]
+        checkpoints = [n for part in parts for block in blocks for n in forward.checkpoint_sizes(part, block)]
         # A row in chunks saves no residuals.
         whole = [(part.rows.size, 0 if forward.in_chunks(part) else part.length) for part in parts]
         self._store.begin(checkpoints, whole, targets)

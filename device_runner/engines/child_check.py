@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from device_runner.engines.errors import EngineRefusalError, content, load_error, quoted
+from device_runner.engines.errors import EngineRefusalError, load_error, quote_log, read_all
 from prge.errors import BundleError, EngineError
 from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 from prge.system.parents import end_with_parent
@@ -41,7 +41,7 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
         if child == 0:
             _child(attempt, answer.fileno(), log.fileno(), parent)
         status = _wait(child, CHECK_SECONDS)
-        messages, noise = (content(stream) for stream in (answer, log))
+        messages, noise = (read_all(stream) for stream in (answer, log))
     if status is None:
         raise BundleError(
             f"the engine hangs on {path}: it was not loaded after {CHECK_SECONDS:.0f} seconds",
@@ -64,12 +64,12 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
             )
         if is_out_of_memory(noise):
             raise EngineError(
-                f"there is not enough memory to load {path}{quoted(noise)}",
+                f"there is not enough memory to load {path}{quote_log(noise)}",
                 remedy=OUT_OF_MEMORY_REMEDY,
                 code="out-of-memory",
             )
         raise BundleError(
-            f"the engine aborts on this program ({_signal_name(code)}): {path}{quoted(noise)}",
+            f"the engine aborts on this program ({_signal_name(code)}): {path}{quote_log(noise)}",
             remedy="copy or export the bundle again; the program is damaged or of another executorch",
             code="program-aborts",
         )

@@ -78,7 +78,7 @@ class Chunks:
         carried = self._initial_recurrent_states(number)
         carried_to: list[Arrays] = []
         for chunk in self._chunks(number, length):
-            given = {**adapter, **self.beside(number, chunk, known), **carried}
+            given = {**adapter, **self.extra_inputs(number, chunk, known), **carried}
             given |= {each: _cut(array, chunk) for each, array in taken.items()}
             given[name] = entering[:, chunk]
             answer = self._blocks.run(number, PREFILL, given)
@@ -120,7 +120,7 @@ class Chunks:
         }
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         for chunk in self._chunks(number, length):
-            given = {**inputs, **self.beside(number, chunk, known), **carried}
+            given = {**inputs, **self.extra_inputs(number, chunk, known), **carried}
             given |= {name: _cut(array, chunk) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_JVP, given)
             carried = {name: answer[name].copy() for name in carried}
@@ -155,7 +155,7 @@ class Chunks:
         carried = self._initial_recurrent_states(number)
         by_carried = {f"grad_{name}": each for name, each in carried.items()}
         for turn, chunk in reversed([*enumerate(self._chunks(number, state.shape[1]))]):
-            given = {**inputs, **self.beside(number, chunk, known), **by_carried}
+            given = {**inputs, **self.extra_inputs(number, chunk, known), **by_carried}
             given |= {name: inputs[name][turn : turn + 1] for name in carried}
             given |= {name: _cut(array, chunk) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACKWARD, given)
@@ -173,7 +173,7 @@ class Chunks:
             self._release(answer)
         return found
 
-    def kept_numbers(self, number: int, length: int) -> list[int]:
+    def checkpoint_sizes(self, number: int, length: int) -> list[int]:
         """Numbers of each thing that a way back needs of a row, beside its state."""
         heads, chunks = self._blocks.heads(number), len([*self._chunks(number, length)])
         is_own = not self._chain.blocks[number].past
@@ -221,7 +221,7 @@ class Chunks:
         modules = [self._chain.modules[module].name for module in self._chain.blocks[number].modules]
         return {f"lora_a.{index}": self._blocks.lora_a[name][None] for index, name in enumerate(modules)}
 
-    def beside(self, number: int, chunk: slice, known: Arrays) -> Arrays:
+    def extra_inputs(self, number: int, chunk: slice, known: Arrays) -> Arrays:
         """What a block is given beside a chunk's state and adapter: tables, masks, and the past.
 
         Args:

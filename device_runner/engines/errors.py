@@ -45,7 +45,7 @@ class EngineRefusalError(RuntimeError):
         self.code = code
 
 
-def foreign_program(path: Path, problems: Sequence[str]) -> BundleError:
+def program_mismatch(path: Path, problems: Sequence[str]) -> BundleError:
     """The error for a program with such problems."""
     return BundleError(
         f"{path} is not the program that the manifest describes: " + "; ".join(problems),
@@ -58,7 +58,7 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
     """The error for a program that the engine refused."""
     code = _code(error)
     what = f"the engine can't load {path}: {explain(error)}"
-    if lacked_memory(error):
+    if ran_out_of_memory(error):
         return EngineError(
             what, remedy="close other programs, or export a smaller or quantized model", code="out-of-memory"
         )
@@ -71,7 +71,7 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
     return BundleError(what, remedy="copy or export the bundle again", code="program-refused")
 
 
-def lacked_memory(error: RuntimeError) -> bool:
+def ran_out_of_memory(error: RuntimeError) -> bool:
     """Whether memory ran out in the engine, by its code or by what it logged."""
     log = getattr(error, "log", "")
     return _code(error) in _NO_MEMORY or is_out_of_memory(error) or is_out_of_memory(log)
@@ -80,9 +80,9 @@ def lacked_memory(error: RuntimeError) -> bool:
 def explain(error: RuntimeError) -> str:
     """An ExecuTorch error as a sentence, with the engine's own first words where it said any."""
     code = _code(error)
-    sentence = _CODES.get(0x21 if lacked_memory(error) else code) if code is not None else None
+    sentence = _CODES.get(0x21 if ran_out_of_memory(error) else code) if code is not None else None
     first = f"{sentence} (ExecuTorch 0x{code:02x})" if sentence else str(error).strip()
-    return first + quoted(getattr(error, "log", ""))
+    return first + quote_log(getattr(error, "log", ""))
 
 
 def _code(error: RuntimeError) -> int | None:
@@ -97,7 +97,7 @@ def _code(error: RuntimeError) -> int | None:
     return 0x22 if "DataLoader from file" in str(error) else None
 
 
-def quoted(log: str) -> str:
+def quote_log(log: str) -> str:
     """The first line of the engine's log that tells a failure, not its reading of the processor."""
     for line in log.splitlines():
         match = re.match(r"\[([\w.]+):\d+\] (.+)", line.strip())
@@ -119,12 +119,12 @@ def captured_stderr() -> Iterator[Any]:
         os.dup2(native.fileno(), 2)
         try:
             with contextlib.redirect_stderr(python):
-                yield lambda: content(native) + python.getvalue()
+                yield lambda: read_all(native) + python.getvalue()
         finally:
             os.dup2(saved, 2)
             os.close(saved)
 
 
-def content(stream: Any) -> str:
+def read_all(stream: Any) -> str:
     """What a file that others write to holds; its position stays theirs."""
     return os.pread(stream.fileno(), 1 << 20, 0).decode(errors="replace")

@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from device_runner.engines.activations import ActivationStore, outputs_of
+from device_runner.engines.activations import ActivationStore, residual_outputs
 from device_runner.engines.batch import Arrays, Batch, tokens_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks
 from device_runner.engines.experts import Experts
-from device_runner.engines.planning import copies_together, groups, groups_of_one_adapter, slices
+from device_runner.engines.planning import copies_together, length_groups, single_adapter_groups, slices
 from device_runner.engines.readouts import Readout
-from device_runner.engines.shared_values import SharedValues, beside, parted
+from device_runner.engines.shared_values import SharedValues, concatenated, split
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, FloatArray, IntArray
 from prge.formats.adapter import views
@@ -68,11 +68,11 @@ class Forward:
         """Sequences with every copy of the adapter."""
         bounds, copies = self.chain.bounds, len(self.call.adapters)
         if copies == 1:
-            grids = groups_of_one_adapter(numbers, self.lengths, bounds)
+            grids = single_adapter_groups(numbers, self.lengths, bounds)
             return [self._part(rows, np.zeros(len(rows), np.int64), below) for rows in grids]
         return [
             self._part(np.tile(rows, (mine.stop - mine.start, 1)), np.arange(mine.start, mine.stop), below)
-            for rows in groups(numbers, self.lengths, bounds)
+            for rows in length_groups(numbers, self.lengths, bounds)
             for mine in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
         ]
 
@@ -80,7 +80,8 @@ class Forward:
         """Sequences with the only adapter, each part as many rows as a call takes."""
         one = np.zeros(1, np.int64)
         return [
-            self._part(rows[None], one, below) for rows in groups(numbers, self.lengths, self.chain.bounds)
+            self._part(rows[None], one, below)
+            for rows in length_groups(numbers, self.lengths, self.chain.bounds)
         ]
 
     def with_directions(self, parts: Sequence[Batch], directions: Directions, mine: slice) -> list[Batch]:
@@ -98,7 +99,7 @@ class Forward:
 
     def _part(self, rows: IntArray, copy: IntArray, below: Trunk) -> Batch:
         states = np.stack([below[number] for number in rows.ravel().tolist()])
-        state, *entering = parted(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
+        state, *entering = split(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
         shared = SharedValues(self.chain)
         shared.values = dict(zip(self._entering, entering, strict=True))
         return self._new_part(rows, copy, {"hidden_states": state}, shared)
@@ -130,7 +131,7 @@ class Forward:
 
     def _computed(self, numbers: IntArray) -> Trunk:
         parts = []
-        for rows in groups_of_one_adapter(numbers, self.lengths, self.chain.bounds):
+        for rows in single_adapter_groups(numbers, self.lengths, self.chain.bounds):
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))
@@ -138,7 +139,7 @@ class Forward:
         found: dict[int, FloatArray] = {}
         for part in parts:
             shared = [part.shared.values[value] for value in self._entering]
-            states = beside(part.values["hidden_states"], shared)
+            states = concatenated(part.values["hidden_states"], shared)
             found |= {int(number): states[place].copy() for place, number in np.ndenumerate(part.rows)}
             self.release(part.values)
         return found
@@ -169,17 +170,17 @@ class Forward:
                 residuals = store.residuals(number, index) if store else {}
                 if residuals:
                     alone = part.of_one_copy({"hidden_states": part.values["hidden_states"][0]})
-                    answer = self.run(number, FORWARD_SAVE, alone, into=outputs_of(residuals))
+                    answer = self.run(number, FORWARD_SAVE, alone, into=residual_outputs(residuals))
                     found = {name: array[None] for name, array in answer.items() if name not in residuals}
                 else:
                     found = self.run(number, role, part)
-                part.shared.keep(number, found)
+                part.shared.take(number, found)
                 of_chunks = (KEYS, VALUES, *self.chain.recurrent_states(number))
                 needed = {name: found.pop(name) for name in of_chunks if name in found}
                 if store is None:
-                    part.shared.leave(number, self.blocks.release)
+                    part.shared.release_unused(number, self.blocks.release)
                 else:
-                    store.keep(index, {**needed, "hidden_states": part.values["hidden_states"]})
+                    store.save(index, {**needed, "hidden_states": part.values["hidden_states"]})
                 self.release(part.values)
                 part.values = found
 
@@ -194,7 +195,7 @@ class Forward:
         if store is not None:
             read = self.blocks.routing(number).read_width
             for index, state in enumerate(given[0]):
-                store.keep(index, {"hidden_states": state[..., :read]})
+                store.save(index, {"hidden_states": state[..., :read]})
         found = self._experts.forward(number, *given)
         for turn, part in enumerate(parts):
             self.release(part.values)
@@ -209,7 +210,7 @@ class Forward:
         into: Mapping[str, Array] = _NOTHING,
     ) -> Arrays:
         """What a block answers of a part in a role; see `Blocks.run`."""
-        inputs: Arrays = {**part.values, **part.beside, **part.shared.inputs(number), **more}
+        inputs: Arrays = {**part.values, **part.extra_inputs, **part.shared.inputs(number), **more}
         inputs |= self._adapter_inputs(number, role, part)
         if self.in_chunks(part):
             in_chunks = {
@@ -253,10 +254,13 @@ class Forward:
         """Whether the rows of a part are longer than a call."""
         return part.length > self.chain.bounds.chunk
 
-    def kept_numbers(self, part: Batch, number: int) -> list[int]:
+    def checkpoint_sizes(self, part: Batch, number: int) -> list[int]:
         """Numbers of each array that a way back needs of a part before a block."""
         of_states = part.rows.size * part.length * self.blocks.width(number)
-        return [of_states, *(self._chunks.kept_numbers(number, part.length) if self.in_chunks(part) else ())]
+        return [
+            of_states,
+            *(self._chunks.checkpoint_sizes(number, part.length) if self.in_chunks(part) else ()),
+        ]
 
     def release(self, values: Mapping[str, Array]) -> None:
         """Let the memory of outputs be used again."""

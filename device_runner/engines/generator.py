@@ -326,7 +326,7 @@ class ChainSpeaker:
                 [answers[name] for name in interface.outputs],
             )
         restore = partial(self._restore, step) if step.read else None
-        step.compute = self._blocks.in_a_row(DECODE, calls, restore)
+        step.compute = self._blocks.bind_calls(DECODE, calls, restore)
         return step
 
     def _given(
@@ -419,7 +419,11 @@ class ChainSpeaker:
                 self._blocks.release(entering)
                 continue
             known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
-            given = {"tokens": state, "hidden_states": state, **self._chunks.beside(number, chunk, known)}
+            given = {
+                "tokens": state,
+                "hidden_states": state,
+                **self._chunks.extra_inputs(number, chunk, known),
+            }
             given |= shared.inputs(number)
             carried = self._carried[number]
             given |= {name: array[slot : slot + 1] for name, array in carried.items()}
@@ -437,11 +441,11 @@ class ChainSpeaker:
             for name, array in carried.items():
                 array[slot] = found[name][0]
                 self._blocks.release(found[name])
-            shared.keep(number, found)
+            shared.take(number, found)
             for value in chain.shared_out(number):
                 if (cache := self._caches.get((SHARED_IN, value))) is not None:
                     cache[slot, :, 1:][:, chunk] = by_heads(shared.values[value][0], cache.shape[1])
-            shared.leave(number, self._blocks.release)
+            shared.release_unused(number, self._blocks.release)
         sequence.length = chunk.stop
         kept = state.copy()
         self._blocks.release(state)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from device_runner.engines.activations import ActivationStore, Residuals, outputs_of, values_of
+from device_runner.engines.activations import ActivationStore, Residuals, residual_outputs, residual_values
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
@@ -60,7 +60,7 @@ class VocabularyHead:
                     for some in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
-                into = outputs_of(self._residuals(shard, store), mine.start)
+                into = residual_outputs(self._residuals(shard, store), mine.start)
                 within = reading.local_targets(shard, mine)[0]
                 ask = partial(self._parts, shard, states[mine], within, moved, into)
                 reading.add(shard, mine, *reading.compute_shifted(mine, ask))
@@ -85,7 +85,7 @@ class VocabularyHead:
                 shift = reading.log_total[mine].astype(np.float32)
                 more = {
                     "grad_parts": slope,
-                    **{name: array[0] for name, array in values_of(residuals, mine).items()},
+                    **{name: array[0] for name, array in residual_values(residuals, mine).items()},
                 }
                 result[mine] += self._run(shard, role, states[mine], targets, shift, more)[
                     "grad_hidden_states"

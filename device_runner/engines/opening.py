@@ -74,7 +74,7 @@ def open_engine(
         folder=folder,
         checkpoint_bytes=loaded,
         # Residuals of hidden states that checkpoints round would belong to another forward pass.
-        residual_bytes=blocks.beside_weights if role == BACKWARD and checkpoint_dtype == "float32" else None,
+        residual_bytes=blocks.spare_bytes if role == BACKWARD and checkpoint_dtype == "float32" else None,
         trunk=trunk,
     )
     return OpenEngine(ChainEngine(blocks, count, store), count, backend.name, blocks, store, "; ".join(notes))

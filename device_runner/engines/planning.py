@@ -34,7 +34,7 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
     return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
 
 
-def turns(lengths: IntArray, passes: int) -> Iterator[IntArray]:
+def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     """Numbers of the sequences whose states are held at once, shorter ones first; one at least.
 
     Args:
@@ -53,7 +53,7 @@ def turns(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     yield np.array(chosen, np.int64)
 
 
-def groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
     """Rows that pass a block together: of one length, as many as a call takes.
 
     Args:
@@ -67,7 +67,7 @@ def groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArr
             yield alike[some]
 
 
-def groups_of_one_adapter(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+def single_adapter_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
     """The same for rows that have one adapter, i64 [copies, batch]: rows take the place of copies, too."""
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]

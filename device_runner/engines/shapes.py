@@ -36,7 +36,7 @@ from prge.model_spec import LARGEST_SIZE
 from prge.numerics.expert_routing import Routing
 
 # Sizes that a method is tried with before it is used.
-TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, chunk=4)
+PROBE_SIZES = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, chunk=4)
 
 
 def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:

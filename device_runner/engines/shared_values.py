@@ -25,7 +25,7 @@ class SharedValues:
     chain: Chain
     values: dict[int, FloatArray] = field(default_factory=dict)
     tangents: dict[int, FloatArray] = field(default_factory=dict)
-    slopes: dict[int, FloatArray] = field(default_factory=dict)
+    gradients: dict[int, FloatArray] = field(default_factory=dict)
 
     def inputs(self, number: int) -> Arrays:
         """What a block may be given of them, by its programs' names."""
@@ -35,11 +35,11 @@ class SharedValues:
             if value in self.tangents:
                 found[f"{_TANGENT}{SHARED_IN}{place}"] = self.tangents[value]
         for place, value in enumerate(self.chain.shared_out(number)):
-            if value in self.slopes:
-                found[f"{_GRAD}{SHARED_OUT}{place}"] = self.slopes[value]
+            if value in self.gradients:
+                found[f"{_GRAD}{SHARED_OUT}{place}"] = self.gradients[value]
         return found
 
-    def keep(self, number: int, found: Arrays) -> None:
+    def take(self, number: int, found: Arrays) -> None:
         """Take what a block answered of them out of its answers."""
         for place, value in enumerate(self.chain.shared_out(number)):
             for name, kept in (
@@ -51,9 +51,11 @@ class SharedValues:
         for place, value in enumerate(self.chain.blocks[number].shared_in):
             slope = found.pop(f"{_GRAD}{SHARED_IN}{place}", None)
             if slope is not None:
-                self.slopes[value] = self.slopes[value] + slope if value in self.slopes else slope.copy()
+                self.gradients[value] = (
+                    self.gradients[value] + slope if value in self.gradients else slope.copy()
+                )
 
-    def leave(self, number: int, release: Callable[[Array], object]) -> None:
+    def release_unused(self, number: int, release: Callable[[Array], object]) -> None:
         """Let go of what no block behind this one reads, on a way that isn't gone back."""
         if self.values:
             needed = {*self.chain.shared_inputs_from(number + 1)}
@@ -66,12 +68,12 @@ class SharedValues:
         return SharedValues(self.chain, {value: array[0] for value, array in self.values.items()})
 
 
-def beside(state: FloatArray, more: Sequence[FloatArray]) -> FloatArray:
+def concatenated(state: FloatArray, more: Sequence[FloatArray]) -> FloatArray:
     """A state and shared values in one array, [..., width]."""
     return np.concatenate([state, *more], -1) if more else state
 
 
-def parted(whole: FloatArray, widths: Sequence[int]) -> list[FloatArray]:
+def split(whole: FloatArray, widths: Sequence[int]) -> list[FloatArray]:
     """What `beside` was given, by the widths of the values; each in memory of its own."""
     if not widths:
         return [whole]

@@ -70,7 +70,7 @@ class WeightsFile:
         self.path = path
         self.packed = None
 
-    def give_back(self) -> bool:
+    def release_pages(self) -> bool:
         """Whether methods can stay without their weights: never."""
         return False
 
@@ -101,8 +101,8 @@ class Method:
         return [answer.shape for answer in answers]
 
 
-def in_a_row(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]]) -> Callable[[], None]:
-    """See device_runner.engines.native.runtime.in_a_row."""
+def bind_calls(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]]) -> Callable[[], None]:
+    """See device_runner.engines.native.runtime.bind_calls."""
 
     def compute() -> None:
         for method, inputs, outputs in calls:

@@ -121,7 +121,7 @@ class WeightsFile:
         self.packed = packed
         weakref.finalize(self, interface().prge_close_weights, handle)
 
-    def give_back(self) -> bool:
+    def release_pages(self) -> bool:
         """Give back the pages that methods have mapped, which read them again when they run.
 
         False where that can't be done: they keep their weights until they are gone.
@@ -222,7 +222,7 @@ class _Call:
         return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
 
 
-def in_a_row(
+def bind_calls(
     calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]],
 ) -> Callable[[], None]:
     """A function that runs methods one after the other, each with its inputs and outputs as of `Method.run`.

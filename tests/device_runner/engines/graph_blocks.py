@@ -160,7 +160,7 @@ class GraphBlocks:
             memory[: found[name].size] = found[name].ravel()
         return found
 
-    def in_a_row(
+    def bind_calls(
         self,
         role: str,
         calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],

@@ -49,10 +49,10 @@ def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArra
     """States of one part of a call, as its backward pass has them."""
     store.begin([state.size for state in states], [], 0)
     for state in states:
-        store.keep(0, {"hidden_states": state})
+        store.save(0, {"hidden_states": state})
     found = []
     for _ in states:
-        with store.restored(0) as arrays:
+        with store.restore(0) as arrays:
             found.insert(0, arrays["hidden_states"].copy())
     return found
 
@@ -69,9 +69,9 @@ def test_checkpoints_are_kept_to_the_bit(tmp_path: Path, most: int | None) -> No
 def test_a_state_may_change_once_it_is_kept() -> None:
     store, state = new_store(), STATES[0].copy()
     store.begin([state.size], [], 0)
-    store.keep(0, {"hidden_states": state})
+    store.save(0, {"hidden_states": state})
     state[:] = 0
-    with store.restored(0) as arrays:
+    with store.restore(0) as arrays:
         assert np.array_equal(arrays["hidden_states"], STATES[0])
 
 
@@ -79,9 +79,9 @@ def test_parts_of_a_call_have_checkpoints_of_their_own() -> None:
     store = new_store()
     store.begin([state.size for state in STATES[:4]], [], 0)
     for number, state in enumerate(STATES[:4]):
-        store.keep(number % 2, {"hidden_states": state})
+        store.save(number % 2, {"hidden_states": state})
     for number in (3, 2, 1, 0):
-        with store.restored(number % 2) as arrays:
+        with store.restore(number % 2) as arrays:
             assert np.array_equal(arrays["hidden_states"], STATES[number])
 
 
@@ -105,8 +105,8 @@ def test_memory_is_given_back_after_a_call(
 ) -> None:
     store = new_store(folder=tmp_path, checkpoint_bytes=most, residual_bytes=residual_bytes)
     store.begin([STATES[0].size], [], 0)
-    store.keep(0, {"hidden_states": STATES[0]})
-    with store.restored(0) as arrays:
+    store.save(0, {"hidden_states": STATES[0]})
+    with store.restore(0) as arrays:
         base: Any = arrays.pop("hidden_states").base
     room = weakref.ref(base)
     del base

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from device_runner.engines.planning import (
     at_least_two,
     copies_together,
-    groups,
-    groups_of_one_adapter,
+    length_groups,
+    micro_batches,
     padded_length,
+    single_adapter_groups,
     slices,
-    turns,
 )
 from prge.engine import STATES_AT_ONCE, IntArray
 from prge.formats.chain import Bounds
@@ -48,7 +48,7 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
 @given(COUNTS, st.integers(1, 400))
 def test_every_sequence_has_its_turn_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
-    found = [*turns(lengths, passes)]
+    found = [*micro_batches(lengths, passes)]
     order = np.concatenate(found).tolist()
     assert order == sorted(range(len(counts)), key=lambda number: int(lengths[number]))
     states = [int(lengths[numbers].sum()) * passes for numbers in found]
@@ -62,7 +62,7 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
     counts: list[int], data: st.DataObject
 ) -> None:
     lengths, mine = lengths_of(counts), some_of(counts, data)
-    found = [*groups(mine, lengths, BOUNDS)]
+    found = [*length_groups(mine, lengths, BOUNDS)]
     assert sorted(np.concatenate(found).tolist()) == mine.tolist()
     for rows in found:
         assert len({*lengths[rows].tolist()}) == 1
@@ -73,7 +73,7 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], data: st.DataObject) -> None:
     lengths, mine = lengths_of(counts), some_of(counts, data)
-    found = [*groups_of_one_adapter(mine, lengths, BOUNDS)]
+    found = [*single_adapter_groups(mine, lengths, BOUNDS)]
     assert sorted(np.concatenate([rows.ravel() for rows in found]).tolist()) == mine.tolist()
     for rows in found:
         length = int(lengths[rows.flat[0]])

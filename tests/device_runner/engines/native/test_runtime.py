@@ -22,7 +22,7 @@ from device_runner.engines.native.runtime import (
     Program,
     WeightsFile,
     backend_sha256,
-    in_a_row,
+    bind_calls,
     without_threads,
 )
 from prge.engine import Array
@@ -114,16 +114,16 @@ def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Pa
     methods = {name: program.load(name, weights=weights) for name in METHODS}
     before = answers(kind, [methods])
     assert resident(packed) > 0
-    assert weights.give_back()
+    assert weights.release_pages()
     assert resident(packed) == 0
     assert answers(kind, [methods]) == before
-    assert weights.give_back() and resident(packed) == 0
+    assert weights.release_pages() and resident(packed) == 0
     methods["again"] = program.load(METHODS[0], weights=weights)
     assert answers(kind, [methods]) == before
-    assert weights.give_back() and resident(packed) == 0
+    assert weights.release_pages() and resident(packed) == 0
     methods.clear()
-    assert not weights.give_back()
-    assert not WeightsFile(kind.weights[0]).give_back()
+    assert not weights.release_pages()
+    assert not WeightsFile(kind.weights[0]).release_pages()
 
 
 def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tm
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
     method = program.load(METHODS[0], weights=other)
     (place,) = mapped(packed)
-    assert one.give_back()
+    assert one.release_pages()
     del method
     assert mapped(packed) == []
     begin, end = (int(each, 16) for each in place.split("-"))
@@ -144,7 +144,7 @@ def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tm
     assert libc.mmap(begin, end - begin, rights, kind, -1, 0) == begin
     try:
         ctypes.memset(begin, 7, end - begin)
-        assert not one.give_back()
+        assert not one.release_pages()
         assert ctypes.string_at(begin, end - begin) == b"\7" * (end - begin)
     finally:
         libc.munmap(begin, end - begin)
@@ -224,7 +224,7 @@ def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
     inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
     lora = inputs[1:]
     sources = [inputs[0], outputs[0][0]]
-    compute = in_a_row(
+    compute = bind_calls(
         [
             (methods["score"], [source, *lora], output)
             for methods, source, output in zip(blocks, sources, outputs, strict=True)
@@ -247,7 +247,7 @@ def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
 def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: Kind) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
-        in_a_row([(method, [], room("score", 2, 5))])
+        bind_calls([(method, [], room("score", 2, 5))])
 
 
 def test_memory_that_no_call_touches_is_not_taken(dynamic: Kind) -> None:
