@@ -1,1 +1,1 @@
-"""Engines that run a bundle's programs, and what decides between them."""
+"""Engines that run a bundle's programs, and the planning of their calls."""

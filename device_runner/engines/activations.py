@@ -1,12 +1,11 @@
 """Activations that are read again: by the backward pass of the same call, or by later calls.
 
-    checkpoints   hidden states that entered the blocks, until the backward pass takes them
-    residuals     values inside blocks; a block without them computes its forward pass again
-    trunk         hidden states that enter the lowest adapted block, kept from call to call (trunk_cache.py)
+    checkpoints   hidden states that enter the blocks, kept until the backward pass reads them
+    residuals     values inside blocks; the backward pass recomputes a block that saves none
+    trunk         hidden states that enter the lowest adapted block, kept across calls (trunk_cache.py)
 
-Checkpoints lie in memory, above a bound in a mapped file without a name, whose pages are the system's, and
-which is gone however the process ends. Residuals are those of the last blocks that fit into a budget. What
-lies where changes no bit of a gradient.
+Checkpoints lie in memory, or above a bound in an unlinked mapped file, which disappears however the process
+ends. The last blocks whose residuals fit into a budget save them. Neither choice changes a bit of a gradient.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Array, FloatArray
 from prge.system.atomic import storage_error
 
-# As numpy aligns what the engine reads.
+# Bytes; numpy aligns the engine's inputs in the same way.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Residual:
-    """Where a value that a block saves lies.
+    """Memory of one value that a block saves for its backward pass.
 
     Attributes:
         values: f32 [rows, tokens, width]; of a head [1, targets, width].
-        memory: f32 [numbers] that begins there, with room for the largest output of the block.
+        memory: f32 [elements] that starts at `values`, with room for the block's largest output.
     """
 
     values: FloatArray
     memory: FloatArray
 
     def output(self, start: int = 0) -> FloatArray:
-        """Where the engine writes the value of a single row, from one of its tokens on."""
+        """Return the memory that the engine writes a single row to, starting at one of its tokens."""
         return self.memory[start * self.values.shape[-1] :]
 
 
@@ -51,15 +50,15 @@ Residuals = Mapping[str, Residual]
 
 
 class ActivationStore:
-    """Holds the activations of one call after the other.
+    """Holds the activations of one call at a time.
 
     Args:
-        blocks: of an opened bundle.
-        precision: of checkpoints. Hidden states beyond float16's range are kept in float32.
-        folder: of the file of checkpoints, where there may be one.
-        checkpoint_bytes: checkpoints of a call that take more lie in the file; None: never.
-        residual_bytes: most bytes of the residuals of a call; None: blocks never save any.
-        trunk: keeps what the blocks below the adapter compute.
+        blocks: blocks of an opened bundle.
+        precision: dtype of checkpoints. Hidden states beyond float16's range stay in float32.
+        folder: folder of the checkpoint file, if there may be one.
+        checkpoint_bytes: a call with larger checkpoints stores them in the file; None: always in memory.
+        residual_bytes: upper bound of the residuals of a call; None: blocks save no residuals.
+        trunk: cache of the hidden states that enter the lowest adapted block.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class ActivationStore:
         self._checkpoints: Array = np.empty(0, np.uint8)
         self._file: mmap.mmap | None = None
         self._used = 0
-        # Of each part of the call, what it keeps of the blocks so far.
-        self._kept: dict[int, list[dict[str, Array]]] = {}
+        # By part of the call: the checkpoints of each block so far.
+        self._saved: dict[int, list[dict[str, Array]]] = {}
         chain = blocks.chain
         self._head = chain.head_start
         self._adapted = range(chain.lowest_adapted, len(chain.blocks))
@@ -93,70 +92,70 @@ class ActivationStore:
         self._residuals: dict[int, list[dict[str, Residual]]] = {}
 
     def begin(self, checkpoints: Sequence[int], parts: Sequence[tuple[int, int]], targets: int) -> None:
-        """Forget the call before, and make room for one.
+        """Discard the activations of the last call and allocate memory for the next one.
 
         Args:
-            checkpoints: numbers in each array that is going to be kept.
-            parts: rows and tokens of each part of the call; no tokens of one that saves nothing.
-            targets: of all sequences.
+            checkpoints: number of elements of each array that the call saves.
+            parts: rows and tokens of each part of the call; 0 tokens for a part that saves no residuals.
+            targets: number of targets of all sequences.
 
         Raises:
-            RunError: the file can't be had, as on a full disk.
+            RunError: the checkpoint file can't be written, as on a full disk.
         """
         self._used = 0
-        self._kept = {}
+        self._saved = {}
         size = sum(checkpoints) * self._dtype.itemsize + len(checkpoints) * _ALIGNMENT
         if size > self._checkpoints.size:
             self._checkpoints, self._file = np.empty(0, np.uint8), None
-            self._checkpoints = self._memory(size)
+            self._checkpoints = self._allocate(size)
         self._allocate_residuals(parts, targets)
 
     def end(self) -> None:
-        """Give the memory of checkpoints back where there is none for residuals; a file stays."""
+        """Free the memory of checkpoints unless residuals are saved too; a file is kept for the next call."""
         if self._file is None and not self.residual_bytes:
             self._checkpoints = np.empty(0, np.uint8)
 
     # Checkpoints
 
     def save(self, part: int, arrays: Mapping[str, FloatArray]) -> None:
-        """Copy what the backward pass of a block needs of a part of the call."""
-        kept = {name: self._copy(array) for name, array in arrays.items()}
-        self._kept.setdefault(part, []).append(kept)
+        """Save what the backward pass of a block needs of one part of the call."""
+        saved = {name: self._copy(array) for name, array in arrays.items()}
+        self._saved.setdefault(part, []).append(saved)
 
     @contextmanager
     def restore(self, part: int) -> Iterator[dict[str, FloatArray]]:
-        """The arrays f32 of the last `keep` that isn't restored yet; a file's pages are given back later."""
-        kept = self._kept[part].pop()
-        yield {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
-        for array in kept.values():
-            self._give_back(array)
+        """Yield the arrays of the last `save` that isn't restored yet as f32; then release their file pages."""
+        saved = self._saved[part].pop()
+        yield {name: array.astype(np.float32, copy=False) for name, array in saved.items()}
+        for array in saved.values():
+            self._release_pages(array)
 
     def _copy(self, array: FloatArray) -> Array:
         if self._dtype != array.dtype and np.abs(array).max() > np.finfo(self._dtype).max:
             return array.copy()
         size = array.size * self._dtype.itemsize
-        kept = self._checkpoints[self._used : self._used + size].view(self._dtype).reshape(array.shape)
-        kept[...] = array
+        copy = self._checkpoints[self._used : self._used + size].view(self._dtype).reshape(array.shape)
+        copy[...] = array
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._give_back(kept)
-        return kept
+        self._release_pages(copy)
+        return copy
 
-    def _give_back(self, kept: Array) -> None:
-        """Let the system have the pages of what lies in the file; they are read again when needed."""
+    def _release_pages(self, array: Array) -> None:
+        """Let the system reclaim the file pages of an array; reading the array loads them again."""
         if self._file is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        start = kept.__array_interface__["data"][0] - self._checkpoints.__array_interface__["data"][0]
+        start = array.__array_interface__["data"][0] - self._checkpoints.__array_interface__["data"][0]
         if 0 <= start < self._checkpoints.size:
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._file.madvise(mmap.MADV_DONTNEED, begin, start + kept.nbytes - begin)
+            self._file.madvise(mmap.MADV_DONTNEED, begin, start + array.nbytes - begin)
 
-    def _memory(self, size: int) -> Array:
-        most = self._checkpoint_bytes
-        if most is None or size <= most or self._folder is None:
+    def _allocate(self, size: int) -> Array:
+        limit = self._checkpoint_bytes
+        if limit is None or size <= limit or self._folder is None:
             return np.empty(size, np.uint8)
         try:
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                # A file with holes would end the process with SIGBUS once the disk is full.
+                # With a sparse file a full disk would end the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._file = mmap.mmap(file.fileno(), size)
                 return np.frombuffer(self._file, np.uint8)
@@ -166,39 +165,40 @@ class ActivationStore:
     # Residuals
 
     def residuals(self, number: int, part: int = 0) -> Residuals:
-        """Where the residuals of a block lie in a part of the call, by name; empty if it saves none."""
-        found = self._residuals[number][part] if number in self._residuals else {}
-        return {name: residual for name, residual in found.items() if residual.values.size}
+        """Return the residuals of a block in one part of the call by name; empty if the block saves none."""
+        of_part = self._residuals[number][part] if number in self._residuals else {}
+        return {name: residual for name, residual in of_part.items() if residual.values.size}
 
     def saving_blocks(self, tokens: int, targets: int) -> dict[int, int]:
-        """Bytes of residuals by the number of each block that saves them, the last block first.
+        """Return the bytes of residuals by the number of each block that saves them, the last block first.
 
         Args:
-            tokens: of all sequences of a call.
-            targets: of them.
+            tokens: number of tokens of all sequences of a call.
+            targets: number of targets of all sequences of a call.
         """
-        found: dict[int, int] = {}
+        saved_bytes: dict[int, int] = {}
         for number in reversed(self._adapted):
-            numbers = sum(self._widths[number].values()) * (targets if number >= self._head else tokens)
-            if not numbers:
+            count = sum(self._widths[number].values()) * (targets if number >= self._head else tokens)
+            if not count:
                 continue
-            if sum(found.values()) + 4 * numbers > (self.residual_bytes or 0):
+            if sum(saved_bytes.values()) + 4 * count > (self.residual_bytes or 0):
                 break
-            found[number] = 4 * numbers
-        return found
+            saved_bytes[number] = 4 * count
+        return saved_bytes
 
     def describe_residuals(self, tokens: int, targets: int) -> str:
-        """Which blocks save residuals, in a line for the log."""
-        found = self.saving_blocks(tokens, targets)
-        size = f"{sum(found.values()) / 1e6:.0f} of {(self.residual_bytes or 0) / 1e6:.0f} MB"
+        """Describe in a line of the log how many blocks save residuals."""
+        saved_bytes = self.saving_blocks(tokens, targets)
+        size = f"{sum(saved_bytes.values()) / 1e6:.0f} of {(self.residual_bytes or 0) / 1e6:.0f} MB"
         return (
-            f"activations: {len(found)} of {len(self._adapted)} blocks save them for the backward pass "
-            f"({size}), the others compute them again"
+            f"activations: {len(saved_bytes)} of {len(self._adapted)} blocks save residuals for backward "
+            f"({size}), the others recompute them"
         )
 
     def _allocate_residuals(self, parts: Sequence[tuple[int, int]], targets: int) -> None:
         saving = self.saving_blocks(sum(rows * tokens for rows, tokens in parts), targets)
-        # In the order that they are written: one target takes the room of two, the fewest of a program.
+        # In the order in which they are written. A program takes at least two targets: the second needs no
+        # memory of its own.
         shapes = [
             (number, name, (rows, tokens, width))
             for number in sorted(saving)
@@ -207,7 +207,7 @@ class ActivationStore:
         ]
         step = _ALIGNMENT // 4
         starts = np.cumsum([0, *(-(-np.prod(shape) // step) * step for *_, shape in shapes)])
-        # The engine is given memory for its largest output; what lies after the call's is never touched.
+        # The engine gets memory for its largest output; it never writes beyond the values of this call.
         size = int(starts[-1]) + self._largest_output if shapes else 0
         if size > self._residual_memory.size:
             self._residual_memory = np.empty(0, np.float32)
@@ -222,10 +222,10 @@ class ActivationStore:
 
 
 def residual_outputs(residuals: Residuals, start: int = 0) -> dict[str, Array]:
-    """Where a forward pass writes residuals, from a token on."""
+    """Return the memory that a forward pass writes residuals to, starting at a token."""
     return {name: residual.output(start) for name, residual in residuals.items()}
 
 
 def residual_values(residuals: Residuals, tokens: slice = slice(None)) -> dict[str, Array]:
-    """What a backward pass reads of residuals, of some tokens."""
+    """Return the residuals of some tokens, as a backward pass reads them."""
     return {name: residual.values[:, tokens] for name, residual in residuals.items()}

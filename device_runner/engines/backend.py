@@ -1,4 +1,4 @@
-"""Which engine runs the programs: the stock libraries themselves, or the runtime's Python module with torch.
+"""The choice of the engine: ExecuTorch's stock libraries, or its Python module with torch.
 
 Both are the same runtime and give the same bits. Neither is imported before it is chosen.
 """
@@ -16,14 +16,14 @@ from prge.system.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Backend:
-    """A chosen engine: `native` or `torch`, and why where that was not the first choice."""
+    """An engine, `native` or `torch`, and the reason for it if it wasn't the first choice."""
 
     name: str
     reason: str = ""
 
     @property
     def runtime(self) -> Any:
-        """Its module: `prepare`, `set_threads`, `Program`, `WeightsFile`, and natively `Arena`."""
+        """The engine's module: `prepare`, `set_threads`, `Program`, `WeightsFile`, and natively `Arena`."""
         if self.name == "native":
             from device_runner.engines.native import runtime
 
@@ -34,10 +34,10 @@ class Backend:
 
 
 def choose(engine: EngineName = "auto") -> Backend:
-    """The engine of that name; `auto` takes the native one where it is built or can be, else torch's.
+    """Return the engine of this name; `auto` prefers the native one if it is built or can be built.
 
     Raises:
-        EngineError: the native engine was asked for, or torch is not there either, and it can't be built.
+        EngineError: the native engine can't be built, and it was requested or torch is missing too.
     """
     if engine == "torch":
         return Backend("torch")
@@ -46,7 +46,7 @@ def choose(engine: EngineName = "auto") -> Backend:
     try:
         runtime.prepare()
     except EngineError as error:
-        # torch would take more memory still.
+        # torch would need even more memory.
         if engine == "native" or is_out_of_memory(error) or importlib.util.find_spec("torch") is None:
             raise
         return Backend("torch", error.what)

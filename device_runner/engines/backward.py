@@ -1,4 +1,4 @@
-"""The backward pass of a call's parts through the blocks of a bundle, the last block first."""
+"""The backward pass of a call through the blocks of a bundle, the last block first."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from prge.formats.signatures import BACKWARD, BACKWARD_SAVED
 
 
 class Backward:
-    """Goes back through the blocks that a forward pass went through.
+    """Computes gradients through the blocks that a forward pass went through.
 
     Args:
-        forward: of the call.
-        store: has what the forward pass kept.
+        forward: forward pass of the call.
+        store: activations that the forward pass saved.
     """
 
     def __init__(self, forward: Forward, store: ActivationStore) -> None:
@@ -33,52 +33,53 @@ class Backward:
         self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
         self._gradients = views(self._chain.modules, self.gradient)
 
-    def through(self, parts: Sequence[Batch], slopes: Sequence[FloatArray], numbers: range) -> FloatArray:
-        """The gradient by the adapter's values, f32 [size]; NaN where something on the way isn't finite.
+    def through(self, parts: Sequence[Batch], gradients: Sequence[FloatArray], numbers: range) -> FloatArray:
+        """Return the gradient of the adapter's values, f32 [size]; NaN if a gradient on the way isn't finite.
 
         Args:
-            parts: of one copy, as they left the last of the blocks.
-            slopes: of the loss by their states, [batch, tokens, width].
-            numbers: of the blocks.
+            parts: parts of the call with one copy of the adapter, as they left the last of the blocks.
+            gradients: gradients of the loss with respect to their hidden states, [batch, tokens, width].
+            numbers: numbers of the blocks.
         """
         parts = [
-            part.of_one_copy({"grad_hidden_states": slope}) for part, slope in zip(parts, slopes, strict=True)
+            part.of_one_copy({"grad_hidden_states": gradient})
+            for part, gradient in zip(parts, gradients, strict=True)
         ]
-        is_finite = all(bool(np.isfinite(slope).all()) for slope in slopes)
-        for experts in reversed(self._chain.block_groups(numbers)):
-            number = experts.start
+        is_finite = all(bool(np.isfinite(gradient).all()) for gradient in gradients)
+        for group in reversed(self._chain.block_groups(numbers)):
+            number = group.start
             if self._chain.is_expert(number):
                 is_finite &= self._through_experts(number, parts)
             else:
                 is_finite &= self._through_block(number, parts)
         if not is_finite:
-            # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
+            # A layer with int8 activations turns NaN into a number, which would hide the fault.
             self.gradient[:] = np.nan
         return self.gradient
 
     def _through_block(self, number: int, parts: Sequence[Batch]) -> bool:
-        """The slopes of all parts before a block; whether they are finite.
+        """Compute the gradients of all parts before a block; return whether they are finite.
 
-        Gradients of single rows are added up part by part and row by row. So a sum's bits depend on nothing
-        but the rows: shorter ones come first, those of one padded length in the order of the call.
+        Gradients of single rows are added part by part and row by row. So the bits of a sum depend on the
+        rows alone: shorter rows come first, rows of one padded length in the order of the call.
         """
         is_finite = True
         for index, part in enumerate(parts):
             residuals = self._store.residuals(number, index)
             role = BACKWARD_SAVED if residuals else BACKWARD
-            with self._store.restore(index) as kept:
-                part.values |= {**kept, "hidden_states": kept["hidden_states"][0]}
-                found = self._forward.run(number, role, part, residual_values(residuals))
-                part.shared.take(number, found)
-                passed = (part.values["hidden_states"], found["grad_hidden_states"])
-                is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
+            with self._store.restore(index) as saved:
+                part.values |= {**saved, "hidden_states": saved["hidden_states"][0]}
+                outputs = self._forward.run(number, role, part, residual_values(residuals))
+                part.shared.take(number, outputs)
+                checked = (part.values["hidden_states"], outputs["grad_hidden_states"])
+                is_finite &= all(bool(np.isfinite(array).all()) for array in checked)
                 self._forward.release(part.values)
-            part.values = {"grad_hidden_states": found["grad_hidden_states"]}
-            for ours, its in self._forward.matrices(number):
-                of_rows = found[its.gradient]
-                for of_row in of_rows:
-                    self._gradients[ours.name][...] += of_row
-                self._blocks.release(of_rows)
+            part.values = {"grad_hidden_states": outputs["grad_hidden_states"]}
+            for matrix, block_matrix in self._forward.matrices(number):
+                row_gradients = outputs[block_matrix.gradient]
+                for row_gradient in row_gradients:
+                    self._gradients[matrix.name][...] += row_gradient
+                self._blocks.release(row_gradients)
         return is_finite
 
     @cached_property
@@ -86,15 +87,15 @@ class Backward:
         return Experts(self._blocks)
 
     def _through_experts(self, number: int, parts: Sequence[Batch]) -> bool:
-        """The slopes of all parts before the experts of a layer; whether what it read is finite."""
+        """Compute the gradients of all parts before a layer's experts; return whether they are finite."""
         with ExitStack() as stack:
-            kept = [stack.enter_context(self._store.restore(index)) for index in range(len(parts))]
-            states = [arrays["hidden_states"][0] for arrays in kept]
-            slopes = self._experts.backward(
+            saved = [stack.enter_context(self._store.restore(index)) for index in range(len(parts))]
+            states = [arrays["hidden_states"][0] for arrays in saved]
+            gradients = self._experts.backward(
                 number, states, [part.values["grad_hidden_states"] for part in parts]
             )
-            is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
-        for part, slope in zip(parts, slopes, strict=True):
+            is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *gradients))
+        for part, gradient in zip(parts, gradients, strict=True):
             self._forward.release(part.values)
-            part.values = {"grad_hidden_states": slope}
+            part.values = {"grad_hidden_states": gradient}
         return is_finite

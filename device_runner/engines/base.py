@@ -1,4 +1,4 @@
-"""What every engine of this package does with a call, and the one pool of threads that all share."""
+"""What all engines of this package share: checks of calls, explained failures, and one thread pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prge.system.memory import OUT_OF_MEMORY_REMEDY
 
 Tensors = Sequence[TensorSpec | None]
 
-# c10/core/ScalarType.h, as far as programs name them
+# c10/core/ScalarType.h: the dtypes that programs use.
 _DTYPES = {
     0: "uint8",
     1: "int8",
@@ -38,22 +38,23 @@ _DTYPES = {
 
 
 def tensor_spec(scalar_type: int, sizes: Sequence[int]) -> TensorSpec:
-    """The spec of a tensor by ExecuTorch's metadata."""
+    """Return the spec of a tensor from ExecuTorch's metadata."""
     return TensorSpec(_DTYPES.get(scalar_type, f"ScalarType {scalar_type}"), tuple(sizes))
 
 
 @dataclass(frozen=True)
 class MethodMeta:
-    """A method as its program has it: the spec of each tensor, None for what is no tensor."""
+    """Specs of a method's inputs and outputs from its program; None for a value that is no tensor."""
 
     inputs: Tensors
     outputs: Tensors
 
 
 class CheckedEngine(ABC):
-    """Implements prge.engine.Engine but for the computing: calls are checked, failures explained.
+    """Implements prge.engine.Engine except for the computation: checks calls and explains failures.
 
-    `calls` and `seconds` count calls and the time inside the engine; `threads` is the size of its pool.
+    `calls` and `seconds` count calls and the time inside the engine; `threads` is the size of its thread
+    pool.
     """
 
     def __init__(self, model: ModelSpec, threads: int) -> None:
@@ -68,30 +69,30 @@ class CheckedEngine(ABC):
         """See prge.engine.Engine.
 
         Raises:
-            EngineError: the call isn't of the model, or the engine failed. The engine stays usable.
+            EngineError: the call doesn't fit the model, or the engine failed. The engine stays usable.
         """
         self._check(call)
         with self._computing():
             return self._forward(call)
 
     def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        """See prge.engine.Engine; errors as of `forward`."""
+        """See prge.engine.Engine; raises the errors of `forward`."""
         self._check(call, 1)
         self._check_directions(directions, len(call.sequences))
         with self._computing():
             return self._jvp(call, directions)
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """See prge.engine.Engine; errors as of `forward`."""
+        """See prge.engine.Engine; raises the errors of `forward`."""
         self._check(call, 1)
 
         def checked(outputs: FloatArray) -> FloatArray:
             grads = np.asarray(grad_fn(outputs), np.float32)
             if grads.shape != outputs.shape:
                 raise EngineError(
-                    f"the gradient of the loss has the shape {list(grads.shape)}, the outputs "
+                    f"the gradient of the loss has the shape {list(grads.shape)}, the outputs have the shape "
                     f"{list(outputs.shape)}",
-                    remedy="an objective's slopes have the shape of its scores",
+                    remedy="an objective's gradients must have the shape of its scores",
                     code="gradient-of-other-shape",
                 )
             return grads
@@ -101,14 +102,16 @@ class CheckedEngine(ABC):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Count a call and its time, and explain why it failed."""
+        """Count a call and its time, and explain a failure."""
         start = time.perf_counter()
         try:
             yield
         except RuntimeError as error:
-            remedy = "export the bundle again with this version of executorch; if it stays, report it"
+            remedy = (
+                "export the bundle again with this version of executorch; if the error remains, report it"
+            )
             raise EngineError(
-                f"the engine failed in a forward: {explain(error)}",
+                f"the engine failed: {explain(error)}",
                 remedy=OUT_OF_MEMORY_REMEDY if ran_out_of_memory(error) else remedy,
                 code="engine-failed",
             ) from None
@@ -116,10 +119,10 @@ class CheckedEngine(ABC):
         self.calls += 1
 
     def _check(self, call: Call, copies: int | None = None) -> None:
-        """Not every kernel checks its indices; one out of range may read foreign memory."""
+        """Check a call: not every kernel checks its indices, and one out of range may read foreign memory."""
         model, adapters = self.model, call.adapters
         if not call.sequences:
-            raise EngineError("the call has no sequences", remedy="give at least one", code="call-empty")
+            raise EngineError("the call has no sequences", remedy="pass at least one", code="call-empty")
         expected = (len(adapters) if adapters.ndim and copies is None else copies or 1, self._adapter_size)
         if adapters.dtype != np.float32 or adapters.shape != expected or not adapters.size:
             raise EngineError(
@@ -128,78 +131,80 @@ class CheckedEngine(ABC):
                 code="adapters-of-other-shape",
             )
         for number, sequence in enumerate(call.sequences):
-            length, vocabulary = len(sequence.tokens), model.vocabulary_size
-            if not 1 <= length <= model.sequence_length:
+            sequence_length, vocabulary = len(sequence.tokens), model.vocabulary_size
+            if not 1 <= sequence_length <= model.sequence_length:
                 raise EngineError(
-                    f"sequence {number} has {length} tokens, must have 1 to {model.sequence_length}",
+                    f"sequence {number} has {sequence_length} tokens, must have 1 to {model.sequence_length}",
                     code="sequence-of-other-length",
                 )
             if not (min(sequence.tokens) >= 0 and max(sequence.tokens) < vocabulary):
                 raise EngineError(
-                    f"sequence {number} has a token that isn't one of 0 to {vocabulary - 1}",
+                    f"sequence {number} has a token outside of 0 to {vocabulary - 1}",
                     code="token-out-of-bounds",
                 )
             for target in sequence.targets:
-                if not (0 <= target.position < length and 0 <= target.token < vocabulary):
+                if not (0 <= target.position < sequence_length and 0 <= target.token < vocabulary):
                     raise EngineError(
                         f"sequence {number} has the target {target.token} at {target.position}, must be 0 to "
-                        f"{vocabulary - 1} at 0 to {length - 1}",
+                        f"{vocabulary - 1} at 0 to {sequence_length - 1}",
                         code="target-out-of-bounds",
                     )
 
     def _check_directions(self, directions: Directions, sequences: int) -> None:
-        trained = matrices(self.model.modules)
-        widths = {each.u: each.rank for each in trained} | {each.v: each.width for each in trained}
+        trained_matrices = matrices(self.model.modules)
+        widths = {matrix.u: matrix.rank for matrix in trained_matrices} | {
+            matrix.v: matrix.width for matrix in trained_matrices
+        }
         if directions.keys() != widths.keys():
             raise EngineError(
-                f"directions are of {len(directions)} factors, must be of {len(widths)}: u and v of every "
+                f"directions have {len(directions)} factors, must have {len(widths)}: u and v of every "
                 "trained matrix",
                 code="directions-of-other-shape",
             )
         queries = len(next(iter(directions.values())))
         for name, width in widths.items():
-            given = directions[name]
-            if given.dtype != np.float32 or given.shape != (queries, sequences, width) or not queries:
+            factor = directions[name]
+            if factor.dtype != np.float32 or factor.shape != (queries, sequences, width) or not queries:
                 raise EngineError(
-                    f"the factor {name} is {given.dtype} {list(given.shape)}, must be float32 "
+                    f"the factor {name} is {factor.dtype} {list(factor.shape)}, must be float32 "
                     f"[queries, {sequences}, {width}]",
                     code="directions-of-other-shape",
                 )
 
     @abstractmethod
     def _forward(self, call: Call) -> FloatArray:
-        """Compute a checked call, or raise RuntimeError."""
+        """Compute the outputs of a checked call; may raise RuntimeError."""
 
     @abstractmethod
     def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        """Compute a checked call with derivatives, or raise RuntimeError."""
+        """Compute the outputs and directional derivatives of a checked call; may raise RuntimeError."""
 
     @abstractmethod
     def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
-        """Compute a checked call and the gradient of a loss, or raise RuntimeError."""
+        """Compute the outputs of a checked call and the gradient of a loss; may raise RuntimeError."""
 
 
-# Those alive hold pointers to the thread pool, which is one for all engines of the process.
+# Living engines hold pointers to the thread pool, which all engines of the process share.
 _loaded: weakref.WeakSet[CheckedEngine] = weakref.WeakSet()
 
 
 def check_threads(threads: int | None, count: int) -> bool:
-    """Whether a pool of `count` threads must become one of `threads`; None asks for no change.
+    """Return whether a pool of `count` threads must be resized to `threads`; None keeps its size.
 
     Raises:
-        EngineError: less than one thread, or engines in use hold a pool of another size.
+        EngineError: `threads` is less than one, or engines in use hold a pool of another size.
     """
     if threads is not None and threads < 1:
         raise EngineError(f"threads is {threads}, must be at least 1", code="threads-out-of-bounds")
     if threads is None or threads == count:
         return False
     if len(_loaded) > 0:
-        # One that nobody has any more may be in a cycle, as an exception's traceback makes it.
+        # An engine without references may still be in a cycle, such as one through an exception's traceback.
         gc.collect()
     if len(_loaded) > 0:
         raise EngineError(
-            f"an engine in use was opened with {count} threads, this one asks for {threads}",
-            remedy="use one number of threads, or release the other engine first",
+            f"an engine in use was opened with {count} threads, this one requests {threads}",
+            remedy="use the same number of threads, or release the other engine first",
             code="threads-differ",
         )
     return True

@@ -1,4 +1,4 @@
-"""Sequences of a call that pass the blocks together, and what the blocks are given for them."""
+"""Sequences of a call that pass the blocks together, and the inputs of the blocks for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Arrays = dict[str, Array]
 
 @dataclass
 class Batch:
-    """Rows that pass the blocks together, all of one padded length.
+    """Rows of one padded length that pass the blocks together.
 
     Attributes:
         rows: numbers of their sequences, i64 [copies, batch].
-        copy: which of the call's adapters each copy has, i64 [copies].
-        values: the state by name, in the shape that blocks take.
-        beside: what every block is given beside it.
+        copy: number of the call's adapter that each copy uses, i64 [copies].
+        values: hidden states, tangents or gradients by name, in the shapes that blocks take.
+        extra_inputs: inputs that every block takes in addition.
         shared: values that several blocks read.
         directions: factors of the rows' directions, by their names in the call.
     """
@@ -35,11 +35,11 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Tokens of its rows, with padding."""
+        """Number of tokens of each row, with padding."""
         return int(self.extra_inputs["ones"].shape[1])
 
     def of_one_copy(self, values: Arrays) -> Batch:
-        """The same rows without the axis of copies, with values that lack it."""
+        """Return the same rows without the axis of copies, with new values that lack it too."""
         extra_inputs = {
             name: array[0] if name == "padding_mask" else array for name, array in self.extra_inputs.items()
         }
@@ -48,9 +48,9 @@ class Batch:
 
 
 def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:
-    """Tokens of rows, i64 [copies, batch, length], with zeros behind a sequence's end."""
+    """Return the tokens of rows, i64 [copies, batch, length], padded with zeros."""
     tokens = np.zeros((*rows.shape, length), np.int64)
-    for place, number in np.ndenumerate(rows):
-        given = sequences[int(number)].tokens[:length]
-        tokens[place][: len(given)] = given
+    for index, number in np.ndenumerate(rows):
+        sequence_tokens = sequences[int(number)].tokens[:length]
+        tokens[index][: len(sequence_tokens)] = sequence_tokens
     return tokens

@@ -1,8 +1,6 @@
-"""The methods of a chain's blocks: loaded when their turn comes, with one arena, kept while memory allows.
+"""The methods of a chain's blocks: loaded on first use, with one arena, and kept while memory allows.
 
-    blocks.run(3, "forward", {"hidden_states": state, "lora_b.0": matrix, ...}) -> {"hidden_states": next_state}
-
-A block's weights are mapped from its packed file where the engine can have one, else they are in memory.
+blocks.run(3, "forward", {"hidden_states": ..., "lora_b.0": ...}) -> {"hidden_states": ...}
 """
 
 from __future__ import annotations
@@ -41,23 +39,23 @@ from prge.formats.signatures import BACKWARD, DECODE, FORWARD, PREFILL, RESIDUAL
 from prge.numerics.expert_routing import Routing
 from prge.system.memory import available_memory
 
-# Of the memory that is available, one part in so many may hold what forward passes save.
+# Residuals may take one part in so many of the available memory.
 _SHARE = 4
 
 
 class Blocks:
-    """The blocks of an opened bundle on one of the engines.
+    """The blocks of an opened bundle on one engine.
 
     Args:
         bundle: an opened bundle.
         backend: the engine.
-        roles: those that are going to be run.
-        loaded: bytes of weights that may stay loaded; by default all may. See `spare_bytes`.
-        tell: called with what a user should know.
+        roles: roles that will be run.
+        loaded: bytes of weights that may stay loaded; by default all. See `spare_bytes`.
+        tell: called with messages for the user.
 
     Raises:
-        BundleError: the engine refuses a file or aborts on it, or a file isn't the manifest's.
-        EngineError: the runtime can't be had, or lacks memory; or no block may stay loaded.
+        BundleError: the engine refuses a file or aborts on it, or a file isn't the one in the manifest.
+        EngineError: the runtime is missing or lacks memory, or `loaded` is less than the largest block.
     """
 
     def __init__(
@@ -70,27 +68,28 @@ class Blocks:
     ) -> None:
         self._bundle = bundle
         self._runtime = backend.runtime
-        self._programs = [self._opened(program) for program in bundle.chain.programs]
+        self._programs = [self._open_program(program) for program in bundle.chain.programs]
         self.chain = with_specs(bundle.chain, self._programs)
         self.tables = Tables(bundle, self.chain)
         self._roles = {FORWARD, *roles}
         if BACKWARD in self._roles and backend.name == "native":
             self._roles |= {*RESIDUAL_ROLES}
-        # A layer that is used again is loaded once, as the first block with its weights.
+        # Blocks with the same weights share the methods of the first such block.
         self._first = self.chain.first_with_weights
-        # Methods by block and role, those of the block that was used last at the end.
+        # Methods by block and role; the block that was used last comes last.
         self._loaded: dict[int, dict[str, Any]] = {}
-        # Of blocks whose weights aren't in memory: to load a method takes longer than to read its weights.
+        # Methods of blocks whose weights are released: to load a method takes longer than to read its
+        # weights.
         self._idle: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
-        self._most = loaded
-        self._before = 0
+        self._max_loaded = loaded
+        self._previous = 0
         self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
         if loaded is not None and loaded < max(self._bytes):
             raise EngineError(
-                f"no block may stay loaded: {loaded} bytes of weights may, the largest block has "
+                f"cannot load the largest block: {loaded} bytes of weights may be loaded, the block has "
                 f"{max(self._bytes)}",
-                remedy=f"allow at least {max(self._bytes)}, or all",
+                remedy=f"allow at least {max(self._bytes)} bytes, or set no limit",
                 code="memory-too-little",
             )
         self._shapes = MethodShapes(self.chain, self.tables)
@@ -99,28 +98,28 @@ class Blocks:
                 raise program_mismatch(bundle.file(self.chain.programs[block.program].file), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
-        self.files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
-        """Weights files by the first block that has each."""
+        self.files = {number: self._open_weights(number) for number in dict.fromkeys(self._first)}
+        """Weights files by the first block that uses each."""
         for number, file in self.files.items():
             if file.packed is None:
-                self._try(number)
+                self._try_in_child(number)
         self._arena = self._new_arena() if is_native else None
 
     def heads(self, number: int) -> AttentionHeads:
-        """The heads of a block's attention."""
+        """Return the number and widths of the heads of a block's attention."""
         return self._shapes.heads[number]
 
     def recurrent_states(self, number: int) -> Mapping[str, tuple[int, int]]:
-        """Height and width of what a block carries from call to call, by name."""
+        """Return height and width of a block's recurrent states, by name."""
         return self._shapes.recurrent_states[number]
 
     @cached_property
     def lora_a(self) -> dict[str, FloatArray]:
-        """The bundle's own, by module; what writes text takes it as an input."""
+        """The bundle's frozen lora_A matrices by module, which generation passes as inputs."""
         return scaled_lora_a(self._bundle.adapter)
 
     def interface(self, number: int, role: str) -> Interface:
-        """Names of what a block's method takes and answers."""
+        """Return names and specs of the inputs and outputs of a block's method."""
         return self.chain.programs[self.chain.blocks[number].program].methods[role]
 
     @property
@@ -129,29 +128,28 @@ class Blocks:
         return self._bundle.sha256
 
     def width(self, number: int) -> int:
-        """Width of the states that enter a block, or the experts of a layer by the first one's number."""
+        """Return the width of the hidden states that enter a block, or a layer's experts by the first number."""
         routing = self._shapes.routings.get(number)
         return routing.entering if routing else self._shapes.widths[number][0]
 
     def routing(self, number: int) -> Routing:
-        """How states lie around the experts of a layer, by the first one's number."""
+        """Return the layout of hidden states around a layer's experts, by the first expert's number."""
         return self._shapes.routings[number]
 
     def shared_width(self, value: int) -> int:
-        """Width of a shared value."""
+        """Return the width of a shared value."""
         return self._shapes.shared[value]
 
     def residual_widths(self, number: int) -> Mapping[str, int]:
-        """Widths by name of the values that a block saves for the way back."""
+        """Return the widths of the residuals that a block saves for its backward pass, by name."""
         return self._shapes.residuals[number]
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that are left where all weights stay loaded: of those that may, or a share of what the system
-        has.
+        """Bytes left for residuals next to all weights, of `loaded` or of a share of the available memory.
 
-        What isn't mapped from a packed file lies in memory once for each method. The torch engine has 0: it
-        holds room for the largest answers of each method.
+        Weights that aren't mapped from a packed file lie in memory once for each method. It is 0 for the
+        torch engine, which holds memory for the largest outputs of each method.
         """
         if self._packed is None:
             return 0
@@ -159,8 +157,8 @@ class Blocks:
             self._bytes[number] * (1 if file.packed else len(self._roles))
             for number, file in self.files.items()
         )
-        if self._most is not None:
-            return max(0, self._most - weights)
+        if self._max_loaded is not None:
+            return max(0, self._max_loaded - weights)
         return max(0, available_memory() - weights) // _SHARE
 
     def run(
@@ -170,23 +168,24 @@ class Blocks:
         inputs: Mapping[str, Array],
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        """Compute a block.
+        """Run one method of a block.
 
         Args:
-            number: of the block.
-            role: of its program's.
-            inputs: contiguous arrays, all that the method asks for; more are left out.
-            into: memory f32 [numbers] of some outputs, which are written to its beginning.
+            number: number of the block.
+            role: one of the roles of its program.
+            inputs: contiguous arrays by name, with all inputs of the method; others are ignored.
+            into: memory f32 [elements] by output name; such an output is written to the beginning of its
+                memory.
 
         Returns:
-            Outputs by name, the others in memory that `release` takes back.
+            Outputs by name; those that aren't in `into` lie in memory that `release` takes back.
 
         Raises:
             EngineRefusalError: the engine failed.
         """
         interface = self.interface(number, role)
         outputs = [
-            into[name] if name in into else self._room(spec)
+            into[name] if name in into else self._output_memory(spec)
             for name, spec in zip(interface.outputs, interface.output_specs, strict=True)
         ]
         method = self.method(number, role)
@@ -202,17 +201,17 @@ class Blocks:
         calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
-        """A function that runs a role of blocks, of what the arrays hold when it is called.
+        """Return a function that runs a role of several blocks on the current contents of fixed arrays.
 
         Args:
-            calls: by each block's number, in order: inputs and outputs, contiguous and in its method's order;
-                or what is called in its place.
-            before: is called with each block's number before it runs, and may fill its inputs.
+            calls: by block number, in order: contiguous inputs and outputs in the order of the method, or a
+                function to call instead.
+            before: called with each block's number before the block runs; may fill its inputs.
 
         Raises:
-            EngineRefusalError: an array isn't what the method takes. So does the function if the engine fails.
+            EngineRefusalError: an array doesn't fit the method. The function raises it if the engine fails.
         """
-        if self._most is None and before is None and not any(map(callable, calls.values())):
+        if self._max_loaded is None and before is None and not any(map(callable, calls.values())):
             bound: Any = calls
             return self._runtime.bind_calls([(self.method(n, role), *each) for n, each in bound.items()])
 
@@ -228,39 +227,39 @@ class Blocks:
         return compute
 
     def _read_ahead(self, number: int) -> None:
-        """Have the system read the next block's packed file while this one computes, unless it is loaded.
+        """Ask the system to read the next block's packed file while this block computes.
 
-        A call goes up through the blocks, and an exact one down again: the next block is the one beyond this
-        one, seen from the one before.
+        A call visits the blocks upwards, and a backward pass downwards: the next block follows from the last
+        two.
         """
-        before, self._before = self._before, number
-        if self._most is None or number == before:
+        previous, self._previous = self._previous, number
+        if self._max_loaded is None or number == previous:
             return
-        following = number + 1 if number > before else number - 1
-        if not 0 <= following < len(self._first) or self._loaded.get(self._first[following]):
+        next_block = number + 1 if number > previous else number - 1
+        if not 0 <= next_block < len(self._first) or self._loaded.get(self._first[next_block]):
             return
-        if self.chain.is_expert(following):
-            # It may be that no token asks for it.
+        if self.chain.is_expert(next_block):
+            # Possibly no token is routed to this expert.
             return
-        path = self.files[self._first[following]].packed
+        path = self.files[self._first[next_block]].packed
         if path is not None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), path.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def release(self, array: Array) -> None:
-        """Let the memory of an output be used again."""
+        """Make the memory of an output available again."""
         base = array.base
         if base is not None and base.ndim == 1 and base.size in self._spare:
             self._spare[base.size].append(base)
 
-    def _room(self, spec: TensorSpec) -> Array:
-        """Memory of an output of any size: pages that nothing was written to take none."""
+    def _output_memory(self, spec: TensorSpec) -> Array:
+        """Return memory for the largest size of an output; pages take no memory until they are written."""
         size = math.prod(spec.sizes)
         spare = self._spare.setdefault(size, [])
         return spare.pop() if spare else _untouched(size)
 
     def method(self, number: int, role: str) -> Any:
-        """A block's method, with its weights in memory; they stay so until the next one is asked for."""
+        """Return a block's method; its weights stay in memory until another method is requested."""
         first = self._first[number]
         held = self._loaded.pop(first, None)
         methods = self._loaded[first] = held or self._idle.pop(first, {})
@@ -273,14 +272,14 @@ class Blocks:
         return methods[role]
 
     def _make_room(self, number: int, role: str) -> None:
-        """Give weights of blocks back until those of this one fit beside the rest.
+        """Release weights of other blocks until those of this block fit.
 
-        Those that were used last go first: a call takes all blocks in their order, so they are needed last.
-        Methods stay without their weights, but for those of experts, which are many.
+        The most recently used blocks go first: a call visits the blocks in order, so they are needed last.
+        Methods are kept without their weights, except for experts, which are many.
         """
         others = [other for other in reversed(self._loaded) if other != number]
         for other in (*others, number):
-            if self._most is None or self._held(number, role) <= self._most:
+            if self._max_loaded is None or self._loaded_bytes(number, role) <= self._max_loaded:
                 return
             methods = self._loaded.pop(other)
             if self.chain.is_expert(other) or not self.files[other].release_pages():
@@ -288,8 +287,8 @@ class Blocks:
             else:
                 self._idle[other] = methods
 
-    def _held(self, number: int, role: str) -> int:
-        """Bytes of the loaded weights with a method of a block; methods share a packed file's."""
+    def _loaded_bytes(self, number: int, role: str) -> int:
+        """Return the bytes of loaded weights including a block's method; methods share a packed file."""
         counts = {other: len(methods) for other, methods in self._loaded.items()}
         counts[number] = len({role, *self._loaded.get(number, ())})
         return sum(
@@ -299,19 +298,19 @@ class Blocks:
         )
 
     def _load(self, number: int, role: str, arena: Any) -> Any:
-        place = self.chain.blocks[number].program
-        program, name = self._programs[place], self.chain.programs[place].method_name(role)
+        program_number = self.chain.blocks[number].program
+        program, name = self._programs[program_number], self.chain.programs[program_number].method_name(role)
         with captured_stderr() as log:
             try:
                 return program.load(name, weights=self.files[number], arena=arena)
             except RuntimeError as error:
-                refused = (
+                refusal = (
                     error if isinstance(error, EngineRefusalError) else EngineRefusalError(str(error), log())
                 )
-                raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
+                raise load_error(self._bundle.file(self.chain.blocks[number].weights), refusal) from None
 
-    def _opened(self, described: BlockProgram) -> Any:
-        """A program of the bundle, which has the specs that the manifest says."""
+    def _open_program(self, described: BlockProgram) -> Any:
+        """Open a program of the bundle and compare its specs with the manifest."""
         path = self._bundle.file(described.file)
         with captured_stderr() as log:
             try:
@@ -337,13 +336,15 @@ class Blocks:
         except EngineRefusalError as error:
             raise load_error(self._bundle.folder, error) from None
 
-    def _weights(self, number: int) -> Any:
-        """A block's weights file, of which and of whose program it is known that the engine can run them."""
+    def _open_weights(self, number: int) -> Any:
+        """Open a block's weights file and check that the engine can run its program with it."""
         block = self.chain.blocks[number]
         described = self.chain.programs[block.program]
         weights, program = self._bundle.file(block.weights), self._bundle.file(described.file)
         if self._packed is not None:
-            probes = {described.method_name(role): self._tried(number, role) for role in described.methods}
+            probes = {
+                described.method_name(role): self._probe_inputs(number, role) for role in described.methods
+            }
             try:
                 return self._packed.open(
                     HashedFile(program, self._bundle.hash_of(described.file)),
@@ -355,8 +356,8 @@ class Blocks:
         check_content(self._bundle.folder, self._bundle.manifest, block.weights)
         return self._runtime.WeightsFile(weights)
 
-    def _try(self, number: int) -> None:
-        """Load and run a block in a child process."""
+    def _try_in_child(self, number: int) -> None:
+        """Load and run a block's methods in a child process."""
         block = self.chain.blocks[number]
         program = self._programs[block.program]
 
@@ -365,17 +366,17 @@ class Blocks:
                 self._runtime.without_threads()
             described = self.chain.programs[block.program]
             for role in self._roles & set(described.methods):
-                outputs = [self._room(spec) for spec in self.interface(number, role).output_specs]
+                outputs = [self._output_memory(spec) for spec in self.interface(number, role).output_specs]
                 method = program.load(described.method_name(role), weights=self.files[number])
-                method.run(self._tried(number, role), outputs)
+                method.run(self._probe_inputs(number, role), outputs)
 
         check_in_child(self._bundle.file(block.weights), attempt)
 
-    def _tried(self, number: int, role: str) -> list[Array]:
-        """Inputs of a method that reach every weight and the last rows of tables: the same at every call."""
+    def _probe_inputs(self, number: int, role: str) -> list[Array]:
+        """Return reproducible inputs of a method that reach every weight and the last rows of tables."""
         chain, block, random = self.chain, self.chain.blocks[number], np.random.default_rng(0)
         bounds = chain.bounds.per_call
-        # Positions are indices: the program of the first block may have fewer than the manifest says.
+        # Positions are indices: the first block's program may have fewer positions than the manifest says.
         tokens = bounds.tokens if number == 0 else min(PROBE_SIZES.tokens, bounds.tokens)
         sizes = replace(PROBE_SIZES, tokens=tokens, states=min(PROBE_SIZES.states, bounds.states))
 
@@ -383,7 +384,7 @@ class Blocks:
             spec = self._shapes.of(number, role, name, sizes)
             dtype, shape = spec.dtype, spec.sizes
             if name.startswith(TABLE):
-                # The last of a text's positions, or those of a row.
+                # Generation uses the last positions of the context, other roles those of a row.
                 start = bounds.context - shape[1] if role in (PREFILL, DECODE) and number == 0 else 0
                 return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1], start)
             if dtype == "int64":
@@ -397,7 +398,7 @@ class Blocks:
 
 
 def _untouched(size: int) -> Array:
-    """Memory of float32 numbers, of which only pages that are written to take any."""
+    """Allocate float32 elements; only pages that are written take memory."""
     memory = mmap.mmap(-1, max(4 * size, 1))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The chain of a bundle's blocks as one engine: a call goes through all of them, and back.
+"""The chain of a bundle's blocks as one engine with forward, jvp and vjp.
 
-tokens -> embedding -> blocks -> states at the targets -> head -> log-probabilities
-gradient of log-probabilities -> head -> gradient of states -> blocks, the last one first -> adapter
+tokens -> embedding -> blocks -> hidden states at the targets -> head -> log-probabilities
+gradient of log-probabilities -> head -> gradient of hidden states -> blocks, the last one first -> adapter
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _READOUTS: dict[str, type[Readout]] = {"logprobs": LogProbabilities, "pooled": P
 
 
 class ChainEngine(CheckedEngine):
-    """Implements prge.engine.Engine.
+    """Implements prge.engine.Engine with the blocks of a bundle.
 
     Args:
-        blocks: of the bundle.
-        threads: size of the engine's pool.
-        store: holds activations; without it in memory, and blocks save none.
+        blocks: blocks of the bundle.
+        threads: size of the engine's thread pool.
+        store: storage of activations; by default they lie in memory, and blocks save no residuals.
     """
 
     def __init__(self, blocks: Blocks, threads: int, store: ActivationStore | None = None) -> None:
@@ -57,10 +57,10 @@ class ChainEngine(CheckedEngine):
         outputs, derivatives = readout.empty(), readout.empty(queries)
         for numbers in micro_batches(forward.lengths, 1 + queries):
             parts = forward.of_one_copy(numbers, forward.below(numbers))
-            for mine in slices(queries, self._chain.bounds.queries):
-                moved = forward.with_directions(parts, directions, mine)
-                forward.through(moved, JVP, self._above)
-                readout.jvp(moved, outputs, derivatives[mine])
+            for query_slice in slices(queries, self._chain.bounds.queries):
+                directed = forward.with_directions(parts, directions, query_slice)
+                forward.through(directed, JVP, self._above)
+                readout.jvp(directed, outputs, derivatives[query_slice])
         return outputs, derivatives
 
     def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
@@ -70,31 +70,31 @@ class ChainEngine(CheckedEngine):
         parts = forward.of_one_copy(numbers, forward.below(numbers))
         self._begin(forward, parts, call.target_count)
         forward.through(parts, FORWARD, self._above, self._store)
-        outputs, slopes = readout.vjp(parts, grad_fn, self._store)
-        gradient = Backward(forward, self._store).through(parts, slopes, self._above)
+        outputs, gradients = readout.vjp(parts, grad_fn, self._store)
+        gradient = Backward(forward, self._store).through(parts, gradients, self._above)
         self._store.end()
         return outputs, gradient
 
     def _check_role(self, role: str, call: Call) -> None:
-        """A bundle may score longer sequences than it has derivatives of."""
+        """Check that the bundle has a role for the lengths of a call; `forward` may allow longer ones."""
         self._chain.check_role(role)
-        most, longest = self._chain.longest(role), max(len(each.tokens) for each in call.sequences)
-        if longest > most:
+        limit, longest = self._chain.longest(role), max(len(each.tokens) for each in call.sequences)
+        if longest > limit:
             raise EngineError(
-                f"a sequence has {longest} tokens, the bundle takes {most} in the role {role}",
-                remedy="give shorter ones, or export the bundle again",
+                f"a sequence has {longest} tokens, the role {role} of the bundle takes at most {limit}",
+                remedy="use shorter sequences, or export the bundle again",
                 code="sequence-of-other-length",
             )
 
     def _passes(self, call: Call) -> tuple[Forward, Readout]:
-        """What takes a call through the blocks, and what reads the states behind them."""
+        """Return the forward pass of a call and the readout of its hidden states."""
         readout = _READOUTS[self._chain.model.readout](self._blocks, call.sequences)
         return Forward(self._blocks, call, readout, self._store.trunk), readout
 
     def _begin(self, forward: Forward, parts: list[Batch], targets: int) -> None:
-        """Make room for the activations of a call."""
-        blocks = [turn.start for turn in self._chain.block_groups(self._above)]
+        """Allocate memory for the activations of a call."""
+        blocks = [group.start for group in self._chain.block_groups(self._above)]
         checkpoints = [n for part in parts for block in blocks for n in forward.checkpoint_sizes(part, block)]
-        # A row in chunks saves no residuals.
+        # A row that is computed in chunks saves no residuals.
         whole = [(part.rows.size, 0 if forward.in_chunks(part) else part.length) for part in parts]
         self._store.begin(checkpoints, whole, targets)

@@ -1,4 +1,4 @@
-"""Trying a program in a forked child, where an abort of the engine ends only the child."""
+"""Tries a program in a forked child process, where an abort of the engine ends only the child."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ CHECK_SECONDS = 600.0
 
 
 def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
-    """Do `attempt` in a forked child; it loads the program at `path` and runs it. Nothing without fork.
+    """Call `attempt`, which loads and runs the program at `path`, in a forked child; do nothing without fork.
 
-    Check before the first engine runs: a child lacks the threads that a running one waits for.
+    Call this before the first engine runs: a child lacks the pool's threads, which a running engine waits
+    for.
 
     Raises:
-        BundleError, EngineError: the child was killed by a signal, hangs, or the engine refused the program.
+        BundleError, EngineError: a signal killed the child, the child hangs, or the engine refused the
+            program.
     """
     if not hasattr(os, "fork"):
         return
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as messages_file, tempfile.TemporaryFile() as log_file:
         with warnings.catch_warnings():
-            # Python warns of forks while threads run; this child calls the engine and leaves.
+            # Python warns of forks while threads run, but this child only calls the engine and exits.
             warnings.simplefilter("ignore", DeprecationWarning)
             parent = os.getpid()
             child = os.fork()
         if child == 0:
-            _child(attempt, answer.fileno(), log.fileno(), parent)
+            _child(attempt, messages_file.fileno(), log_file.fileno(), parent)
         status = _wait(child, CHECK_SECONDS)
-        messages, noise = (read_all(stream) for stream in (answer, log))
+        messages, log = (read_all(stream) for stream in (messages_file, log_file))
     if status is None:
         raise BundleError(
-            f"the engine hangs on {path}: it was not loaded after {CHECK_SECONDS:.0f} seconds",
+            f"the engine hangs on {path}: it did not load within {CHECK_SECONDS:.0f} seconds",
             remedy="copy or export the bundle again",
             code="program-hangs",
         )
@@ -52,29 +54,29 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
         code = os.WTERMSIG(status)
         if code == signal.SIGKILL:
             raise EngineError(
-                f"the system ended the process that loaded {path} (SIGKILL)",
+                f"the system killed the process that loaded {path} (SIGKILL)",
                 remedy="most likely there is not enough memory: close other programs or use a smaller model",
                 code="program-check-killed",
             )
         if code not in _FAULTS:
             raise EngineError(
                 f"the process that loaded {path} was ended by {_signal_name(code)}",
-                remedy="start again",
+                remedy="try again",
                 code="program-check-killed",
             )
-        if is_out_of_memory(noise):
+        if is_out_of_memory(log):
             raise EngineError(
-                f"there is not enough memory to load {path}{quote_log(noise)}",
+                f"there is not enough memory to load {path}{quote_log(log)}",
                 remedy=OUT_OF_MEMORY_REMEDY,
                 code="out-of-memory",
             )
         raise BundleError(
-            f"the engine aborts on this program ({_signal_name(code)}): {path}{quote_log(noise)}",
+            f"the engine aborts on this program ({_signal_name(code)}): {path}{quote_log(log)}",
             remedy="copy or export the bundle again; the program is damaged or of another executorch",
             code="program-aborts",
         )
     if os.WEXITSTATUS(status) != 0:
-        raise load_error(path, EngineRefusalError(messages, noise))
+        raise load_error(path, EngineRefusalError(messages, log))
 
 
 _FAULTS = frozenset(
@@ -84,8 +86,8 @@ _FAULTS = frozenset(
 )
 
 
-def _child(attempt: Callable[[], object], answer: int, log: int, parent: int) -> None:
-    """The forked child: try, tell, leave without running anything of the parent's exit."""
+def _child(attempt: Callable[[], object], messages_file: int, log_file: int, parent: int) -> None:
+    """Run `attempt` in the forked child, report its error, and exit without the parent's exit handlers."""
     code = 1
     try:
         end_with_parent(parent)
@@ -94,22 +96,22 @@ def _child(attempt: Callable[[], object], answer: int, log: int, parent: int) ->
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        close_all_but(answer, log)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        close_all_but(messages_file, log_file)
+        os.dup2(log_file, 1)
+        os.dup2(log_file, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
         attempt()
         code = 0
     except BaseException as error:
-        os.write(log, getattr(error, "log", "").encode(errors="replace"))
-        said = "there is not enough memory" if is_out_of_memory(error) else str(error)
-        os.write(answer, said.encode(errors="replace"))
+        os.write(log_file, getattr(error, "log", "").encode(errors="replace"))
+        message = "there is not enough memory" if is_out_of_memory(error) else str(error)
+        os.write(messages_file, message.encode(errors="replace"))
     finally:
         os._exit(code)
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    """A child's wait status; None if it had to be killed after `seconds`."""
+    """Return the wait status of a child, or None after killing it because `seconds` have passed."""
     deadline = time.monotonic() + seconds
     pause = 0.001
     try:

@@ -1,4 +1,4 @@
-"""What an engine refuses, in words: its error codes, what it logged, and the errors that a user meets."""
+"""Errors of the engine in words: its error codes, its log, and the exceptions that a user meets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prge.system.memory import is_out_of_memory
 
 # executorch/runtime/core/error.h
 _CODES = {
-    0x01: "the engine failed inside",
+    0x01: "the engine failed internally",
     0x02: "the engine was in a state that doesn't allow this call",
     0x10: "the engine doesn't support this operation or shape",
     0x11: "the engine doesn't implement this operation",
@@ -37,7 +37,7 @@ _NO_MEMORY = frozenset({0x21, 0x25, 0x31})
 
 
 class EngineRefusalError(RuntimeError):
-    """What the engine refused, with its code if it gave one and what it logged meanwhile."""
+    """An error of the engine, with its code if there is one, and what the engine logged."""
 
     def __init__(self, message: str, log: str = "", code: int | None = None) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class EngineRefusalError(RuntimeError):
 
 
 def program_mismatch(path: Path, problems: Sequence[str]) -> BundleError:
-    """The error for a program with such problems."""
+    """Return the error for a program that differs from the manifest."""
     return BundleError(
         f"{path} is not the program that the manifest describes: " + "; ".join(problems),
         remedy="copy or export the bundle again: program and manifest don't belong together",
@@ -55,7 +55,7 @@ def program_mismatch(path: Path, problems: Sequence[str]) -> BundleError:
 
 
 def load_error(path: Path, error: RuntimeError) -> PrgeError:
-    """The error for a program that the engine refused."""
+    """Return the error for a program that the engine refused to load."""
     code = _code(error)
     what = f"the engine can't load {path}: {explain(error)}"
     if ran_out_of_memory(error):
@@ -72,13 +72,13 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out in the engine, by its code or by what it logged."""
+    """Return whether the engine ran out of memory, by its error code or its log."""
     log = getattr(error, "log", "")
     return _code(error) in _NO_MEMORY or is_out_of_memory(error) or is_out_of_memory(log)
 
 
 def explain(error: RuntimeError) -> str:
-    """An ExecuTorch error as a sentence, with the engine's own first words where it said any."""
+    """Describe an ExecuTorch error in a sentence, with the first error that the engine logged."""
     code = _code(error)
     sentence = _CODES.get(0x21 if ran_out_of_memory(error) else code) if code is not None else None
     first = f"{sentence} (ExecuTorch 0x{code:02x})" if sentence else str(error).strip()
@@ -86,19 +86,19 @@ def explain(error: RuntimeError) -> str:
 
 
 def _code(error: RuntimeError) -> int | None:
-    """The error's code, or that in an ExecuTorch message: `error 0x12`, `error: 0x:12`."""
+    """Return the error's code, or the one in an ExecuTorch message: `error 0x12`, `error: 0x:12`."""
     code = getattr(error, "code", None)
     if isinstance(code, int):
         return code
     match = re.search(r"error:?\s*0x:?([0-9a-fA-F]+)", str(error))
     if match:
         return int(match.group(1), 16)
-    # Messages are cut at 256 characters: a long path hides the code.
+    # ExecuTorch cuts messages at 256 characters, so a long path hides the code.
     return 0x22 if "DataLoader from file" in str(error) else None
 
 
 def quote_log(log: str) -> str:
-    """The first line of the engine's log that tells a failure, not its reading of the processor."""
+    """Return the first line of the engine's log that reports a failure, without those about the processor."""
     for line in log.splitlines():
         match = re.match(r"\[([\w.]+):\d+\] (.+)", line.strip())
         if match and not match.group(1).startswith("cpuinfo"):
@@ -108,7 +108,7 @@ def quote_log(log: str) -> str:
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Any]:
-    """Keep what native code and Python write to standard error; gives a function that returns it."""
+    """Capture what native code and Python write to standard error; yields a function that returns it."""
     try:
         saved = os.dup(2)
     except OSError:  # a process without standard error
@@ -126,5 +126,5 @@ def captured_stderr() -> Iterator[Any]:
 
 
 def read_all(stream: Any) -> str:
-    """What a file that others write to holds; its position stays theirs."""
+    """Return the content of a file that others write to, without moving its position."""
     return os.pread(stream.fileno(), 1 << 20, 0).decode(errors="replace")

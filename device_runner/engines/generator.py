@@ -1,14 +1,14 @@
-"""The chain of a bundle's blocks as a speaker: goes on with sequences, many at once, each with its adapter.
+"""The chain of a bundle's blocks as a generation engine: many sequences at once, each with its own adapter.
 
     prefill   a chunk of one sequence's tokens passes the blocks
-    decode    one token of each of several sequences passes them
+    decode    one token of each of several sequences passes the blocks
 
-Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
-[slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
-again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
-Those in float16 become float32 block by block, in two arrays that all blocks share. What several blocks take
-from another is kept once. What recurrences carry is of a fixed size for each slot, and can't go back to an
-earlier token.
+Keys and values of all tokens lie in arrays of the host, which the engine reads without a copy: for every
+block [slots, heads, 1 + capacity, width]. The sequences of a step occupy the first slots. Methods that run at
+every step are bound to their arrays once. Position 0 of a slot stays zero: it stands for the token of the
+current step. float16 keys and values become float32 block by block, in two arrays that all blocks share. Keys
+and values that several blocks take from one block are stored once. Recurrent states have a fixed size per
+slot and can't return to an earlier token.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TAB
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK, PAST_VALUES, PREFILL, VALUES
 
-# Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
-# has one with every token of the past.
+# Tokens of one prefill call: more tokens aren't faster, and their attention scores with all past tokens take
+# memory.
 _CHUNK, CHUNK_OF_LONG, LONG = 128, 64, 512
-# Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
+# Arrays grow on demand to a multiple of this number of tokens.
 GROWTH = 128
 
 
@@ -52,12 +52,14 @@ _Key = tuple[str, int]
 
 @dataclass
 class _Step:
-    """A step of the same sequences: arrays that its calls are bound to, and where answers go.
+    """A decode step of the same sequences: the arrays that its calls are bound to.
 
-    `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
-    keys and values lie, each with those of the step's tokens, f32 [rows, heads, width]; `read` by block which
-    of them are read through an array in float32, one of `in_float32` that blocks share; `carried` where what
-    is carried lies, and the step's own.
+    Attributes:
+        masks: attention mask f32 [rows x heads, 1, 1 + capacity] by window and number of heads.
+        key_values: caches of keys and values, each with the step's own, f32 [rows, heads, width].
+        float16_caches: by block, the float16 caches that it reads, each with its float32 copy.
+        in_float32: the float32 arrays, which blocks share.
+        recurrent: arrays of recurrent states, each with the states after the step.
     """
 
     sequences: list[int]
@@ -66,24 +68,24 @@ class _Step:
     shards: FloatArray
     logits: FloatArray
     compute: Callable[[], None] = field(init=False)
-    seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    kept: list[tuple[Array, FloatArray]] = field(default_factory=list)
-    read: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
+    key_values: list[tuple[Array, FloatArray]] = field(default_factory=list)
+    float16_caches: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
     in_float32: dict[tuple[str, tuple[int, ...]], FloatArray] = field(default_factory=dict)
-    carried: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
+    recurrent: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
 class ChainSpeaker:
     """Implements prge.generation.generator.GenerationEngine for an opened bundle.
 
     Args:
-        blocks: of a bundle with the roles `prefill` and `decode`.
-        slots: most sequences at once.
-        context: most tokens of a sequence; by default what the bundle has positions for.
-        precision: of keys and values.
+        blocks: blocks of a bundle with the roles `prefill` and `decode`.
+        slots: largest number of open sequences.
+        context: largest number of tokens of a sequence; by default the number of the bundle's positions.
+        precision: dtype of keys and values.
 
     Raises:
-        BundleError: the bundle lacks the roles.
+        BundleError: the bundle lacks these roles.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class ChainSpeaker:
         chain = blocks.chain
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
-                f"the bundle can't write text: it has the roles {', '.join(chain.roles)}",
-                remedy="export a causal language model with --roles stack back prefill decode, or with all, "
+                f"the bundle cannot generate text: it has the roles {', '.join(chain.roles)}",
+                remedy="export a causal language model with --roles forward backward prefill decode, or all, "
                 "as is the default of `prge export`; `prge tune` takes --roles too",
                 code="role-missing",
             )
@@ -104,10 +106,10 @@ class ChainSpeaker:
         self._context = min(context or chain.bounds.context, chain.bounds.context)
         self._capacity = 0
         self._dtype = np.dtype(precision)
-        # Of a block's own by its number and their name, of a shared value by its number.
+        # Keys and values: of a block by its number and their name, of a shared value by its number.
         self._caches: dict[_Key, Array] = {}
-        # By block and name f32 [slots, height, width].
-        self._carried: dict[int, dict[str, FloatArray]] = {}
+        # Recurrent states f32 [slots, height, width] by block and name.
+        self._recurrent: dict[int, dict[str, FloatArray]] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: _Step | None = None
@@ -117,43 +119,45 @@ class ChainSpeaker:
 
     @property
     def vocabulary_size(self) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         return self._chain.vocabulary_size
 
     @property
     def context(self) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         return self._context
 
     @property
     def slots(self) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         return self._slots
 
     def open(self, adapter: Adapter) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         if len(self._sequences) >= self._slots:
-            raise EngineError(f"all {self._slots} sequences are open", remedy="close one", code="slots-full")
+            raise EngineError(
+                f"all {self._slots} slots are in use", remedy="close a sequence first", code="slots-full"
+            )
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
-        self._forget(self._sequences[number], self._capacity)
+        self._clear(self._sequences[number], self._capacity)
         return number
 
     def length(self, sequence: int) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         return self._sequences[sequence].length
 
     def rewind(self, sequence: int, length: int) -> None:
-        """See Speaker."""
+        """See GenerationEngine."""
         before = self.length(sequence)
         length = min(length, before)
-        if length < before and any(self._carried.values()):
+        if length < before and any(self._recurrent.values()):
             length = 0
         self._sequences[sequence].length = length
-        self._forget(self._sequences[sequence], before)
+        self._clear(self._sequences[sequence], before)
 
     def close(self, sequence: int) -> None:
-        """See Speaker."""
+        """See GenerationEngine."""
         last = max(self._sequences.values(), key=lambda each: each.slot)
         closed = self._sequences.pop(sequence)
         if last is not closed:
@@ -162,11 +166,11 @@ class ChainSpeaker:
         self._step = None
         if not self._sequences:
             self._caches.clear()
-            self._carried.clear()
+            self._recurrent.clear()
             self._capacity = 0
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See Speaker."""
+        """See GenerationEngine."""
         self._reserve(end := self.length(sequence) + len(tokens))
         state, rest = None, list(tokens)
         while rest:
@@ -175,47 +179,49 @@ class ChainSpeaker:
             chunk = _CHUNK if end <= LONG else CHUNK_OF_LONG
             size = min(len(rest), chunk, self._chain.bounds.chunk)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
-                # A token that is left alone is a step of its own, which reads all weights once more.
+                # A single remaining token would need a step of its own, which reads all weights once more.
                 size -= 1
             state = self._prefill(self._sequences[sequence], rest[:size])
             rest = rest[size:]
         if state is None:
-            raise EngineError("no token is given", remedy="give at least one", code="tokens-missing")
+            raise EngineError(
+                "there are no tokens to feed", remedy="pass at least one token", code="tokens-missing"
+            )
         return self._logits(state[:, -1:])[0]
 
     @property
     def most_checked(self) -> int:
-        """See Speaker."""
+        """See GenerationEngine."""
         carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
-        # The head takes the tokens of a text as it takes those of as many texts.
+        # The head computes the tokens of one sequence like single tokens of as many sequences.
         return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See Speaker."""
+        """See GenerationEngine."""
         self._reserve(self.length(sequence) + len(tokens))
         state = self._prefill(self._sequences[sequence], tokens)
         return self._logits(state.reshape(len(tokens), 1, -1))
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """See Speaker."""
+        """See GenerationEngine."""
         self._reserve(1 + max(self.length(sequence) for sequence in tokens))
         step = self._step
         if step is None or step.sequences != [*tokens]:
-            self._arrange([*tokens])
-            step = self._step = self._bound([*tokens])
+            self._move_to_first_slots([*tokens])
+            step = self._step = self._bind_step([*tokens])
         lengths = [self.length(sequence) for sequence in tokens]
         step.tokens[:, 0] = list(tokens.values())
         for number, table in step.tables.items():
-            self._fill(number, table, np.array(lengths))
-        for (window, _), seen in step.seen.items():
-            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
+            self._fill_table(number, table, np.array(lengths))
+        for (window, _), seen in step.masks.items():
+            _write_mask(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
             seen[..., 0] = 0
         step.compute()
-        for place, found in step.kept:
+        for cache, new_values in step.key_values:
             for row, length in enumerate(lengths):
-                place[row, :, 1 + length] = found[row]
-        for place, found in step.carried:
-            place[: len(lengths)] = found
+                cache[row, :, 1 + length] = new_values[row]
+        for cache, new_values in step.recurrent:
+            cache[: len(lengths)] = new_values
         if len(step.shards) > 1:
             np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
@@ -225,78 +231,78 @@ class ChainSpeaker:
     def _lora_a(self, adapter: Adapter) -> Mapping[str, FloatArray]:
         return self._blocks.lora_a if adapter.lora_a is None else adapter.lora_a
 
-    # Sequences and their memory
+    # Sequences and their caches
 
     def _reserve(self, length: int) -> None:
-        """Have room for so many tokens of each sequence."""
+        """Grow the caches to hold this number of tokens of each sequence."""
         if length > self._context:
             raise EngineError(
-                f"a text of {length} tokens is too long, the limit is {self._context}",
+                f"a sequence of {length} tokens is too long, the limit is {self._context}",
                 remedy="shorten the prompt, or export the model with a larger --context",
                 code="text-too-long",
             )
         if length <= self._capacity:
             return
-        # A step reads all of it: little more than what is needed, copied now and then, takes less time.
+        # A step reads the whole array, so growing it in small steps takes less time in spite of the copies.
         self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
         for number in range(self._chain.head_start):
-            if number not in self._carried:
+            if number not in self._recurrent:
                 shapes = self._blocks.recurrent_states(number).items()
-                self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
+                self._recurrent[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
             heads = self._blocks.heads(number)
             widths = heads.key_width, heads.value_width
-            for (_, key), width in zip(self._kept(number), widths, strict=False):
-                kept = self._caches.get(key)
-                if kept is None or kept.shape[2] != 1 + self._capacity:
+            for (_, key), width in zip(self._cache_keys(number), widths, strict=False):
+                cache = self._caches.get(key)
+                if cache is None or cache.shape[2] != 1 + self._capacity:
                     shape = self._slots, heads.count, 1 + self._capacity, width
                     self._caches[key] = np.zeros(shape, self._dtype)
-                    if kept is not None:
-                        self._caches[key][:, :, : kept.shape[2]] = kept
+                    if cache is not None:
+                        self._caches[key][:, :, : cache.shape[2]] = cache
         self._step = None
 
-    def _kept(self, number: int) -> list[tuple[str, _Key]]:
-        """Names of what is kept of a block's attention, keys and values, each with where it is."""
+    def _cache_keys(self, number: int) -> list[tuple[str, _Key]]:
+        """Return the names of a block's keys and values, each with its key in the caches."""
         if not self._chain.attends(number):
             return []
         block = self._chain.blocks[number]
-        keys = [(SHARED_IN, block.shared_in[place]) for place in block.past]
+        keys = [(SHARED_IN, block.shared_in[index]) for index in block.past]
         return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
-    def _forget(self, sequence: _Sequence, before: int) -> None:
-        """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite.
+    def _clear(self, sequence: _Sequence, before: int) -> None:
+        """Clear a slot after its tokens: a mask hides finite numbers, but not NaN or infinity.
 
         Args:
-            sequence: with the tokens that it keeps.
-            before: tokens that it held.
+            sequence: sequence with the tokens that it keeps.
+            before: number of tokens that it had before.
         """
         for cache in self._caches.values():
             cache[sequence.slot, :, 1 + sequence.length : 1 + before] = 0
         if not sequence.length:
-            for carried in self._carried.values():
-                for array in carried.values():
+            for recurrent in self._recurrent.values():
+                for array in recurrent.values():
                     array[sequence.slot] = 0
 
-    def _arrange(self, sequences: Sequence[int]) -> None:
-        """Move some sequences to the first slots, in this order."""
+    def _move_to_first_slots(self, sequences: Sequence[int]) -> None:
+        """Move sequences to the first slots, in this order."""
         by_slot = {each.slot: each for each in self._sequences.values()}
         for slot, number in enumerate(sequences):
-            wanted, there = self._sequences[number], by_slot[slot]
-            if wanted is not there:
-                self._swap(slot, wanted.slot)
-                by_slot[slot], by_slot[wanted.slot] = wanted, there
-                wanted.slot, there.slot = slot, wanted.slot
+            sequence, current = self._sequences[number], by_slot[slot]
+            if sequence is not current:
+                self._swap(slot, sequence.slot)
+                by_slot[slot], by_slot[sequence.slot] = sequence, current
+                sequence.slot, current.slot = slot, sequence.slot
 
     def _swap(self, slot: int, other: int) -> None:
         for cache in self._caches.values():
             cache[[slot, other]] = cache[[other, slot]]
-        for carried in self._carried.values():
-            for kept in carried.values():
-                kept[[slot, other]] = kept[[other, slot]]
+        for recurrent in self._recurrent.values():
+            for array in recurrent.values():
+                array[[slot, other]] = array[[other, slot]]
 
     # Through the blocks
 
-    def _bound(self, sequences: list[int]) -> _Step:
-        """Arrays for steps of some sequences."""
+    def _bind_step(self, sequences: list[int]) -> _Step:
+        """Allocate the arrays of decode steps of some sequences and bind the methods to them."""
         chain, rows = self._chain, len(sequences)
         shards = np.empty((len(chain.blocks) - chain.head_start, rows, 1, chain.shard_size), np.float32)
         logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(shards) > 1 else shards[0, :, 0]
@@ -304,186 +310,186 @@ class ChainSpeaker:
         calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
-        for number in (turn.start for turn in chain.block_groups(range(len(chain.blocks)))):
+        for number in (group.start for group in chain.block_groups(range(len(chain.blocks)))):
             if chain.is_expert(number):
-                behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
-                calls[number], state = partial(self._through_experts, number, state, behind), behind
+                next_state = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
+                calls[number], state = partial(self._through_experts, number, state, next_state), next_state
                 continue
-            given = self._given(step, number, state, values)
-            answers = self._carried_on(step, number, given)
+            inputs = self._inputs(step, number, state, values)
+            outputs = self._recurrent_outputs(step, number, inputs)
             if chain.attends(number):
-                answers |= self._attending(step, number, given)
-            answers |= self._giving(step, number, values)
+                outputs |= self._attention_outputs(step, number, inputs)
+            outputs |= self._shared_outputs(step, number, values)
             if number < chain.head_start:
-                answers["hidden_states"] = state = np.empty(
+                outputs["hidden_states"] = state = np.empty(
                     (rows, 1, self._blocks.width(number + 1)), np.float32
                 )
             else:
-                answers["logits"] = shards[number - chain.head_start]
+                outputs["logits"] = shards[number - chain.head_start]
             interface = self._blocks.interface(number, DECODE)
             calls[number] = (
-                [given[name] for name in interface.inputs],
-                [answers[name] for name in interface.outputs],
+                [inputs[name] for name in interface.inputs],
+                [outputs[name] for name in interface.outputs],
             )
-        restore = partial(self._restore, step) if step.read else None
+        restore = partial(self._copy_to_float32, step) if step.float16_caches else None
         step.compute = self._blocks.bind_calls(DECODE, calls, restore)
         return step
 
-    def _given(
+    def _inputs(
         self, step: _Step, number: int, state: Array, values: Mapping[int, FloatArray]
     ) -> dict[str, Array]:
-        """What a block takes of a step: the state, shared values, tables, and the sequences' adapters."""
+        """Return a block's inputs in a step: hidden states, shared values, tables, and adapters."""
         chain, block, rows = self._chain, self._chain.blocks[number], len(step.sequences)
-        given: dict[str, Array] = {"tokens": state, "hidden_states": state}
-        given |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.shared_in)}
+        inputs: dict[str, Array] = {"tokens": state, "hidden_states": state}
+        inputs |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.shared_in)}
         for index, table in enumerate(block.tables):
             if chain.tables[table].type in ("causal", *RELATIONS):
                 continue
             if table not in step.tables:
                 dtype, shape = self._blocks.tables.tensor(table, 1)
                 step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
-            given[f"{TABLE}{index}"] = step.tables[table]
+            inputs[f"{TABLE}{index}"] = step.tables[table]
         adapters = [self._sequences[sequence].adapter for sequence in step.sequences]
         for index, module in enumerate(block.modules):
             name = chain.modules[module].name
-            given[f"lora_a.{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
-            given[f"lora_b.{index}"] = np.stack([adapter.lora_b[name] for adapter in adapters])
-        return given
+            inputs[f"lora_a.{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
+            inputs[f"lora_b.{index}"] = np.stack([adapter.lora_b[name] for adapter in adapters])
+        return inputs
 
-    def _carried_on(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
-        """Answers for what a block carries from token to token, which is added to what is given."""
-        rows, answers = len(step.sequences), dict[str, Array]()
-        for name, array in self._carried.get(number, {}).items():
-            given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
-            step.carried.append((array, answers[name]))
-        return answers
+    def _recurrent_outputs(self, step: _Step, number: int, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Return outputs for a block's recurrent states, and add its current states to the inputs."""
+        rows, outputs = len(step.sequences), dict[str, Array]()
+        for name, array in self._recurrent.get(number, {}).items():
+            inputs[name], outputs[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
+            step.recurrent.append((array, outputs[name]))
+        return outputs
 
-    def _attending(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
-        """Answers for the keys and values of a block of its own; the past is added to what is given."""
+    def _attention_outputs(self, step: _Step, number: int, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Return outputs for a block's own keys and values, and add the past to the inputs."""
         mask, heads, rows = self._chain.causal_table(number), self._blocks.heads(number), len(step.sequences)
         assert mask is not None
-        caches = {name: self._caches[place] for name, place in self._kept(number)}
-        key, places = (mask.window, heads.count), 1 + self._capacity
-        step.seen.setdefault(key, np.empty((rows * heads.count, 1, places), np.float32))
-        given |= {
+        caches = {name: self._caches[key] for name, key in self._cache_keys(number)}
+        mask_key, positions = (mask.window, heads.count), 1 + self._capacity
+        step.masks.setdefault(mask_key, np.empty((rows * heads.count, 1, positions), np.float32))
+        inputs |= {
             PAST_KEYS: self._past(step, number, PAST_KEYS, caches[KEYS]),
             PAST_VALUES: self._past(step, number, PAST_VALUES, caches[VALUES]),
-            PAST_MASK: step.seen[key],
-            OWN_MASK: np.eye(1, places, dtype=np.float32)[None],
+            PAST_MASK: step.masks[mask_key],
+            OWN_MASK: np.eye(1, positions, dtype=np.float32)[None],
         }
-        answers: dict[str, Array] = {}
+        outputs: dict[str, Array] = {}
         if not self._chain.blocks[number].past:
             for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
-                answers[name] = np.empty((rows, heads.count, width), np.float32)
-                step.kept.append((caches[name], answers[name]))
-        return answers
+                outputs[name] = np.empty((rows, heads.count, width), np.float32)
+                step.key_values.append((caches[name], outputs[name]))
+        return outputs
 
-    def _past(self, step: _Step, number: int, name: str, kept: Array) -> FloatArray:
-        """What a block reads of the first slots, [rows x heads, 1 + capacity, width]."""
-        slots = kept[: len(step.sequences)].reshape(-1, *kept.shape[2:])
+    def _past(self, step: _Step, number: int, name: str, cache: Array) -> FloatArray:
+        """Return what a block reads of the first slots, f32 [rows x heads, 1 + capacity, width]."""
+        slots = cache[: len(step.sequences)].reshape(-1, *cache.shape[2:])
         if slots.dtype == np.float32:
             return slots
         array = step.in_float32.setdefault((name, slots.shape), np.empty(slots.shape, np.float32))
-        step.read.setdefault(number, []).append((slots, array))
+        step.float16_caches.setdefault(number, []).append((slots, array))
         return array
 
-    def _restore(self, step: _Step, number: int) -> None:
-        """Fill the arrays in float32 that a block is about to read."""
-        for kept, array in step.read.get(number, ()):
-            np.copyto(array, kept)
+    def _copy_to_float32(self, step: _Step, number: int) -> None:
+        """Fill the float32 arrays that a block is about to read."""
+        for cache, array in step.float16_caches.get(number, ()):
+            np.copyto(array, cache)
 
-    def _giving(self, step: _Step, number: int, values: dict[int, FloatArray]) -> dict[str, Array]:
-        """Answers for the shared values that a block makes, which are added to those of before."""
-        rows, answers = len(step.sequences), dict[str, Array]()
+    def _shared_outputs(self, step: _Step, number: int, values: dict[int, FloatArray]) -> dict[str, Array]:
+        """Return outputs for the shared values that a block computes, and add them to `values`."""
+        rows, outputs = len(step.sequences), dict[str, Array]()
         for index, value in enumerate(self._chain.shared_out(number)):
             width = self._blocks.shared_width(value)
-            answers[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
+            outputs[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
             if (cache := self._caches.get((SHARED_IN, value))) is not None:
-                step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
-        return answers
+                step.key_values.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
+        return outputs
 
-    def _through_experts(self, number: int, state: FloatArray, behind: FloatArray) -> None:
-        """Write the state behind a layer's experts."""
-        behind[...] = self._experts.forward(number, [state])[0]
+    def _through_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
+        """Write the hidden states after a layer's experts."""
+        next_state[...] = self._experts.forward(number, [state])[0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
-        """The states f32 [1, tokens, width] of some tokens, which are appended to a sequence."""
+        """Append tokens to a sequence and return their hidden states f32 [1, tokens, width]."""
         chain, start, slot = self._chain, sequence.length, sequence.slot
         chunk = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
         shared = SharedValues(chain)
-        for number in (turn.start for turn in chain.block_groups(range(chain.head_start))):
+        for number in (group.start for group in chain.block_groups(range(chain.head_start))):
             if chain.is_expert(number):
                 entering, state = state, self._experts.forward(number, [state])[0]
                 self._blocks.release(entering)
                 continue
-            known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
-            given = {
+            known = {name: self._caches[key][slot, :, 1:] for name, key in self._cache_keys(number)}
+            inputs = {
                 "tokens": state,
                 "hidden_states": state,
                 **self._chunks.extra_inputs(number, chunk, known),
             }
-            given |= shared.inputs(number)
-            carried = self._carried[number]
-            given |= {name: array[slot : slot + 1] for name, array in carried.items()}
+            inputs |= shared.inputs(number)
+            recurrent = self._recurrent[number]
+            inputs |= {name: array[slot : slot + 1] for name, array in recurrent.items()}
             for index, module in enumerate(chain.blocks[number].modules):
                 name = chain.modules[module].name
-                given[f"lora_a.{index}"], given[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
-            found = self._blocks.run(number, PREFILL, given)
+                inputs[f"lora_a.{index}"], inputs[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
+            outputs = self._blocks.run(number, PREFILL, inputs)
             if number:
                 self._blocks.release(state)
-            state = found["hidden_states"]
-            for name, whole in known.items():
-                if name in found:
-                    whole[:, chunk] = found[name]
-                    self._blocks.release(found[name])
-            for name, array in carried.items():
-                array[slot] = found[name][0]
-                self._blocks.release(found[name])
-            shared.take(number, found)
+            state = outputs["hidden_states"]
+            for name, cache in known.items():
+                if name in outputs:
+                    cache[:, chunk] = outputs[name]
+                    self._blocks.release(outputs[name])
+            for name, array in recurrent.items():
+                array[slot] = outputs[name][0]
+                self._blocks.release(outputs[name])
+            shared.take(number, outputs)
             for value in chain.shared_out(number):
                 if (cache := self._caches.get((SHARED_IN, value))) is not None:
                     cache[slot, :, 1:][:, chunk] = by_heads(shared.values[value][0], cache.shape[1])
             shared.release_unused(number, self._blocks.release)
         sequence.length = chunk.stop
-        kept = state.copy()
+        states = state.copy()
         self._blocks.release(state)
-        return kept
+        return states
 
     def _logits(self, states: FloatArray) -> FloatArray:
-        """Logits f32 [tokens, vocabulary] of states f32 [tokens, 1, width]."""
+        """Return logits f32 [tokens, vocabulary] of hidden states f32 [tokens, 1, width]."""
         shards = []
         for number in range(self._chain.head_start, len(self._chain.blocks)):
-            found = self._blocks.run(number, DECODE, {"hidden_states": states})["logits"]
-            shards.append(found.reshape(len(states), -1).copy())
-            self._blocks.release(found)
+            logits = self._blocks.run(number, DECODE, {"hidden_states": states})["logits"]
+            shards.append(logits.reshape(len(states), -1).copy())
+            self._blocks.release(logits)
         return np.concatenate(shards, axis=1)
 
-    def _fill(self, number: int, table: Array, lengths: Array) -> None:
-        """Write the rows of a table for tokens that so many others come before."""
+    def _fill_table(self, number: int, table: Array, lengths: Array) -> None:
+        """Write the rows of a table for tokens with these numbers of tokens before them."""
         spec = self._tables[number]
         if spec.type == "positions":
             table[:, 0] = spec.first + lengths
         elif spec.type == "rotary":
-            known = self._rotary.get(number)
-            if known is None or len(known) < self._capacity:
-                known = self._rotary[number] = self._blocks.tables.of(number, self._capacity)[0]
-            table[:, 0] = known[lengths]
+            rotations = self._rotary.get(number)
+            if rotations is None or len(rotations) < self._capacity:
+                rotations = self._rotary[number] = self._blocks.tables.of(number, self._capacity)[0]
+            table[:, 0] = rotations[lengths]
 
 
-def _see(seen: FloatArray, lengths: Sequence[int], window: int | None) -> None:
-    """Write what is added to scores of the past, 0 where a step's token sees another and MASKED elsewhere.
+def _write_mask(mask: FloatArray, lengths: Sequence[int], window: int | None) -> None:
+    """Write the attention mask of a step: 0 where its token attends to a past one, MASKED elsewhere.
 
     Args:
-        seen: f32 [rows, heads, places].
-        lengths: tokens before the step's, of each row.
-        window: tokens that each sees, with itself; all if None.
+        mask: f32 [rows, heads, positions].
+        lengths: number of tokens before the step's token in each row.
+        window: number of tokens that each token attends to, itself included; None: all.
     """
-    seen[:] = MASKED
+    mask[:] = MASKED
     for row, length in enumerate(lengths):
         first = 0 if window is None else max(0, length - window + 1)
-        seen[row, :, 1 + first : 1 + length] = 0
+        mask[row, :, 1 + first : 1 + length] = 0
 
 
 def open_speaker(
@@ -497,17 +503,17 @@ def open_speaker(
     precision: Precision = "float32",
     tell: Callable[[str], None] = lambda text: None,
 ) -> ChainSpeaker:
-    """Open the blocks of a bundle to write text, each tried before it is used.
+    """Open the blocks of a bundle for generation; each is tried in a child process before it is used.
 
     Args:
-        bundle: with the roles `prefill` and `decode`.
-        threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
+        bundle: bundle with the roles `prefill` and `decode`.
+        threads: size of the engine's thread pool; by default the number of performance cores.
         engine: see device_runner.engines.backend.
         loaded: bytes of weights that may stay loaded.
-        slots: most sequences at once.
-        context: most tokens of a sequence.
-        precision: of keys and values.
-        tell: called with what a user should know.
+        slots: largest number of open sequences.
+        context: largest number of tokens of a sequence.
+        precision: dtype of keys and values.
+        tell: called with messages for the user.
 
     Raises:
         BundleError, EngineError: see ChainSpeaker and device_runner.engines.blocks.Blocks.
@@ -515,7 +521,7 @@ def open_speaker(
     backend = choose(engine)
     backend.runtime.prepare()
     if backend.reason:
-        tell(f"the engine is torch's: {backend.reason}")
+        tell(f"using the torch engine: {backend.reason}")
     blocks = Blocks(bundle, backend, {PREFILL, DECODE}, loaded, tell)
     backend.runtime.set_threads(threads)
     return ChainSpeaker(blocks, slots, context, precision)

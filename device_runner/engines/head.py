@@ -1,7 +1,7 @@
-"""A decoder's head: asked at the positions that a call asks, one shard of the vocabulary after the other.
+"""A decoder's head: log-probabilities at the targets of a call, one shard of the vocabulary after the other.
 
-states -> asked positions -> shard 0, shard 1, ... -> log-probabilities
-their slopes -> shard 0, shard 1, ... -> slope of the states
+hidden states at the targets -> shard 0, shard 1, ... -> log-probabilities
+gradients of log-probabilities -> shard 0, shard 1, ... -> gradients of hidden states
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from prge.formats.chain import FEWEST_TOKENS
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.numerics.vocabulary_shards import TargetLogProbs
 
-# Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
-_ROWS_OF_BACK = 8
+# Rows of logits that the backward pass holds per target: their gradients, split by magnitude, twice.
+_BACKWARD_ROWS = 8
 
 
 class VocabularyHead:
-    """Reads the vocabulary of an opened bundle.
+    """Computes the head of an opened bundle.
 
     Args:
-        blocks: of the bundle.
+        blocks: blocks of the bundle.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -43,51 +43,53 @@ class VocabularyHead:
         tangents: FloatArray | None = None,
         store: ActivationStore | None = None,
     ) -> TargetLogProbs:
-        """What the head tells of targets.
+        """Compute the log-probabilities of targets, and their tangents.
 
         Args:
-            states: f32 [targets, width] that each is read from.
-            targets: tokens, i64 [targets].
-            tangents: f32 [queries, targets, width] of the states.
-            store: has room for the residuals of some shards, if there is a backward pass.
+            states: hidden states f32 [targets, width] before each target.
+            targets: target tokens, i64 [targets].
+            tangents: f32 [queries, targets, width] of the hidden states.
+            store: memory for the residuals of some shards, if there is a backward pass.
         """
         queries = 0 if tangents is None else len(tangents)
-        reading = TargetLogProbs(targets, self._blocks.chain.shard_size, queries)
+        log_probs = TargetLogProbs(targets, self._blocks.chain.shard_size, queries)
         for shard in self._shards:
-            for mine in self._slices(len(targets), 1 + min(queries, self._bounds.queries)):
-                moved = [
-                    at_least_two(tangents[some, mine], 1)[:, None]
-                    for some in slices(queries, self._bounds.queries)
+            for target_slice in self._slices(len(targets), 1 + min(queries, self._bounds.queries)):
+                tangent_groups = [
+                    at_least_two(tangents[query_slice, target_slice], 1)[:, None]
+                    for query_slice in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
-                into = residual_outputs(self._residuals(shard, store), mine.start)
-                within = reading.local_targets(shard, mine)[0]
-                ask = partial(self._parts, shard, states[mine], within, moved, into)
-                reading.add(shard, mine, *reading.compute_shifted(mine, ask))
-        return reading
+                into = residual_outputs(self._residuals(shard, store), target_slice.start)
+                local_targets = log_probs.local_targets(shard, target_slice)[0]
+                compute_parts = partial(
+                    self._parts, shard, states[target_slice], local_targets, tangent_groups, into
+                )
+                log_probs.add(shard, target_slice, *log_probs.compute_shifted(target_slice, compute_parts))
+        return log_probs
 
     def backward(
         self,
         states: FloatArray,
-        reading: TargetLogProbs,
-        slopes: FloatArray,
+        log_probs: TargetLogProbs,
+        gradients: FloatArray,
         store: ActivationStore | None = None,
     ) -> FloatArray:
-        """Slope of the states f32 [targets, width], from that of each target's log-probability."""
+        """Compute the gradients of the hidden states f32 [targets, width] from those of log-probabilities."""
         result = np.zeros_like(states)
         for shard in self._shards:
             residuals = self._residuals(shard, store)
             role = BACKWARD_SAVED if residuals else BACKWARD
-            for mine in self._slices(len(states), _ROWS_OF_BACK):
-                targets, has = reading.local_targets(shard, mine)
-                # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
-                slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
-                shift = reading.log_total[mine].astype(np.float32)
-                more = {
-                    "grad_parts": slope,
-                    **{name: array[0] for name, array in residual_values(residuals, mine).items()},
+            for target_slice in self._slices(len(states), _BACKWARD_ROWS):
+                targets, is_in_shard = log_probs.local_targets(shard, target_slice)
+                # With the logarithm of the total as the shift, the exponentials sum to 1.
+                grad_parts = np.stack([gradients[target_slice] * is_in_shard, -gradients[target_slice]], -1)
+                shift = log_probs.log_total[target_slice].astype(np.float32)
+                extra = {
+                    "grad_parts": grad_parts,
+                    **{name: array[0] for name, array in residual_values(residuals, target_slice).items()},
                 }
-                result[mine] += self._run(shard, role, states[mine], targets, shift, more)[
+                result[target_slice] += self._run(shard, role, states[target_slice], targets, shift, extra)[
                     "grad_hidden_states"
                 ]
         return result
@@ -100,18 +102,19 @@ class VocabularyHead:
         shard: int,
         state: FloatArray,
         targets: IntArray,
-        moved: Sequence[FloatArray],
+        tangent_groups: Sequence[FloatArray],
         into: Mapping[str, Array],
         shift: FloatArray,
     ) -> tuple[FloatArray, FloatArray | None]:
-        """What a shard answers of states, and of their tangents, some queries after the others."""
-        if not moved:
+        """Compute a shard's part of log-probabilities, and of their tangents for some queries at a time."""
+        if not tangent_groups:
             role = FORWARD_SAVE if into else FORWARD
             return self._run(shard, role, state, targets, shift, into=into)["parts"], None
-        found = [
-            self._run(shard, JVP, state, targets, shift, {"tangent_hidden_states": some}) for some in moved
+        outputs = [
+            self._run(shard, JVP, state, targets, shift, {"tangent_hidden_states": tangents})
+            for tangents in tangent_groups
         ]
-        return found[0]["parts"], np.concatenate([answer["tangent_parts"] for answer in found])
+        return outputs[0]["parts"], np.concatenate([output["tangent_parts"] for output in outputs])
 
     def _run(
         self,
@@ -120,27 +123,26 @@ class VocabularyHead:
         state: FloatArray,
         targets: IntArray,
         shift: FloatArray,
-        more: Mapping[str, Array] = MappingProxyType({}),
+        extra: Mapping[str, Array] = MappingProxyType({}),
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        """Answers [..., questions, numbers] of a shard, for questions [questions]; but for those that go
-        `into` memory."""
-        given = {
+        """Run a shard on targets; return the outputs [..., targets, elements] that aren't in `into`."""
+        inputs = {
             "hidden_states": at_least_two(state)[None],
             "targets": at_least_two(targets)[None],
             "shift": at_least_two(shift)[None, :, None],
         }
-        given |= {
+        inputs |= {
             name: array if name == "tangent_hidden_states" else at_least_two(array)[None]
-            for name, array in more.items()
+            for name, array in extra.items()
         }
-        found = self._blocks.run(self._blocks.chain.head_start + shard, role, given, into)
-        answered = {name: array for name, array in found.items() if name not in into}
-        answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
-        for array in answered.values():
+        outputs = self._blocks.run(self._blocks.chain.head_start + shard, role, inputs, into)
+        kept = {name: array for name, array in outputs.items() if name not in into}
+        results = {name: array[..., 0, : len(targets), :].copy() for name, array in kept.items()}
+        for array in kept.values():
             self._blocks.release(array)
-        return answers
+        return results
 
     def _slices(self, count: int, rows: int = 1) -> Iterator[slice]:
-        """Questions of a call, fewer at once where each takes several rows of logits."""
+        """Yield slices of targets for one call; fewer targets if each needs several rows of logits."""
         return slices(count, max(FEWEST_TOKENS, self._bounds.states // rows))

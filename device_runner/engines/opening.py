@@ -1,4 +1,4 @@
-"""The engine of a bundle, opened: steps, scores and texts share its blocks."""
+"""Opens the engine of a bundle: training, scoring and generation share its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prge.formats.signatures import BACKWARD, FORWARD
 
 @dataclass(frozen=True)
 class OpenEngine:
-    """An engine, the size of its pool, the name of what runs it, and what a user should know."""
+    """An engine, the size of its thread pool, its backend's name, its blocks, and notes for the user."""
 
     engine: Engine
     threads: int
@@ -30,7 +30,7 @@ class OpenEngine:
     def speaker(
         self, slots: int = 1, context: int | None = None, precision: Precision = "float32"
     ) -> ChainSpeaker:
-        """What writes text with the same blocks; see device_runner.engines.generator.ChainSpeaker."""
+        """Return a generation engine with the same blocks; see device_runner.engines.generator."""
         return ChainSpeaker(self.blocks, slots, context, precision)
 
 
@@ -45,26 +45,26 @@ def open_engine(
     checkpoint_dtype: Precision = "float32",
     trunk: TrunkCache | None = None,
 ) -> OpenEngine:
-    """Open the blocks of a bundle, each tried before it is used.
+    """Open the blocks of a bundle; each is tried in a child process before it is used.
 
     Args:
-        bundle: an opened one.
-        role: of steps: `tangent` where `jvp` is going to be called, `back` for `vjp`.
-        threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
+        bundle: an opened bundle.
+        role: role of training steps: `jvp` if `jvp` will be called, `backward` for `vjp`.
+        threads: size of the engine's thread pool; by default the number of performance cores.
         engine: see device_runner.engines.backend.
-        loaded: bytes of weights that may stay loaded, as many of activation checkpoints in memory, and what
-            is left beside all weights for residuals. See prge.training.costs.Budget.
-        folder: of the file of activation checkpoints that take more.
-        checkpoint_dtype: of activation checkpoints.
-        trunk: keeps what the blocks below the adapter compute.
+        loaded: bytes of weights that may stay loaded, and of activation checkpoints that may lie in memory;
+            what is left next to all weights may hold residuals. See prge.training.costs.Budget.
+        folder: folder of the file for larger activation checkpoints.
+        checkpoint_dtype: dtype of activation checkpoints.
+        trunk: cache of the hidden states that enter the lowest adapted block.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
     """
     backend = choose(engine)
     backend.runtime.prepare()
-    # Before any engine loads: a child that tries a program lacks the threads of a running pool.
-    notes = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
+    # Blocks are tried before any engine runs: a forked child lacks the threads of a running pool.
+    notes = [f"using the torch engine: {backend.reason}"] if backend.reason else []
     bundle.chain.check_role(role)
     blocks = Blocks(bundle, backend, {role}, loaded, notes.append)
     count = backend.runtime.set_threads(threads)
@@ -73,7 +73,7 @@ def open_engine(
         precision=checkpoint_dtype,
         folder=folder,
         checkpoint_bytes=loaded,
-        # Residuals of hidden states that checkpoints round would belong to another forward pass.
+        # Rounded checkpoints force recomputation: residuals would belong to another forward pass.
         residual_bytes=blocks.spare_bytes if role == BACKWARD and checkpoint_dtype == "float32" else None,
         trunk=trunk,
     )

@@ -1,17 +1,17 @@
-"""The backend's packed weights in files: mapped instead of held, and ready at the next start.
+"""Packed weights of the XNNPACK backend in files, mapped instead of held and ready at the next start.
 
-    ~/.cache/prge/packed/<hash>            for one program and one weights file
-    ~/.cache/prge/packed/<hash>.checksum   of its content, which the engine itself doesn't check
-    ~/.cache/prge/packed/<hash>.weights    which weights file had the hash when it was last compared
+    ~/.cache/prge/packed/<hash>            packed weights of one program and one weights file
+    ~/.cache/prge/packed/<hash>.checksum   checksum of its content, which the engine itself doesn't check
+    ~/.cache/prge/packed/<hash>.weights    identity of the weights file whose hash was last compared
 
-The hash is of what the content follows from: program, weights, engine build, processor. So no two blocks
-share a file, and one from another machine is never found. XDG_CACHE_HOME moves the folder.
+The hash covers everything that determines the content: program, weights, engine build, processor. So no two
+blocks share a file, and a file of another machine is never used. XDG_CACHE_HOME moves the folder.
 
-A file is made by a process of its own, which loads every method of the program: what is loaded from a file
-never grows it. It appears when it is whole and its methods gave the answers that they give without it.
+A process of its own makes a file and loads every method of the program: methods that read a file never extend
+it. The file appears when it is complete and its methods return the same outputs as without it.
 
-The engine takes what it doesn't pack, such as a table of embeddings, from the weights file at every start.
-Its hash is compared at the first one, and whenever the system tells of another file or a change since.
+The engine reads constants that it doesn't pack, such as an embedding table, from the weights file at every
+start. The hash of the weights file is compared on first use, and whenever its identity has changed since.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from prge.system.user_cache import PACKED, user_cache
 
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"
-# Making one takes seconds; a process that waits longer goes on without.
+# Making a file takes seconds; a process that waits longer continues without packed weights.
 WAIT_SECONDS = 60.0
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class HashedFile(NamedTuple):
-    """A file of a bundle and the hash that its manifest has for it."""
+    """A file of a bundle and its hash in the manifest."""
 
     path: Path
     sha256: str
@@ -64,11 +64,11 @@ class PackedFiles:
     """The packed files of this device.
 
     Args:
-        tell: called once at most, with the reason why weights stay in memory.
-        folder: where the files lie; by default the user's cache.
+        tell: called at most once, with the reason why weights stay in memory.
+        folder: folder of the files; by default in the user's cache.
 
     Raises:
-        EngineError: the engine's libraries can't be had.
+        EngineError: the engine's libraries are missing.
     """
 
     def __init__(self, tell: Callable[[str], None], folder: Path | None = None) -> None:
@@ -81,37 +81,38 @@ class PackedFiles:
     def open(
         self, program: HashedFile, weights: HashedFile, probes: Mapping[str, Sequence[Array]]
     ) -> WeightsFile:
-        """A weights file for a program, with its packed file where that can be had.
+        """Open a weights file for a program, with its packed file if there can be one.
 
-        A missing one is made, a damaged one is made again, each before the first use in this process. What
-        stands against that is told, and the weights stay in memory.
+        A missing or damaged packed file is made before its first use in this process. If that fails, `tell`
+        gets the reason and the weights stay in memory.
 
         Args:
-            program: methods for a kind of block.
+            program: program with the methods of a block type.
             weights: constants of one block.
-            probes: inputs for methods whose answers must not change.
+            probes: inputs by method, whose outputs must not change.
 
         Raises:
-            BundleError: the weights file is not the one of its hash.
+            BundleError: the weights file doesn't have its hash.
             BundleError, EngineError: the engine refuses the weights file or aborts on it.
         """
         path = self._folder / self._name(program, weights)
         if path not in self._ready:
-            self._ready[path] = self._prepared(path, program, weights, probes)
+            self._ready[path] = self._prepare(path, program, weights, probes)
         if self._ready[path]:
             try:
                 return WeightsFile(weights.path, path)
-            except EngineRefusalError as error:  # gone or locked since
+            except EngineRefusalError as error:  # removed or locked in the meantime
                 self._ready[path] = False
                 self._refuse(f"{path}: {error}")
-        # The engine doesn't verify the tables of a weights file; that of a packed file was opened in a child.
+        # The engine doesn't verify a weights file, so a child opens it first; packing did so for a packed
+        # file.
         check_in_child(weights.path, lambda: WeightsFile(weights.path))
         return WeightsFile(weights.path)
 
-    def _prepared(
+    def _prepare(
         self, path: Path, program: HashedFile, weights: HashedFile, probes: Mapping[str, Sequence[Array]]
     ) -> bool:
-        """Whether the packed file is there and whole, made now unless it is."""
+        """Return whether the packed file is complete, after making it if necessary."""
         compared, identity = path.with_name(path.name + _COMPARED), _identity(weights.path)
         is_whole = _is_whole(path)
         if is_whole and _content(compared) == identity:
@@ -123,9 +124,9 @@ class PackedFiles:
             if not is_whole:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with _locked(self._folder):
-                    if not _is_whole(path):  # while this process waited, another one may have made it
+                    if not _is_whole(path):  # another process may have made it meanwhile
                         _make(path, program.path, weights.path, probes)
-            with contextlib.suppress(PrgeError):  # else the next start compares again
+            with contextlib.suppress(PrgeError):  # then the next start compares again
                 write_file(compared, identity)
             return True
         except OSError as error:
@@ -135,8 +136,8 @@ class PackedFiles:
         return False
 
     def _name(self, program: HashedFile, weights: HashedFile) -> str:
-        facts = f"{program.sha256}\n{weights.sha256}\n{self._machine}"
-        return hashlib.sha256(facts.encode()).hexdigest()[:32]
+        content = f"{program.sha256}\n{weights.sha256}\n{self._machine}"
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
@@ -145,16 +146,17 @@ class PackedFiles:
 
 
 def bytes_in(folder: Path) -> int:
-    """What the files of a folder take on the storage."""
+    """Return the size of a cache folder's files in bytes."""
     return sum(path.stat().st_size for path in files_in(folder))
 
 
 def remove_files(folder: Path) -> int:
-    """Remove what lies in a folder of the cache; gives its bytes. Processes that use a file keep it until
-    they end.
+    """Remove the files of a cache folder and return their size in bytes.
+
+    Processes that use a file keep it until they end.
 
     Raises:
-        RunError: the storage refuses, or another process is making one all the time.
+        RunError: the storage refuses, or another process keeps making files.
     """
     if not folder.is_dir():
         return 0
@@ -169,12 +171,12 @@ def remove_files(folder: Path) -> int:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What lies in a folder of the cache, with checksums; none where there is no folder."""
+    """Return the files of a cache folder with their checksums; none if there is no folder."""
     return [path for path in sorted(folder.glob("*")) if path.name != _LOCK and path.is_file()]
 
 
 def _processor() -> str:
-    """What decides which kernels the engine chooses, and with them the form of packed weights."""
+    """Describe the processor features that select kernels, and so the format of packed weights."""
     names = (
         "model name",
         "flags",
@@ -193,14 +195,14 @@ def _processor() -> str:
 
 def _check_content(file: HashedFile) -> None:
     try:
-        found = file_sha256(file.path)
+        digest = file_sha256(file.path)
     except OSError as error:
         raise BundleError(
             f"{file.path} can't be read: {error.strerror or error}",
             remedy="copy or export the bundle again",
             code="file-unreadable",
         ) from None
-    if found != file.sha256:
+    if digest != file.sha256:
         raise BundleError(
             f"{file.path} is not the file that the manifest describes",
             remedy="copy or export the bundle again",
@@ -209,12 +211,12 @@ def _check_content(file: HashedFile) -> None:
 
 
 def _identity(path: Path) -> bytes:
-    """What the system tells of a file and changes with its content; empty where it can't be read."""
+    """Return file metadata that changes with the content; empty if the file can't be read."""
     try:
-        facts = path.stat()
+        status = path.stat()
     except OSError:
         return b""
-    return f"{facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}\n".encode()
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
 
 
 def _content(path: Path) -> bytes | None:
@@ -225,7 +227,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a packed file has the checksum beside it."""
+    """Return whether a packed file matches its checksum."""
     try:
         return _content(path.with_name(path.name + _CHECKSUM)) == _checksum(path, path.name)
     except OSError:
@@ -233,21 +235,21 @@ def _is_whole(path: Path) -> bool:
 
 
 def _checksum(path: Path, name: str) -> bytes:
-    """Of a file's content under its name, against damage.
+    """Return a checksum of a file's content and name that detects damage.
 
-    Every start reads the whole file for it; this is 8 times as fast as SHA-256.
+    Every start reads the whole file; this checksum is 8 times as fast as SHA-256.
     """
     value, size = zlib.crc32(name.encode()), 0
     with open_regular(path, "rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            value = zlib.crc32(piece, value)
-            size += len(piece)
+        while chunk := stream.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+            size += len(chunk)
     return f"{value:08x} {size}\n".encode()
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time change the files of a folder; its end, of any kind, lets the next one in."""
+    """Let one process at a time change a folder's files; the lock ends with the process."""
     deadline = time.monotonic() + WAIT_SECONDS
     with open_regular(folder / _LOCK, "wb") as stream:
         while True:
@@ -262,13 +264,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequence[Array]]) -> None:
-    """Make a packed file, in the only process that does so now."""
+    """Make a packed file while holding the lock."""
     partial = path.with_name(path.name + ".partial")
     checksum = path.with_name(path.name + _CHECKSUM)
     try:
-        for old in (path, checksum, partial):  # what a killed process left, or damage
+        for old in (path, checksum, partial):  # remains of a killed process, or damaged files
             old.unlink(missing_ok=True)
-        _ask_for_room(partial, weights.stat().st_size)
+        _check_free_space(partial, weights.stat().st_size)
         check_in_child(weights, lambda: _pack(partial, program, weights, probes))
         content = _checksum(partial, path.name)
         os.replace(partial, path)
@@ -279,41 +281,41 @@ def _make(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequenc
             partial.unlink(missing_ok=True)
 
 
-def _ask_for_room(path: Path, weights_bytes: int) -> None:
-    """Fail now if the storage has no room: the engine writes to mapped pages, so a signal would end it."""
+def _check_free_space(path: Path, weights_bytes: int) -> None:
+    """Raise OSError if the storage is full: a write to mapped pages would end the engine with a signal."""
     with open_regular(path, "wb") as stream:
-        # Packing pads rows of weights and begins each weight on a page of its own.
+        # Packing pads rows of weights and starts each weight on its own page.
         os.posix_fallocate(stream.fileno(), 0, weights_bytes * 5 // 4 + (1 << 20))
         os.ftruncate(stream.fileno(), 0)
 
 
 def _pack(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequence[Array]]) -> None:
-    """Write a packed file, in a forked child.
+    """Write a packed file in a forked child.
 
     Raises:
-        EngineRefusalError: the engine can't, or the methods' answers would change.
+        EngineRefusalError: the engine can't pack, or the methods' outputs would change.
     """
     without_threads()
     methods = Program(program)
     arena = Arena(max(map(methods.arena_bytes, methods.methods)))
 
-    def answers(opened: WeightsFile) -> list[bytes]:
+    def outputs_of(opened: WeightsFile) -> list[bytes]:
         return [
-            answer
+            output
             for name, inputs in probes.items()
-            for answer in _answers(methods, name, inputs, opened, arena)
+            for output in _outputs(methods, name, inputs, opened, arena)
         ]
 
-    want = answers(WeightsFile(weights))
+    expected = outputs_of(WeightsFile(weights))
     packing = WeightsFile(weights, path, packing=True)
-    # Together: a method that is alone reads what the one before it wrote, and adds nothing.
+    # All methods stay loaded together: a method loaded alone would only read what the previous one wrote.
     loaded = [methods.load(name, weights=packing, arena=arena) for name in methods.methods]
     del loaded
-    if answers(WeightsFile(weights, path)) != want:
-        raise EngineRefusalError("its answers change when its weights are packed to a file")
+    if outputs_of(WeightsFile(weights, path)) != expected:
+        raise EngineRefusalError("its outputs change when its weights are packed to a file")
 
 
-def _answers(
+def _outputs(
     program: Program, name: str, inputs: Sequence[Array], weights: WeightsFile, arena: Arena
 ) -> list[bytes]:
     outputs = [np.empty(spec.sizes, spec.dtype) for spec in program.signature(name).outputs if spec]

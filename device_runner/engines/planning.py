@@ -1,14 +1,14 @@
-"""How the sequences of a call are laid out for the programs: how long each is, and which of them go together.
+"""The layout of a call's sequences for the programs: padded lengths and groups.
 
-    tokens of a sequence -> padded length      by the sequence and the bundle alone
-    padded lengths       -> turns              as many sequences as an engine holds states of
-    turn                 -> groups of rows     each of one length
+    tokens of a sequence -> padded length      from the sequence and the bundle alone
+    padded lengths       -> micro-batches      sequences whose hidden states fit into memory together
+    micro-batch          -> groups of rows     each of one padded length
 
-A kernel may add up numbers in another order where a tensor has another length, and a layer that rounds what
-it takes to int8 makes a small difference large. So no sequence is padded to the length of another, and its
-outputs are the same bits whatever else is in the call. How many rows go together changes no bit: kernels
-compute each row of a matrix alone, in the same way from two rows on. A single row may have a kernel of its
-own, so programs are given at least two (`at_least_two`).
+A kernel may sum in another order when a tensor has another length, and int8 activations enlarge small
+differences. So no sequence is padded to the length of another one, and its outputs have the same bits
+whatever else is in the call. The number of rows in a group changes no bit: kernels compute each row of a
+matrix alone, in the same way from two rows on. A single row may use a kernel of its own, so programs always
+get at least two rows (`at_least_two`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from prge.engine import STATES_AT_ONCE, Array, IntArray
 from prge.formats.chain import FEWEST_TOKENS, Bounds
 
-# Sequences are padded to multiples of this: for a few tokens more, more of them are of one length.
+# Sequences are padded to multiples of this, so that more of them have the same length.
 _MULTIPLE = 8
 
 
 def padded_length(tokens: int, bounds: Bounds) -> int:
-    """Tokens that a sequence is computed with, from how many its outputs depend on.
+    """Return the padded length of a sequence whose outputs depend on its first `tokens` tokens.
 
-    One that is longer than a call is computed in chunks, which need no padding.
+    A sequence that is longer than a call is computed in chunks, which need no padding.
     """
     if tokens > bounds.chunk:
         return tokens
@@ -35,56 +35,56 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
 
 
 def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
-    """Numbers of the sequences whose states are held at once, shorter ones first; one at least.
+    """Yield the numbers of sequences, one at least, whose hidden states are held at once; shorter ones first.
 
     Args:
         lengths: padded lengths of the sequences, i64 [sequences].
-        passes: copies of the adapter, or one more than there are directions.
+        passes: copies of the adapter, or 1 + the number of directions.
     """
     chosen: list[int] = []
-    states = 0
+    held_states = 0
     for number in np.argsort(lengths, kind="stable").tolist():
-        more = int(lengths[number]) * passes
-        if chosen and states + more > STATES_AT_ONCE:
+        states = int(lengths[number]) * passes
+        if chosen and held_states + states > STATES_AT_ONCE:
             yield np.array(chosen, np.int64)
-            chosen, states = [], 0
+            chosen, held_states = [], 0
         chosen.append(number)
-        states += more
+        held_states += states
     yield np.array(chosen, np.int64)
 
 
 def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Rows that pass a block together: of one length, as many as a call takes.
+    """Yield rows that pass a block together: of one padded length, as many as a call takes.
 
     Args:
         rows: numbers of sequences, i64 [rows].
         lengths: padded lengths of all sequences, i64 [sequences].
-        bounds: of a call.
+        bounds: bounds of a call.
     """
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
-        for some in slices(len(alike), bounds.batch if length <= bounds.chunk else 1):
-            yield alike[some]
+        for row_slice in slices(len(alike), bounds.batch if length <= bounds.chunk else 1):
+            yield alike[row_slice]
 
 
 def single_adapter_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """The same for rows that have one adapter, i64 [copies, batch]: rows take the place of copies, too."""
+    """Yield the same for rows with one adapter, i64 [copies, batch]: rows also fill the axis of copies."""
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
         batch = bounds.batch if length <= bounds.chunk else 1
         whole = len(alike) // batch * batch
         for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
-            for some in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
-                yield part[some]
+            for copy_slice in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
+                yield part[copy_slice]
 
 
 def copies_together(length: int, bounds: Bounds) -> int:
-    """How many copies of rows of a padded length pass a block together, at most."""
+    """Return the largest number of copies of rows of a padded length that pass a block together."""
     return bounds.copies if length <= bounds.chunk else 1
 
 
 def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:
-    """`start` to `stop` in as few parts of at most `most` as there can be, of about one size."""
+    """Split `start` to `stop` into as few slices of at most `most` elements as possible, of similar sizes."""
     count = stop - start
     parts = -(-count // most)
     for part in range(parts):
@@ -92,7 +92,7 @@ def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:
 
 
 def at_least_two(rows: Array, axis: int = 0) -> Array:
-    """Contiguous rows of a matrix, as many as a program takes: a single one is repeated."""
+    """Return contiguous rows of a matrix with at least two rows: a single row is repeated."""
     if rows.shape[axis] < FEWEST_TOKENS:
         rows = np.repeat(rows, FEWEST_TOKENS, axis)
     return np.ascontiguousarray(rows)

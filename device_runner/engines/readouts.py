@@ -1,4 +1,4 @@
-"""Outputs of a call from states behind the blocks, and the states' gradient from that of the outputs."""
+"""Readouts: outputs of a call from hidden states after the blocks, and gradients of these states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GradOfOutputs = Callable[[FloatArray], FloatArray]
 
 
 class Readout(ABC):
-    """Reads the states of parts.
+    """Computes outputs from the hidden states of a call's parts.
 
     Args:
-        blocks: of the bundle.
-        sequences: of the call.
+        blocks: blocks of the bundle.
+        sequences: sequences of the call.
 
-    `lengths` are the tokens that each sequence is computed with, i64 [sequences].
+    `lengths` are the padded lengths of the sequences, i64 [sequences].
     """
 
     def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
@@ -44,7 +44,7 @@ class Readout(ABC):
 
     @abstractmethod
     def empty(self, *lead: int) -> FloatArray:
-        """Outputs of the call to be filled in, f32 [*lead, ...]."""
+        """Allocate the outputs of the call, f32 [*lead, ...]."""
 
     @abstractmethod
     def forward(self, parts: Sequence[Batch], outputs: FloatArray) -> None:
@@ -52,17 +52,17 @@ class Readout(ABC):
 
     @abstractmethod
     def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
-        """Write the outputs [...] of parts of one copy, and their derivatives [queries, ...]."""
+        """Write the outputs [...] of parts with one copy, and their derivatives [queries, ...]."""
 
     @abstractmethod
     def vjp(
         self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
-        """The outputs [...] of all parts, and the gradient of each part's states [batch, length, width]."""
+        """Return the outputs [...] of all parts, and gradients of their states [batch, length, width]."""
 
 
 class LogProbabilities(Readout):
-    """A decoder's: log-probabilities of targets, [..., targets]."""
+    """Readout of decoders: log-probabilities of targets, [..., targets]."""
 
     def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
         super().__init__(blocks, sequences)
@@ -82,54 +82,57 @@ class LogProbabilities(Readout):
 
     def forward(self, parts: Sequence[Batch], outputs: FloatArray) -> None:
         """See Readout."""
-        copies, asked = self._asked(parts)
-        states = self._picked(parts, "hidden_states")
-        if len(asked):
-            outputs[copies, asked] = self._head.read(states, self._tokens[asked]).logprobs
+        copies, numbers = self._target_numbers(parts)
+        states = self._take_target_states(parts, "hidden_states")
+        if len(numbers):
+            outputs[copies, numbers] = self._head.read(states, self._tokens[numbers]).logprobs
 
     def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
-        _, asked = self._asked(parts)
-        states, tangents = self._picked(parts, "hidden_states"), self._picked(parts, "tangent_hidden_states")
-        if len(asked):
-            reading = self._head.read(states, self._tokens[asked], tangents)
-            outputs[asked], derivatives[:, asked] = reading.logprobs, reading.tangents
+        _, numbers = self._target_numbers(parts)
+        states, tangents = (
+            self._take_target_states(parts, "hidden_states"),
+            self._take_target_states(parts, "tangent_hidden_states"),
+        )
+        if len(numbers):
+            log_probs = self._head.read(states, self._tokens[numbers], tangents)
+            outputs[numbers], derivatives[:, numbers] = log_probs.logprobs, log_probs.tangents
 
     def vjp(
         self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
-        _, asked = self._asked(parts)
-        states, outputs = self._picked(parts, "hidden_states"), self.empty()
-        reading = self._head.read(states, self._tokens[asked], store=store)
-        outputs[asked] = reading.logprobs
-        picked = self._head.backward(states, reading, grad_fn(outputs)[asked], store)
-        found, start = [], 0
+        _, numbers = self._target_numbers(parts)
+        states, outputs = self._take_target_states(parts, "hidden_states"), self.empty()
+        log_probs = self._head.read(states, self._tokens[numbers], store=store)
+        outputs[numbers] = log_probs.logprobs
+        target_grads = self._head.backward(states, log_probs, grad_fn(outputs)[numbers], store)
+        state_grads, start = [], 0
         for part in parts:
-            grads = np.zeros((part.rows.size, part.length, picked.shape[-1]), np.float32)
+            grads = np.zeros((part.rows.size, part.length, target_grads.shape[-1]), np.float32)
             for row, number in enumerate(part.rows.ravel().tolist()):
                 positions = self._positions[self._ends[number] : self._ends[number + 1]]
-                np.add.at(grads[row], positions, picked[start : start + len(positions)])
+                np.add.at(grads[row], positions, target_grads[start : start + len(positions)])
                 start += len(positions)
-            found.append(grads)
-        return outputs, found
+            state_grads.append(grads)
+        return outputs, state_grads
 
-    def _asked(self, parts: Sequence[Batch]) -> tuple[IntArray, IntArray]:
-        """Copies and numbers of the targets of all rows of parts, one part after the other."""
-        copies, asked = [], []
+    def _target_numbers(self, parts: Sequence[Batch]) -> tuple[IntArray, IntArray]:
+        """Return copies and numbers of the targets of all rows of parts, one part after the other."""
+        copies, numbers = [], []
         for part in parts:
-            for (place, _), number in np.ndenumerate(part.rows):
-                of_row = np.arange(self._ends[number], self._ends[number + 1])
-                asked.append(of_row)
-                copies.append(np.full(len(of_row), part.copy[place]))
-        return np.concatenate(copies), np.concatenate(asked)
+            for (copy, _), number in np.ndenumerate(part.rows):
+                row_numbers = np.arange(self._ends[number], self._ends[number + 1])
+                numbers.append(row_numbers)
+                copies.append(np.full(len(row_numbers), part.copy[copy]))
+        return np.concatenate(copies), np.concatenate(numbers)
 
-    def _picked(self, parts: Sequence[Batch], name: str) -> FloatArray:
-        """States at the targets of all rows of parts, [..., targets, width]; the parts lose theirs."""
+    def _take_target_states(self, parts: Sequence[Batch], name: str) -> FloatArray:
+        """Take the hidden states at the targets of all rows out of parts, [..., targets, width]."""
         picked = []
         for part in parts:
             values = part.values.pop(name)
-            # Rows are the axes before tokens and width; what is before them are queries.
+            # Tangents have an axis of queries before the rows.
             lead = values.shape[: 1 if name == "tangent_hidden_states" else 0]
             rows = values.reshape(*lead, part.rows.size, *values.shape[-2:])
             for row, number in enumerate(part.rows.ravel().tolist()):
@@ -140,13 +143,13 @@ class LogProbabilities(Readout):
 
 
 class PooledStates(Readout):
-    """An encoder's: one vector for each sequence, [..., sequences, width]."""
+    """Readout of encoders: one vector per sequence, [..., sequences, width]."""
 
     def _tokens_read(self, sequence: TokenSequence) -> int:
         return len(sequence.tokens)
 
     def masks(self, rows: IntArray, length: int) -> Arrays:
-        """What attention adds to the scores of keys, f32 [copies, batch, 1, 1, length]: 0 for a token."""
+        """Return the mask added to attention scores, f32 [copies, batch, 1, 1, length]: 0 for tokens."""
         counts = [len(self._sequences[number].tokens) for number in rows.ravel().tolist()]
         ends = np.array(counts).reshape(*rows.shape, 1, 1, 1)
         return {"padding_mask": np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))}
@@ -160,9 +163,9 @@ class PooledStates(Readout):
         """See Readout."""
         for part in parts:
             states = part.values.pop("hidden_states")
-            for (place, column), number in np.ndenumerate(part.rows):
-                pooled = self._pooled(states[place, column], number)
-                outputs[part.copy[place], number] = pooled
+            for (copy, column), number in np.ndenumerate(part.rows):
+                pooled = self._pooled(states[copy, column], number)
+                outputs[part.copy[copy], number] = pooled
             self._blocks.release(states)
 
     def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
@@ -182,28 +185,28 @@ class PooledStates(Readout):
         outputs = self.empty()
         self.forward(parts, outputs[None])
         grads = grad_fn(outputs)
-        found = []
+        state_grads = []
         for part in parts:
             numbers = part.rows.ravel().tolist()
-            of_rows = [self._share(number, part.length) * grads[number] for number in numbers]
-            found.append(np.stack(of_rows))
-        return outputs, found
+            row_grads = [self._share(number, part.length) * grads[number] for number in numbers]
+            state_grads.append(np.stack(row_grads))
+        return outputs, state_grads
 
     def _pooled(self, states: FloatArray, number: int) -> FloatArray:
-        """Of states [..., length, width] of a sequence, [..., width]."""
+        """Pool the hidden states [..., length, width] of a sequence to [..., width]."""
         if self._blocks.chain.pooling != "mean":
             return states[..., 0, :]
         mask = self._mask(number, states.shape[-2])
-        # Added up token by token: a matrix product may add in another order for another shape.
+        # A sum over tokens keeps its order; a matrix product may change it with the shape.
         total: FloatArray = (mask * states).sum(-2) / mask.sum()
         return total
 
     def _mask(self, number: int, length: int) -> FloatArray:
-        """1 for a token of a sequence and 0 for padding, f32 [length, 1]."""
+        """Return 1 for tokens of a sequence and 0 for padding, f32 [length, 1]."""
         return (np.arange(length) < len(self._sequences[number].tokens)).astype(np.float32)[:, None]
 
     def _share(self, number: int, length: int) -> FloatArray:
-        """How much of each state a sequence's vector has, f32 [length, 1]."""
+        """Return the weight of each hidden state in a sequence's vector, f32 [length, 1]."""
         if self._blocks.chain.pooling == "mean":
             mask = self._mask(number, length)
             share: FloatArray = mask / mask.sum()

@@ -1,8 +1,9 @@
-"""The shapes of what a chain's methods take and answer, by the specs of its manifest.
+"""Shapes of the inputs and outputs of a chain's methods, from the specs in its manifest.
 
-A program is compared with the manifest's specs once, when a bundle opens, and so are the specs of every
-block with what the manifest says of it: modules, tables and bounds fix all sizes but the widths of states,
-heads, shared, saved and carried values, which its neighbours must have too. After that specs are trusted.
+When a bundle opens, its programs are compared with the manifest's specs, and the specs of each block with the
+manifest's modules, tables and bounds. These fix all sizes except the widths of hidden states, heads, shared
+values, residuals and recurrent states, which must agree between neighbouring blocks. Later code trusts the
+specs.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from prge.formats.signatures import (
 from prge.model_spec import LARGEST_SIZE
 from prge.numerics.expert_routing import Routing
 
-# Sizes that a method is tried with before it is used.
+# Sizes of the trial run of a method.
 PROBE_SIZES = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, chunk=4)
 
 
 def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:
-    """What a program has otherwise than the manifest says.
+    """Yield the differences between a program and the manifest.
 
     Args:
-        described: in a manifest.
-        program: opened by one of the engines, which reads the program's own metadata.
+        described: the program's entry in the manifest.
+        program: program opened by one of the engines, with the program's own metadata.
     """
     for role, method in described.methods.items():
         name = described.method_name(role)
@@ -57,7 +58,7 @@ def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:
             ("output", method.outputs, method.output_specs, signature.outputs),
         ):
             if len(names) != len(tensors):
-                yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
+                yield f"{role} has {len(tensors)} {what}s, the manifest has {len(names)}"
                 continue
             for name, spec, tensor in zip(names, specs or tensors, tensors, strict=True):
                 if tensor is None or spec != tensor:
@@ -65,11 +66,11 @@ def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:
 
 
 def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
-    """The chain with specs of all methods: bundles of older versions have those of their programs.
+    """Return the chain with specs of all methods: bundles of older versions take them from their programs.
 
     Args:
-        chain: of a manifest.
-        programs: opened, without `program_problems`.
+        chain: chain of a manifest.
+        programs: opened programs without `program_problems`.
     """
     methods = (method for program in chain.programs for method in program.methods.values())
     if all(method.has_specs for method in methods):
@@ -94,19 +95,19 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
 
 
 class MethodShapes:
-    """The shapes of a chain's inputs and outputs.
+    """The shapes of the inputs and outputs of a chain's methods.
 
     Args:
-        chain: with specs.
-        tables: of its bundle.
+        chain: chain with specs.
+        tables: tables of its bundle.
 
     Attributes:
-        widths: of the states that enter and leave every block; 0 where none does.
-        heads: of the keys and values of every block.
-        residuals: widths of every block's residuals, by name.
-        recurrent_states: height and width of what every block carries from call to call, by name.
+        widths: widths of the hidden states that enter and leave each block; 0 if there are none.
+        heads: heads of each block's keys and values.
+        residuals: widths of each block's residuals, by name.
+        recurrent_states: height and width of each block's recurrent states, by name.
         shared: widths of all shared values.
-        routings: how states lie around the experts of each layer, by the number of the first.
+        routings: layout of hidden states around each layer's experts, by the number of the first expert.
     """
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
@@ -133,7 +134,7 @@ class MethodShapes:
         ]
 
     def of(self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False) -> TensorSpec:
-        """The spec of one input or output of a block's method, in a call of some sizes."""
+        """Return the spec of an input or output of a block's method in a call of the given sizes."""
         chain, block, heads = self._chain, self._chain.blocks[number], self.heads[number]
         if name.startswith(TABLE):
             length = 1 if role == DECODE else sizes.tokens
@@ -142,7 +143,7 @@ class MethodShapes:
             return TensorSpec(dtype, (*rows, *shape[1:]))
         mask = chain.causal_table(number)
         entering, leaving = self.widths[number]
-        numbers = {
+        axis_sizes = {
             **asdict(sizes),
             "past": 1 + sizes.context,
             "entering": entering,
@@ -153,26 +154,26 @@ class MethodShapes:
             "members": mask.members if mask else 0,
         }
         if chain.is_head(number):
-            numbers["words"] = chain.shard_size
+            axis_sizes["words"] = chain.shard_size
         if name in self.residuals[number]:
-            numbers["residual"] = self.residuals[number][name]
+            axis_sizes["residual"] = self.residuals[number][name]
         elif RECURRENT_STATE in name:
             shape = self.recurrent_states[number].get(name[name.index(RECURRENT_STATE) :], (0, 0))
-            numbers |= {"high": shape[0], "wide": shape[1]}
+            axis_sizes |= {"high": shape[0], "wide": shape[1]}
         elif SHARED_IN in name:
-            numbers["shared_in"] = self.shared[block.shared_in[_index(name)]]
+            axis_sizes["shared_in"] = self.shared[block.shared_in[_index(name)]]
         elif SHARED_OUT in name:
-            numbers["shared_out"] = self.shared[chain.shared_out(number)[_index(name)]]
+            axis_sizes["shared_out"] = self.shared[chain.shared_out(number)[_index(name)]]
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
-            numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
+            axis_sizes |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
         port = chain.signature(number, role).port(name, is_output)
-        return TensorSpec(port.dtype, port.shape(numbers))
+        return TensorSpec(port.dtype, port.shape(axis_sizes))
 
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Heads of keys of an attention, and widths of a key and a value."""
+    """Number of key heads of an attention, and widths of a key and a value."""
 
     count: int
     key_width: int
@@ -180,12 +181,12 @@ class AttentionHeads:
 
 
 def _method(chain: Chain, block: BlockSpec, role: str) -> Interface:
-    """A block's method, or one of nothing."""
+    """Return a block's method, or an empty one if the program lacks the role."""
     return chain.programs[block.program].methods.get(role, Interface((), ()))
 
 
-def _of_texts(chain: Chain, block: BlockSpec) -> Interface:
-    """A block's method that goes on with sequences, or one of nothing."""
+def _generation_method(chain: Chain, block: BlockSpec) -> Interface:
+    """Return a block's method for generation, or an empty one."""
     methods = chain.programs[block.program].methods
     return _method(chain, block, DECODE if DECODE in methods else PREFILL)
 
@@ -199,8 +200,8 @@ def _widths(method: Interface) -> tuple[int, int]:
 
 
 def _heads(chain: Chain, block: BlockSpec) -> AttentionHeads:
-    """The heads of a block's attention; none where it has no role for texts."""
-    method = _of_texts(chain, block)
+    """Return the heads of a block's attention; none if its program has no generation role."""
+    method = _generation_method(chain, block)
     sequences = chain.bounds.sequences if DECODE in chain.programs[block.program].methods else 1
     keys, values = method.sizes(PAST_KEYS), method.sizes(PAST_VALUES)
     fits = len(keys) == len(values) == 3
@@ -208,50 +209,52 @@ def _heads(chain: Chain, block: BlockSpec) -> AttentionHeads:
 
 
 def _recurrent_states(chain: Chain, number: int) -> dict[str, tuple[int, int]]:
-    """Height and width of what a block carries from call to call, by name."""
-    method = _of_texts(chain, chain.blocks[number])
+    """Return height and width of a block's recurrent states, by name."""
+    method = _generation_method(chain, chain.blocks[number])
     both = {name: method.sizes(name) for name in chain.recurrent_states(number)}
     return {name: (sizes[1], sizes[2]) if len(sizes) == 3 else (0, 0) for name, sizes in both.items()}
 
 
 def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, Routing]:
-    """How states lie around the experts of each layer, by the number of the first."""
-    turns = (turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start))
+    """Return the layout of hidden states around each layer's experts, by the number of the first expert."""
+    groups = (group for group in chain.block_groups(range(chain.head_start)) if chain.is_expert(group.start))
     return {
-        turn.start: Routing(widths[turn.start - 1][1], widths[turn.stop][0], *widths[turn.start], len(turn))
-        for turn in turns
+        group.start: Routing(
+            widths[group.start - 1][1], widths[group.stop][0], *widths[group.start], len(group)
+        )
+        for group in groups
     }
 
 
 def block_problems(chain: Chain, shapes: MethodShapes, number: int) -> Iterator[str]:
-    """What the specs of a block have otherwise than the manifest says of the block and of those around it."""
+    """Yield the contradictions between a block's specs, the manifest, and the neighbouring blocks."""
     widths, block = shapes.widths, chain.blocks[number]
-    before = min(number, chain.head_start) - 1
+    previous = min(number, chain.head_start) - 1
     if routing := shapes.routings.get(number):
         if not routing.is_consistent:
-            yield f"experts from {widths[number]} don't fit states from {routing.entering, routing.leaving}"
+            yield f"experts of {widths[number]} don't fit states of {routing.entering, routing.leaving}"
     elif chain.is_expert(number):
-        if widths[number] != widths[before]:
-            yield f"an expert is from {widths[number]}, the one before from {widths[before]}"
-    elif number and not chain.is_expert(before) and widths[number][0] != widths[before][1]:
-        yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
+        if widths[number] != widths[previous]:
+            yield f"an expert has the widths {widths[number]}, the previous one {widths[previous]}"
+    elif number and not chain.is_expert(previous) and widths[number][0] != widths[previous][1]:
+        yield f"it takes states of width {widths[number][0]}, the previous block outputs {widths[previous][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
-        yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
+        yield f"it outputs states of width {widths[number][1]}, the manifest says {chain.width}"
     heads = shapes.heads[number]
-    for place, width in zip(block.past, (heads.key_width, heads.value_width), strict=False):
-        if heads.count * width not in (0, shapes.shared[block.shared_in[place]]):
-            yield f"it takes keys or values of the width {shapes.shared[block.shared_in[place]]} for {heads}"
+    for index, width in zip(block.past, (heads.key_width, heads.value_width), strict=False):
+        if heads.count * width not in (0, shapes.shared[block.shared_in[index]]):
+            yield f"it takes keys or values of width {shapes.shared[block.shared_in[index]]} for {heads}"
     if any(
         not 1 <= width <= LARGEST_SIZE
         for width in (shapes.shared[value] for value in chain.shared_out(number))
     ):
-        yield f"it gives values of the widths {[shapes.shared[value] for value in chain.shared_out(number)]}"
+        yield f"its shared values have {[shapes.shared[value] for value in chain.shared_out(number)]}"
     if any(not 1 <= width <= LARGEST_SIZE for width in shapes.residuals[number].values()):
-        yield f"it saves values of the widths {sorted(shapes.residuals[number].values())}"
+        yield f"its residuals have the widths {sorted(shapes.residuals[number].values())}"
     if any(
         not 1 <= size <= LARGEST_SIZE for shape in shapes.recurrent_states[number].values() for size in shape
     ):
-        yield f"it carries things of the shapes {sorted(shapes.recurrent_states[number].values())}"
+        yield f"its recurrent states have shapes {sorted(shapes.recurrent_states[number].values())}"
     for role, method in chain.programs[block.program].methods.items():
         for what, names, specs in (
             ("input", method.inputs, method.input_specs),

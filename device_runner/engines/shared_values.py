@@ -1,7 +1,7 @@
-"""Values that one block makes and several others read, of rows that pass the blocks together.
+"""Values that one block computes and several other blocks read, for rows that pass the blocks together.
 
-forward    the block that makes a value gives it, those that read it take it
-back       each of these says what it takes has for a slope; the block that made it gets their sum
+forward    the block that computes a value outputs it; its consumers take it as an input
+backward   consumers return gradients of their inputs; the producer receives their sum
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _TANGENT, _GRAD = "tangent_", "grad_"
 
 @dataclass
 class SharedValues:
-    """The values by their numbers in the chain, in the shape of the state; tangents have queries in front."""
+    """Shared values by their numbers in the chain, in the shape of the hidden states.
+
+    Attributes:
+        chain: the chain.
+        values: the values.
+        tangents: tangents of the values, with a leading axis of queries.
+        gradients: sums of the consumers' gradients.
+    """
 
     chain: Chain
     values: dict[int, FloatArray] = field(default_factory=dict)
@@ -28,54 +35,54 @@ class SharedValues:
     gradients: dict[int, FloatArray] = field(default_factory=dict)
 
     def inputs(self, number: int) -> Arrays:
-        """What a block may be given of them, by its programs' names."""
-        found: Arrays = {}
-        for place, value in enumerate(self.chain.blocks[number].shared_in):
-            found[f"{SHARED_IN}{place}"] = self.values[value]
+        """Return a block's shared inputs and the gradients of its shared outputs, by its programs' names."""
+        inputs: Arrays = {}
+        for index, value in enumerate(self.chain.blocks[number].shared_in):
+            inputs[f"{SHARED_IN}{index}"] = self.values[value]
             if value in self.tangents:
-                found[f"{_TANGENT}{SHARED_IN}{place}"] = self.tangents[value]
-        for place, value in enumerate(self.chain.shared_out(number)):
+                inputs[f"{_TANGENT}{SHARED_IN}{index}"] = self.tangents[value]
+        for index, value in enumerate(self.chain.shared_out(number)):
             if value in self.gradients:
-                found[f"{_GRAD}{SHARED_OUT}{place}"] = self.gradients[value]
-        return found
+                inputs[f"{_GRAD}{SHARED_OUT}{index}"] = self.gradients[value]
+        return inputs
 
-    def take(self, number: int, found: Arrays) -> None:
-        """Take what a block answered of them out of its answers."""
-        for place, value in enumerate(self.chain.shared_out(number)):
-            for name, kept in (
-                (f"{SHARED_OUT}{place}", self.values),
-                (f"{_TANGENT}{SHARED_OUT}{place}", self.tangents),
+    def take(self, number: int, outputs: Arrays) -> None:
+        """Take a block's shared values, tangents and gradients out of its outputs."""
+        for index, value in enumerate(self.chain.shared_out(number)):
+            for name, store in (
+                (f"{SHARED_OUT}{index}", self.values),
+                (f"{_TANGENT}{SHARED_OUT}{index}", self.tangents),
             ):
-                if name in found:
-                    kept[value] = found.pop(name)
-        for place, value in enumerate(self.chain.blocks[number].shared_in):
-            slope = found.pop(f"{_GRAD}{SHARED_IN}{place}", None)
-            if slope is not None:
+                if name in outputs:
+                    store[value] = outputs.pop(name)
+        for index, value in enumerate(self.chain.blocks[number].shared_in):
+            gradient = outputs.pop(f"{_GRAD}{SHARED_IN}{index}", None)
+            if gradient is not None:
                 self.gradients[value] = (
-                    self.gradients[value] + slope if value in self.gradients else slope.copy()
+                    self.gradients[value] + gradient if value in self.gradients else gradient.copy()
                 )
 
     def release_unused(self, number: int, release: Callable[[Array], object]) -> None:
-        """Let go of what no block behind this one reads, on a way that isn't gone back."""
+        """Release values that no later block reads, in a call without a backward pass."""
         if self.values:
             needed = {*self.chain.shared_inputs_from(number + 1)}
-            for kept in (self.values, self.tangents):
-                for value in kept.keys() - needed:
-                    release(kept.pop(value))
+            for store in (self.values, self.tangents):
+                for value in store.keys() - needed:
+                    release(store.pop(value))
 
     def of_one_copy(self) -> SharedValues:
-        """The same without the axis of copies."""
+        """Return the same values without the axis of copies."""
         return SharedValues(self.chain, {value: array[0] for value, array in self.values.items()})
 
 
-def concatenated(state: FloatArray, more: Sequence[FloatArray]) -> FloatArray:
-    """A state and shared values in one array, [..., width]."""
-    return np.concatenate([state, *more], -1) if more else state
+def concatenated(state: FloatArray, shared_values: Sequence[FloatArray]) -> FloatArray:
+    """Concatenate hidden states and shared values to one array, [..., width]."""
+    return np.concatenate([state, *shared_values], -1) if shared_values else state
 
 
-def split(whole: FloatArray, widths: Sequence[int]) -> list[FloatArray]:
-    """What `beside` was given, by the widths of the values; each in memory of its own."""
+def split(combined: FloatArray, widths: Sequence[int]) -> list[FloatArray]:
+    """Split the result of `concatenated` by the widths of the shared values, into contiguous arrays."""
     if not widths:
-        return [whole]
-    ends = np.cumsum([whole.shape[-1] - sum(widths), *widths])[:-1]
-    return [np.ascontiguousarray(part) for part in np.split(whole, ends, -1)]
+        return [combined]
+    ends = np.cumsum([combined.shape[-1] - sum(widths), *widths])[:-1]
+    return [np.ascontiguousarray(part) for part in np.split(combined, ends, -1)]

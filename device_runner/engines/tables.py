@@ -1,4 +1,4 @@
-"""The tables that a chain's blocks are given: masks, rotations and positions for the length of a call."""
+"""The tables that blocks take as inputs: masks, rotations and positions for the length of a call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from prge.formats.chain import MASKED, STORED_TABLES, Chain
 from prge.formats.relations import RELATIONS, relation, relation_shape
 from prge.formats.signatures import PREFILL
 
-# Tables of one length, of which masks of long rows take megabytes.
+# Number of cached tables of one length; masks of long rows take megabytes.
 _KEPT = 8
-# Of numbers by distance.
+# dtypes of tables of values by distance.
 _DTYPES = {"F32": "float32", "I64": "int64"}
 _REMEDY = "export the bundle again"
 
 
 class Tables:
-    """Tables of an opened bundle's chain, by their number.
+    """Tables of an opened bundle's chain, by number.
 
     Raises:
         BundleError: the tables file lacks rows that the chain needs.
@@ -34,10 +34,10 @@ class Tables:
         self._stored: dict[int, Any] = {}
         path = bundle.file(TABLES)
         listed = [number for number, table in enumerate(chain.tables) if table.type in STORED_TABLES]
-        writes = PREFILL in chain.roles
-        longest = max(chain.bounds.tokens, chain.bounds.context if writes else 0)
+        can_generate = PREFILL in chain.roles
+        longest = max(chain.bounds.tokens, chain.bounds.context if can_generate else 0)
         try:
-            # Rows are read when they are asked for: a model's longest text has many.
+            # Rows are read on demand: a model's longest sequence has many.
             stored: Any = safe_open(path, "numpy") if listed else None
             names = stored.keys() if listed else []
             for number in listed:
@@ -67,7 +67,7 @@ class Tables:
         self.of = lru_cache(maxsize=_KEPT)(self._of)
 
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
-        """dtype and shape of the table of that number, which isn't made for that."""
+        """Return dtype and shape of a table without computing it."""
         table = self._tables[number]
         if table.type == "rotary":
             return "float32", (1, length, self._stored[number].get_shape()[1])
@@ -81,20 +81,22 @@ class Tables:
         return "int64", (1, length)
 
     def _of(self, number: int, length: int, start: int = 0) -> Array:
-        """The table of that number for rows of `length` tokens, of which `start` others come before."""
+        """Return a table for rows of `length` tokens that follow `start` other tokens."""
         table = self._tables[number]
         if table.type == "rotary":
             return np.ascontiguousarray(self._stored[number][start : start + length])[None]
         if table.type == "relative":
-            values, place = np.asarray(self._stored[number][:]), np.arange(length)
-            return np.repeat(values[place[:, None] - place + len(values) // 2][None], table.members, 0)
+            values, positions = np.asarray(self._stored[number][:]), np.arange(length)
+            return np.repeat(
+                values[positions[:, None] - positions + len(values) // 2][None], table.members, 0
+            )
         if table.type == "positions":
             first = table.first + start
             return np.arange(first, first + length).reshape(1, length)
         if table.type == "zeros":
             return np.zeros((1, length), np.int64)
         if table.type in RELATIONS:
-            # What a piece's tokens are to each other is the same wherever it begins.
+            # The relation between tokens of one chunk is the same wherever the chunk starts.
             return relation(table.type, length, table.first, table.window)
         mask = np.triu(np.full((length, length), MASKED, np.float32), 1)
         if table.window is not None and table.window < length:

@@ -1,8 +1,8 @@
-"""The stock runtime's Python module behind the same objects as `device_runner.engines.native.runtime`.
+"""The stock runtime's Python module, with the same classes as `device_runner.engines.native.runtime`.
 
-It is the raw extension module: `executorch.runtime` would import the exporter, which costs seconds and
-140 MB. torch is imported only because that extension takes its tensors. It holds packed weights in memory,
-plans memory for each method alone, and copies what goes in and out.
+It is the raw extension module: `executorch.runtime` would import the exporter, which costs seconds and 140
+MB. torch is imported only because the extension takes its tensors. This engine holds packed weights in
+memory, plans memory for each method alone, and copies inputs and outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 
 
 class Program:
-    """A mapped program file whose tables were verified."""
+    """A mapped and verified program file."""
 
     def __init__(self, path: Path) -> None:
         module = runtime()
@@ -34,12 +34,12 @@ class Program:
 
     @property
     def methods(self) -> list[str]:
-        """Their names."""
+        """Names of the program's methods."""
         program = self._program
         return [program.get_method_name(index) for index in range(program.num_methods())]
 
     def signature(self, method: str) -> MethodMeta:
-        """Inputs and outputs of a method; sizes that differ from call to call are the largest."""
+        """Return the specs of a method's inputs and outputs; dynamic sizes have their largest values."""
         meta = self._program.method_meta(method)
 
         def tensor(info: Any, index: int) -> TensorSpec | None:
@@ -54,11 +54,11 @@ class Program:
         )
 
     def load(self, method: str, weights: WeightsFile, arena: None = None) -> Method:
-        """A method, which keeps what it uses; weights and memory are its own.
+        """Load a method, which keeps what it uses and has its own weights and memory.
 
-        What the runtime refuses of the weights shows in the first `run`.
+        Errors of the weights only appear in the first `run`.
         """
-        # One for each method: what no method uses any more is freed.
+        # One module per method, so that memory of unused methods is freed.
         module = runtime()._load_for_executorch(str(self._path), str(weights.path))
         return Method(partial(module.run_method, method))
 
@@ -71,18 +71,18 @@ class WeightsFile:
         self.packed = None
 
     def release_pages(self) -> bool:
-        """Whether methods can stay without their weights: never."""
+        """Return whether methods can stay without their weights, which this engine never supports."""
         return False
 
 
 class Method:
-    """A loaded method; `Program.load` makes it. What it needs of its program, the runtime keeps."""
+    """A loaded method; see `Program.load`. The runtime keeps the program alive."""
 
     def __init__(self, function: Callable[[Sequence[Any]], Any]) -> None:
         self._function = function
 
     def call(self, tensors: Sequence[Any]) -> list[Any]:
-        """Fresh torch tensors for torch tensors."""
+        """Run the method on torch tensors and return new torch tensors."""
         log = io.StringIO()
         try:
             with contextlib.redirect_stderr(log):
@@ -93,12 +93,12 @@ class Method:
     def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
         """See device_runner.engines.native.runtime.Method.run.
 
-        The arrays are what the method takes: the runtime compares no more than their numbers of elements.
+        The arrays must fit the method: the runtime compares only their numbers of elements.
         """
-        answers = [tensor.numpy() for tensor in self.call([tensor_of(array) for array in inputs])]
-        for output, answer in zip(outputs, answers, strict=True):
-            output.reshape(-1)[: answer.size] = answer.reshape(-1)
-        return [answer.shape for answer in answers]
+        results = [tensor.numpy() for tensor in self.call([tensor_of(array) for array in inputs])]
+        for output, result in zip(outputs, results, strict=True):
+            output.reshape(-1)[: result.size] = result.reshape(-1)
+        return [result.shape for result in results]
 
 
 def bind_calls(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]]) -> Callable[[], None]:
@@ -112,15 +112,15 @@ def bind_calls(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]])
 
 
 def prepare() -> None:
-    """Load the runtime, unless it is; raises EngineError where it can't be had."""
+    """Load the runtime unless it is loaded; raises EngineError if it is missing."""
     runtime()
 
 
 def set_threads(threads: int | None) -> int:
-    """Set the size of the process's thread pool, unless it is None, and return it.
+    """Set the size of the process's thread pool unless it is None, and return the size.
 
     Raises:
-        EngineError: the runtime can't be had, or engines in use hold a pool of another size.
+        EngineError: the runtime is missing, or engines in use hold a pool of another size.
     """
     module = runtime()
     with captured_stderr():
@@ -132,13 +132,13 @@ def set_threads(threads: int | None) -> int:
 
 
 def tensor_of(array: Array) -> Any:
-    """An array's memory as a torch tensor; of a read-only array a copy, for torch warns of those."""
+    """Return a torch tensor of an array's memory, or of a copy if the array is read-only."""
     return _torch().from_numpy(array if array.flags.writeable else array.copy())
 
 
 @lru_cache(maxsize=1)
 def runtime() -> Any:
-    """The runtime's extension module; torch comes first because it loads the libraries that it links to."""
+    """Return the runtime's extension module; importing torch first loads the libraries that it links to."""
     _torch()
     problems = []
     for name in ("_C", "_portable_lib"):  # executorch 1.5, executorch 1.4

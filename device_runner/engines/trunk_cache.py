@@ -1,10 +1,10 @@
-"""What the blocks below the adapter made of rows, kept in a folder: bounded, checksummed, whole or absent.
+"""A cache of hidden states that enter the lowest adapted block: bounded, checksummed files in a folder.
 
-A file is one row: its key is the hash of everything that its content follows from, and its name. It holds
-a digest and the values, float32 or float16. A file that isn't what it should be is removed and made again.
+Each file holds one row: its name is the hash of everything that determines the content. It contains a digest
+and the values as float32 or float16. A damaged file is removed and computed again.
 
-A full cache keeps what it holds: an epoch visits every row once, so the row at hand is the one that will be
-needed last. Files leave it when the bound is lowered.
+A full cache keeps its content: an epoch visits every row once, so the current row will be needed last. Files
+are only removed when the bound is lowered.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TYPES: dict[bytes, type[np.floating]] = {b"4": np.float32, b"2": np.float16}
 
 
 class TrunkCache:
-    """A folder of the states that enter the lowest adapted block; `bytes_kept` is their size in files.
+    """A folder of hidden states that enter the lowest adapted block.
 
-    `computed` and `reused` count rows.
+    `bytes_kept` is the size of its files; `computed` and `reused` count rows.
 
     Args:
-        folder: made if it isn't there; whatever else lies in it is left alone.
-        limit: bytes that all files together may have.
-        precision: of the values in a file. A row beyond float16's range is kept in float32.
+        folder: created if missing; other files in it are left alone.
+        limit: largest number of bytes of all files.
+        precision: dtype of the stored values. A row beyond float16's range is stored in float32.
 
     Raises:
         RunError: the storage refuses the folder.
@@ -71,19 +71,19 @@ class TrunkCache:
     def states(
         self, bundle: str, inputs: Sequence[Array], shape: tuple[int, ...], compute: Callable[[], FloatArray]
     ) -> FloatArray:
-        """A row's states f32 of a shape, kept or computed now: rounded alike whether there is room or not.
+        """Return a row's hidden states f32, cached or computed now, rounded alike in both cases.
 
         Args:
-            bundle: its hash.
-            inputs: arrays that the states follow from.
-            shape: of the states.
-            compute: makes them.
+            bundle: hash of the bundle.
+            inputs: arrays that determine the states.
+            shape: shape of the states.
+            compute: function that computes the states.
         """
         key = self._key(bundle, inputs)
-        kept = self._get(key, shape)
-        if kept is not None:
+        stored = self._get(key, shape)
+        if stored is not None:
             self.reused += 1
-            return kept
+            return stored
         self.computed += 1
         states = compute()
         self._put(key, states)
@@ -97,17 +97,17 @@ class TrunkCache:
         return digest.hexdigest()
 
     def _put(self, key: str, values: FloatArray) -> None:
-        """Keep a row's values if there is room; a storage that refuses leaves the cache as it is."""
-        kind = self._type(values)
-        (code,) = (code for code, known in _TYPES.items() if known is kind)
-        payload = code + np.ascontiguousarray(values, kind).tobytes()
+        """Store a row's values if there is room; a storage error leaves the cache as it is."""
+        dtype = self._type(values)
+        (code,) = (code for code, known_dtype in _TYPES.items() if known_dtype is dtype)
+        payload = code + np.ascontiguousarray(values, dtype).tobytes()
         size = _DIGEST_BYTES + len(payload)
         if key + _SUFFIX in self._sizes or self.bytes_kept + size > self.limit:
             return
         path = self.folder / (key + _SUFFIX)
         partial = path.with_name(f".{path.name}.partial")
         try:
-            # Not flushed: after a loss of power the digest tells what is whole.
+            # Not flushed: after a power failure the digest reveals incomplete files.
             with open_regular(partial, "wb") as stream:
                 stream.write(_digest(key, payload) + payload)
             os.replace(partial, path)
@@ -119,7 +119,7 @@ class TrunkCache:
         self._add(path.name, size)
 
     def _get(self, key: str, shape: tuple[int, ...]) -> FloatArray | None:
-        """A row's values, float32; None if they aren't there."""
+        """Return a row's values as float32; None if they aren't stored."""
         if key + _SUFFIX not in self._sizes:
             return None
         path = self.folder / (key + _SUFFIX)
@@ -128,15 +128,15 @@ class TrunkCache:
         except OSError:
             content = b""
         payload = content[_DIGEST_BYTES:]
-        kind = _TYPES.get(payload[:1])
+        dtype = _TYPES.get(payload[:1])
         if (
-            kind is None
+            dtype is None
             or content[:_DIGEST_BYTES] != _digest(key, payload)
-            or len(payload) != 1 + math.prod(shape) * np.dtype(kind).itemsize
+            or len(payload) != 1 + math.prod(shape) * np.dtype(dtype).itemsize
         ):
             self._remove(path.name)
             return None
-        return np.frombuffer(payload, kind, offset=1).astype(np.float32).reshape(shape)
+        return np.frombuffer(payload, dtype, offset=1).astype(np.float32).reshape(shape)
 
     def _type(self, values: FloatArray) -> type[np.floating]:
         largest = float(np.finfo(np.float16).max)
@@ -155,5 +155,5 @@ class TrunkCache:
 
 
 def _digest(key: str, payload: bytes) -> bytes:
-    """Digest of a file's content under its name: a file that was renamed is not what its name says."""
+    """Return the digest of a file's content and name, so that a renamed file is rejected."""
     return hashlib.sha256(key.encode() + payload).digest()

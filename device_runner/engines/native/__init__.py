@@ -1,6 +1,6 @@
 """The stock ExecuTorch libraries behind a small C interface: an engine in a process without torch.
 
-engine.cpp   the interface
-build.py     one compiler call on first use, kept in the user's cache
-engine.py    the Engine protocol on it
+engine.cpp   the C interface
+build.py     compiles it on first use, with one compiler call, into the user's cache
+runtime.py   programs, weights files, arenas and methods through ctypes
 """

@@ -1,9 +1,9 @@
-"""Compiling `engine.cpp` against the libraries and headers that the executorch package brings.
+"""Compiles `engine.cpp` against the libraries and headers of the executorch package.
 
     ~/.cache/prge/native/<source, executorch, folder>-<compiler>/libprge_native.so
 
-XDG_CACHE_HOME moves the cache; PRGE_NATIVE_LIBRARY names a library that was built elsewhere; CXX a compiler.
-As a command it builds for another machine:
+XDG_CACHE_HOME moves the cache; PRGE_NATIVE_LIBRARY names a library that was built elsewhere; CXX names a
+compiler. As a command, the module builds for another machine:
 
     python -m device_runner.engines.native.build --compiler aarch64-linux-gnu-g++ \\
         --package unpacked-wheel/executorch --run-path '$ORIGIN' libprge_native.so
@@ -30,44 +30,44 @@ from prge.system.user_cache import NATIVE, user_cache
 SOURCE = Path(__file__).with_name("engine.cpp")
 LIBRARY = "libprge_native.so"
 COMPILERS = ("g++", "c++", "clang++")
-# Kernels and backend register themselves when they are loaded; nothing refers to them.
+# Kernels and backend register themselves when they are loaded; no symbol refers to them.
 LINKED = ("executorch", "executorch_kernels_optimized", "executorch_backend_xnnpack", "executorch_threadpool")
 BUILD_SECONDS = 600
 _ANOTHER_ENGINE = "or use the other engine: --engine torch"
 
 
 def library() -> Path:
-    """The interface's library, compiled now unless it is in the cache.
+    """Return the path of the interface's library, after compiling it unless it is cached.
 
     Raises:
-        EngineError: executorch is not installed or has no libraries to link, there is no compiler, it fails,
-            or the cache can't be written.
+        EngineError: executorch is not installed or has no libraries to link, the compiler is missing or
+            fails, or the cache can't be written.
     """
-    given = os.environ.get("PRGE_NATIVE_LIBRARY")
-    if given:
-        if not Path(given).is_file():
+    configured = os.environ.get("PRGE_NATIVE_LIBRARY")
+    if configured:
+        if not Path(configured).is_file():
             raise EngineError(
-                f"PRGE_NATIVE_LIBRARY names {given}, which is no file",
-                remedy="correct it, or unset it",
+                f"PRGE_NATIVE_LIBRARY is {configured}, which is not a file",
+                remedy="set it to a library, or unset it",
                 code="native-library-missing",
             )
-        return Path(given)
+        return Path(configured)
     package = stock_package()
-    needs = _digest(SOURCE.read_bytes(), _version(package), str(package), platform.machine())
+    key = _digest(SOURCE.read_bytes(), _version(package), str(package), platform.machine())
     compiler = find_compiler()
     if compiler is None:
-        built = sorted(user_cache(NATIVE).glob(f"{needs}-*/{LIBRARY}"))
+        built = sorted(user_cache(NATIVE).glob(f"{key}-*/{LIBRARY}"))
         if built:
             return built[0]
         raise EngineError(
-            "the native engine has to be compiled once, and there is no compiler: looked for "
+            "the native engine must be compiled once, and no compiler was found: looked for "
             + ", ".join(_compiler_names()),
             remedy="install one (Debian: apt install g++), " + _ANOTHER_ENGINE,
             code="compiler-missing",
         )
     status = compiler.stat()
     path = (
-        user_cache(NATIVE) / f"{needs}-{_digest(str(compiler), status.st_size, status.st_mtime_ns)}" / LIBRARY
+        user_cache(NATIVE) / f"{key}-{_digest(str(compiler), status.st_size, status.st_mtime_ns)}" / LIBRARY
     )
     if not path.is_file():
         build(str(compiler), package, path, str(package / "lib"))
@@ -75,64 +75,65 @@ def library() -> Path:
 
 
 def build(compiler: str, package: Path, output: Path, run_path: str) -> None:
-    """Compile the interface; `output` appears whole or not at all.
+    """Compile the interface; `output` appears complete or not at all.
 
     Args:
         compiler: command of a C++17 compiler.
-        package: folder of the executorch package for the machine that the library is for.
-        output: file to write.
-        run_path: where the library will look for the stock ones; `$ORIGIN` is its own folder.
+        package: folder of the executorch package for the target machine.
+        output: library to write.
+        run_path: where the library looks for the stock libraries; `$ORIGIN` is its own folder.
 
     Raises:
         EngineError: the package lacks a library, the compiler fails, or the file can't be written.
     """
-    lacking = [name for name in LINKED if not (package / "lib" / f"lib{name}.so").is_file()]
-    if lacking or not (package / "include").is_dir():
+    missing = [name for name in LINKED if not (package / "lib" / f"lib{name}.so").is_file()]
+    if missing or not (package / "include").is_dir():
         raise EngineError(
-            f"{package} has no libraries to link: lib{(lacking or LINKED)[0]}.so or its headers are missing",
+            f"{package} has no libraries to link: lib{(missing or LINKED)[0]}.so or its headers are missing",
             remedy="install executorch 1.5.1 for Linux, " + _ANOTHER_ENGINE,
             code="libraries-missing",
         )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
-            made = Path(folder) / LIBRARY
-            command = compile_command(compiler, package, made, run_path)
-            done = subprocess.run(
+            library_path = Path(folder) / LIBRARY
+            command = compile_command(compiler, package, library_path, run_path)
+            process = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=BUILD_SECONDS, check=False
             )
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-                said = (lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+            if process.returncode:
+                lines = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+                reason = (
+                    lines or process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+                )[0]
                 raise EngineError(
-                    f"the native engine can't be compiled: {said.strip()}",
-                    remedy=f"the command was: {shlex.join(command)}\n  correct the compiler, "
-                    + _ANOTHER_ENGINE,
+                    f"the native engine can't be compiled: {reason.strip()}",
+                    remedy=f"the command was: {shlex.join(command)}\n  fix the compiler, " + _ANOTHER_ENGINE,
                     code="compiler-failed",
                 )
-            made.replace(output)
+            library_path.replace(output)
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"the compiler {compiler} did not end within {BUILD_SECONDS} seconds",
+            f"the compiler {compiler} did not finish within {BUILD_SECONDS} seconds",
             remedy=_ANOTHER_ENGINE,
             code="compiler-failed",
         ) from None
     except OSError as error:
         raise EngineError(
             f"the native engine can't be compiled into {output.parent}: {error.strerror or error}",
-            remedy="let XDG_CACHE_HOME name a folder that can be written, " + _ANOTHER_ENGINE,
+            remedy="set XDG_CACHE_HOME to a writable folder, " + _ANOTHER_ENGINE,
             code="cache-not-writable",
         ) from None
 
 
 def compile_command(compiler: str, package: Path, output: Path, run_path: str) -> list[str]:
-    """The compiler call that `build` makes."""
+    """Return the compiler command of `build`."""
     headers = package / "include"
     portable = headers / "executorch" / "runtime" / "core" / "portable_type" / "c10"
     return [
         *shlex.split(compiler),
         *"-std=c++17 -O2 -fPIC -shared -pthread -fvisibility=hidden".split(),
-        # What the stock libraries were compiled with: it changes types that cross the border.
+        # The defines of the stock libraries, which change types that both sides share.
         *"-DC10_USING_CUSTOM_GENERATED_MACROS -DET_EVENT_TRACER_ENABLED".split(),
         "-isystem",
         str(headers),
@@ -150,15 +151,15 @@ def compile_command(compiler: str, package: Path, output: Path, run_path: str) -
 
 
 def stock_package() -> Path:
-    """Folder of the installed executorch package; nothing of it is imported.
+    """Return the folder of the installed executorch package without importing it.
 
     Raises:
-        EngineError: it is not installed.
+        EngineError: the package is not installed or has no libraries.
     """
     spec = importlib.util.find_spec("executorch")
-    for place in (spec.submodule_search_locations if spec else None) or ():
-        if (Path(place) / "lib").is_dir():
-            return Path(place).resolve()
+    for location in (spec.submodule_search_locations if spec else None) or ():
+        if (Path(location) / "lib").is_dir():
+            return Path(location).resolve()
     raise EngineError(
         "executorch is not installed, or its package has no libraries"
         if spec
@@ -169,7 +170,7 @@ def stock_package() -> Path:
 
 
 def find_compiler() -> Path | None:
-    """The compiler of CXX, or the first one that is installed."""
+    """Return the compiler that CXX names, or the first one that is installed."""
     for name in _compiler_names():
         path = shutil.which(name)
         if path is not None:
@@ -178,12 +179,12 @@ def find_compiler() -> Path | None:
 
 
 def _compiler_names() -> Sequence[str]:
-    given = os.environ.get("CXX")
-    return (given,) if given else COMPILERS
+    configured = os.environ.get("CXX")
+    return (configured,) if configured else COMPILERS
 
 
 def _version(package: Path) -> str:
-    """The package's version file, which names the commit too; its libraries' sizes tell copies apart."""
+    """Return the package's version file, with its commit, and the sizes of its libraries."""
     version = package / "version.py"
     libraries = (package / "lib" / f"lib{name}.so" for name in LINKED)
     sizes = [library.stat().st_size for library in libraries if library.is_file()]
@@ -199,14 +200,14 @@ def _digest(*parts: object) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build for this or another machine; see --help."""
+    """Build the library for this or another machine; see --help."""
     parser = argparse.ArgumentParser(
         "python -m device_runner.engines.native.build", description="Build the native engine."
     )
     parser.add_argument("output", type=Path)
     parser.add_argument("--compiler", default=str(find_compiler() or COMPILERS[0]))
     parser.add_argument(
-        "--package", type=Path, help="folder of the executorch package; default: the installed"
+        "--package", type=Path, help="folder of the executorch package; default: the installed one"
     )
     parser.add_argument("--run-path", default="$ORIGIN")
     arguments = parser.parse_args(argv)

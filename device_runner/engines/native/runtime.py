@@ -1,11 +1,11 @@
-"""The stock runtime's objects through ctypes: programs, weights files, arenas, methods.
+"""The stock runtime through ctypes: programs, weights files, arenas, methods.
 
     weights = WeightsFile(Path("000.ptd"))
-    method = Program(Path("block.pte")).load("score", weights=weights, arena=arena)
+    method = Program(Path("block.pte")).load("forward", weights=weights, arena=arena)
     shapes = method.run([state, ...], [next_state])
 
-The arrays' own memory goes in and out; other Python threads go on meanwhile. What the runtime refuses is a
-EngineRefusalError.
+The engine reads and writes the arrays' own memory, while other Python threads keep running. Errors of the
+runtime are EngineRefusalError.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16
 _FAULT = -1
-# Of <malloc.h>; what is larger than so many bytes is mapped on its own, and given back when it is freed.
+# From <malloc.h>: larger allocations are mapped on their own and returned to the system when freed.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 _BACKEND = "libexecutorch_backend_xnnpack.so"
 
 
 class Program:
-    """A mapped program file whose tables were verified."""
+    """A mapped and verified program file."""
 
     def __init__(self, path: Path) -> None:
         handle = ctypes.c_void_p()
@@ -51,7 +51,7 @@ class Program:
 
     @property
     def methods(self) -> list[str]:
-        """Their names."""
+        """Names of the program's methods."""
         functions = interface()
         names = (
             functions.prge_method_name(self._handle, index)
@@ -60,24 +60,24 @@ class Program:
         return [(name or b"").decode(errors="replace") for name in names]
 
     def signature(self, method: str) -> MethodMeta:
-        """Inputs and outputs of a method; sizes that differ from call to call are the largest."""
+        """Return the specs of a method's inputs and outputs; dynamic sizes have their largest values."""
         if method not in self._signatures:
             self._signatures[method] = MethodMeta(self._tensors(method, 0), self._tensors(method, 1))
         return self._signatures[method]
 
     def arena_bytes(self, method: str) -> int:
-        """Bytes of an arena that a method uses."""
+        """Return the bytes of an arena that a method uses."""
         size = ctypes.c_size_t()
         call("prge_arena_bytes", self._handle, method.encode(), ctypes.byref(size))
         return size.value
 
     def load(self, method: str, weights: WeightsFile, arena: Arena | None = None) -> Method:
-        """A method, which keeps this file, its weights and its arena.
+        """Load a method, which keeps this file, its weights and its arena alive.
 
         Args:
-            method: one of the program's.
-            weights: its constants; the program holds none.
-            arena: of methods that never run at once; by default memory of its own.
+            method: name of one of the program's methods.
+            weights: constants of the method; the program holds none.
+            arena: memory shared by methods that never run at once; by default the method's own.
         """
         handle = ctypes.c_void_p()
         call(
@@ -108,9 +108,9 @@ class WeightsFile:
 
     Args:
         path: a `.ptd` file.
-        packed: file of these weights in the backend's own form, for one program; see
+        packed: file of these weights in the backend's format, for one program; see
             `device_runner.engines.packed_files`. Methods that are loaded with these weights map it.
-        packing: whether methods that are loaded write `packed` instead. What they can't write is refused.
+        packing: whether loading methods writes `packed` instead. Weights that can't be written are refused.
     """
 
     def __init__(self, path: Path, packed: Path | None = None, packing: bool = False) -> None:
@@ -122,15 +122,15 @@ class WeightsFile:
         weakref.finalize(self, interface().prge_close_weights, handle)
 
     def release_pages(self) -> bool:
-        """Give back the pages that methods have mapped, which read them again when they run.
+        """Release the mapped pages of methods, which read them again when they run.
 
-        False where that can't be done: they keep their weights until they are gone.
+        Returns False if that isn't possible: methods then keep their weights until they are freed.
         """
         return self.packed is not None and bool(interface().prge_give_back(self.handle))
 
 
 class Arena:
-    """Memory of methods that never run at once; pages that nothing wrote to take none.
+    """Memory shared by methods that never run at once; pages take no memory until they are written.
 
     Args:
         size: bytes, the largest `Program.arena_bytes` of its methods.
@@ -144,7 +144,7 @@ class Arena:
 
 
 class _Request(ctypes.Structure):
-    """One run of a method, as the interface takes it."""
+    """One run of a method, in the layout of the C interface."""
 
     _fields_: ClassVar = [
         (name, ctypes.c_void_p) for name in ("method", "inputs", "sizes", "outputs", "room", "output_sizes")
@@ -152,7 +152,7 @@ class _Request(ctypes.Structure):
 
 
 class Method:
-    """A loaded method; `Program.load` makes it."""
+    """A loaded method; see `Program.load`."""
 
     def __init__(self, handle: ctypes.c_void_p, signature: MethodMeta) -> None:
         self._handle = handle
@@ -161,33 +161,33 @@ class Method:
         weakref.finalize(self, interface().prge_unload, handle)
 
     def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
-        """Compute once.
+        """Run the method once.
 
         Args:
-            inputs: contiguous, of the method's dtypes and ranks, no size above the signature's.
-            outputs: contiguous, of the method's dtypes and any shape; they are filled from their beginning.
-                None lies in an input's memory. One that is as large as the signature's is written directly.
+            inputs: contiguous arrays of the method's dtypes and ranks, no size above the signature's.
+            outputs: contiguous arrays of the method's dtypes and any shape, filled from their beginning. None
+                shares memory with an input. An output as large as the signature's is written directly.
 
         Returns:
-            The shape of what each output holds now.
+            The shape of each output's new content.
         """
-        self._call.give(inputs, outputs)
+        self._call.bind(inputs, outputs)
         call("prge_run", ctypes.byref(self._call.request), 1)
         return self._call.shapes()
 
     def call(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> _Call:
-        """A call with arrays of its own, as of `run`."""
-        made = _Call(self._handle, self._signature)
-        made.give(inputs, outputs)
-        return made
+        """Bind arrays to a call without running it; they must fit as in `run`."""
+        bound = _Call(self._handle, self._signature)
+        bound.bind(inputs, outputs)
+        return bound
 
 
 class _Call:
     """The arguments of a run."""
 
     def __init__(self, method: ctypes.c_void_p, signature: MethodMeta) -> None:
-        self._inputs = [_kind(tensor) for tensor in signature.inputs]
-        self._outputs = [_kind(tensor) for tensor in signature.outputs]
+        self._inputs = [_dtype_and_rank(tensor) for tensor in signature.inputs]
+        self._outputs = [_dtype_and_rank(tensor) for tensor in signature.outputs]
         self._addresses = (ctypes.c_void_p * len(self._inputs))()
         self._sizes = (ctypes.c_int32 * sum(rank for _, rank in self._inputs))()
         self._output_addresses = (ctypes.c_void_p * len(self._outputs))()
@@ -196,8 +196,8 @@ class _Call:
         arrays = self._addresses, self._sizes, self._output_addresses, self._output_room, self._output_sizes
         self.request = _Request(method, *(ctypes.addressof(array) for array in arrays))
 
-    def give(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """Check arrays, and note where they are."""
+    def bind(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Check arrays and store their addresses."""
         if len(inputs) != len(self._inputs) or len(outputs) != len(self._outputs):
             raise EngineRefusalError(
                 f"the method takes {len(self._inputs)} inputs and {len(self._outputs)} outputs, "
@@ -217,7 +217,7 @@ class _Call:
             self._output_room[index] = array.nbytes
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of what was computed."""
+        """Return the shapes of the outputs."""
         sizes = iter(self._output_sizes)
         return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
 
@@ -225,9 +225,9 @@ class _Call:
 def bind_calls(
     calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]],
 ) -> Callable[[], None]:
-    """A function that runs methods one after the other, each with its inputs and outputs as of `Method.run`.
+    """Return a function that runs methods in order, each with inputs and outputs as in `Method.run`.
 
-    It computes of what the arrays hold when it is called, without the checks, and keeps all of them.
+    The function reads the current contents of the arrays, skips the checks, and keeps the arrays alive.
     """
     bound = [(each, each[0].call(*each[1:])) for each in calls]
     requests = (_Request * len(bound))(*(arguments.request for _, arguments in bound))
@@ -239,19 +239,19 @@ def bind_calls(
 
 
 def prepare() -> None:
-    """Build and load the libraries, unless they are; raises EngineError where they can't be had."""
+    """Build and load the libraries unless they are loaded; raises EngineError if that fails."""
     interface()
-    # glibc raises its threshold with every large array that is freed: then arrays leave holes in the heap,
-    # which grows by half while methods come and go.
+    # glibc raises its threshold with every large array that is freed. Arrays then leave holes in the heap,
+    # which grows by half while methods are loaded and freed.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def set_threads(threads: int | None) -> int:
-    """Set the size of the process's thread pool, unless it is None, and return it.
+    """Set the size of the process's thread pool unless it is None, and return the size.
 
     Raises:
-        EngineError: the runtime can't be had, or engines in use hold a pool of another size.
+        EngineError: the runtime is missing, or engines in use hold a pool of another size.
     """
     count = ctypes.c_int()
     with captured_stderr():
@@ -267,15 +267,15 @@ def set_threads(threads: int | None) -> int:
 
 
 def without_threads() -> None:
-    """Let methods do all work in the calling thread: for a forked child, which lacks the pool's threads."""
+    """Run methods in the calling thread alone: a forked child lacks the pool's threads."""
     interface().prge_without_threads()
 
 
 def backend_sha256() -> str:
-    """Hash of the backend's library, which tells builds of the engine apart.
+    """Return the hash of the backend's library, which identifies the engine build.
 
     Raises:
-        EngineError: the system doesn't tell which one is loaded.
+        EngineError: the system doesn't report which library is loaded.
     """
     interface()
     try:
@@ -289,7 +289,7 @@ def backend_sha256() -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function of the interface that gives a code and a text.
+    """Call a function of the interface that returns a code and a text.
 
     Raises:
         EngineRefusalError: the code is not 0.
@@ -302,7 +302,7 @@ def call(function: str, *arguments: Any) -> None:
 
 @lru_cache(maxsize=1)
 def interface() -> Any:
-    """The compiled interface.
+    """Return the compiled interface.
 
     Raises:
         EngineError: it can't be built or loaded.
@@ -337,23 +337,23 @@ def interface() -> Any:
             "prge_methods": (size, [pointer]),
             "prge_method_name": (ctypes.c_char_p, [pointer, size]),
         }
-        for name, (answer, arguments) in types.items():
+        for name, (result_type, arguments) in types.items():
             function: Callable[..., Any] = getattr(functions, name)
-            text = [ctypes.c_char_p, size] if answer is ctypes.c_int else []
-            function.restype = answer  # type: ignore[attr-defined]
+            text = [ctypes.c_char_p, size] if result_type is ctypes.c_int else []
+            function.restype = result_type  # type: ignore[attr-defined]
             function.argtypes = [*arguments, *text]  # type: ignore[attr-defined]
     except (OSError, AttributeError) as error:
-        again = f"remove the folder {path.parent} to have it built again, or use --engine torch"
+        rebuild = f"remove the folder {path.parent} to build it again, or use --engine torch"
         raise EngineError(
             f"the native engine's library can't be loaded: {error}",
-            remedy=OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else again,
+            remedy=OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else rebuild,
             code="native-library-unusable",
         ) from None
     return functions
 
 
-def _kind(tensor: TensorSpec | None) -> tuple[np.dtype[Any], int]:
-    """dtype and rank of an input or output; no array has the dtype of one that isn't a tensor of numpy's."""
+def _dtype_and_rank(tensor: TensorSpec | None) -> tuple[np.dtype[Any], int]:
+    """Return dtype and rank of an input or output; a dtype that no array has if it isn't a numpy tensor."""
     try:
         return (np.dtype(tensor.dtype), len(tensor.sizes)) if tensor else (np.dtype("V"), 0)
     except TypeError:
@@ -361,16 +361,16 @@ def _kind(tensor: TensorSpec | None) -> tuple[np.dtype[Any], int]:
 
 
 def _address(array: Array) -> int:
-    """Of a contiguous array's memory; a quarter of the time that `array.ctypes` takes."""
+    """Return the address of a contiguous array in a quarter of the time that `array.ctypes` takes."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # read-only or empty
         return array.ctypes.data
 
 
-def _unfit(kind: str, index: int, array: Array, expected: str) -> EngineRefusalError:
-    found = f"{array.dtype} {list(array.shape)}"
-    return EngineRefusalError(f"{kind} {index} is {found}, must be contiguous {expected}")
+def _unfit(name: str, index: int, array: Array, expected: str) -> EngineRefusalError:
+    actual = f"{array.dtype} {list(array.shape)}"
+    return EngineRefusalError(f"{name} {index} is {actual}, must be contiguous {expected}")
 
 
 def _refused(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
