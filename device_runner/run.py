@@ -31,7 +31,7 @@ from device_runner.session.memory import budget_of_steps, outcome, shape_of_scor
 from device_runner.session.pauses import Gates
 from device_runner.session.plan import RunPlan, plan_run, settled
 from device_runner.session.reference import with_references
-from device_runner.session.samples import Answerer, Chooser, Samples, SampleWriter
+from device_runner.session.samples import Answerer, CandidateAnswerer, Samples, TextAnswerer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
 from prge.cli.settings import parse_settings, settings_to_yaml
@@ -280,9 +280,9 @@ def _check_batch(run: _OpenRun) -> None:
 def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
     """Who makes the samples; None if none are asked for."""
     if prompts := inputs.sample_prompts:
-        return SampleWriter(prompts, Generator(opened.speaker(len(prompts)), inputs.tokenizer))
+        return TextAnswerer(prompts, Generator(opened.speaker(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:
-        return Chooser(inputs.sample_rows, opened.engine, inputs.tokenizer)
+        return CandidateAnswerer(inputs.sample_rows, opened.engine, inputs.tokenizer)
     return None
 
 

@@ -124,7 +124,7 @@ class ActivationStore:
 
     @contextmanager
     def restore(self, part: int) -> Iterator[dict[str, FloatArray]]:
-        """Yield the arrays of the last `save` that isn't restored yet as f32; then release their file pages."""
+        """Yield the arrays of the last unrestored `save` as f32; then release their file pages."""
         saved = self._saved[part].pop()
         yield {name: array.astype(np.float32, copy=False) for name, array in saved.items()}
         for array in saved.values():

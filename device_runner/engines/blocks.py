@@ -128,7 +128,7 @@ class Blocks:
         return self._bundle.sha256
 
     def width(self, number: int) -> int:
-        """Return the width of the hidden states that enter a block, or a layer's experts by the first number."""
+        """Return the width of hidden states that enter a block, or a layer's experts (by the first one)."""
         routing = self._shapes.routings.get(number)
         return routing.entering if routing else self._shapes.widths[number][0]
 

@@ -213,10 +213,10 @@ def _check_content(file: HashedFile) -> None:
 def _identity(path: Path) -> bytes:
     """Return file metadata that changes with the content; empty if the file can't be read."""
     try:
-        status = path.stat()
+        stat = path.stat()
     except OSError:
         return b""
-    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
+    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\n".encode()
 
 
 def _content(path: Path) -> bytes | None:

@@ -237,7 +237,7 @@ def block_problems(chain: Chain, shapes: MethodShapes, number: int) -> Iterator[
         if widths[number] != widths[previous]:
             yield f"an expert has the widths {widths[number]}, the previous one {widths[previous]}"
     elif number and not chain.is_expert(previous) and widths[number][0] != widths[previous][1]:
-        yield f"it takes states of width {widths[number][0]}, the previous block outputs {widths[previous][1]}"
+        yield f"it takes states of width {widths[number][0]}, the previous block has {widths[previous][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it outputs states of width {widths[number][1]}, the manifest says {chain.width}"
     heads = shapes.heads[number]

@@ -1,1 +1,1 @@
-"""One run: its settings, its inputs, who watches it, and what makes it pause."""
+"""A run on a device: its settings, its inputs, its sensors and constraints, and its memory."""

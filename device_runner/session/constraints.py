@@ -1,4 +1,4 @@
-"""What a device must be like for work to go on: what users write, as conditions that ask sensors."""
+"""Constraints on the state of a device that work waits for: parsed from flags, checked with sensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from prge.errors import shown
 
 COOL = 42.0
 COOLER_BY = 3.0
-# Of a machine without a screen: cores that others may take, so that it is nobody's at the moment.
-_OTHERS = 0.5
+# Cores that other programs may use on an idle machine without a screen.
+_OTHER_CORES = 0.5
 _FORMS = (
     "charging, cool or cool:CELSIUS, battery:PERCENT, idle, hours such as 22:00-07:00, or several of these "
     "with commas"
@@ -26,28 +26,29 @@ _HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 
 @dataclass(frozen=True)
 class Condition(ABC):
-    """One of them; `flag` is how the user wrote it, `sensor` what its reading is of."""
+    """A constraint; `flag` is how the user wrote it, `sensor` the name of what it reads."""
 
     sensor: ClassVar[str]
     flag: str
 
     @abstractmethod
     def read(self, sensors: Sensors) -> SensorReading:
-        """What decides it."""
+        """Read the sensor."""
 
     @abstractmethod
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """Why to wait, as `kind: more of it`; empty if there is no need.
+        """Return why work must wait, as `reason: details`; empty if the constraint is met.
 
         Args:
-            value: of the reading.
-            sensors: for what else it takes.
-            paused: whether it waits already; without a distance it would go on and off at a limit.
+            value: value of the reading.
+            sensors: sensors for other values.
+            paused: whether work is paused already; limits then have a margin, so that work doesn't start and
+                stop all the time.
         """
 
 
 class Charging(Condition):
-    """The battery is charged, or full at a charger."""
+    """Requires that the battery is charging, or full at a charger."""
 
     sensor = "charger"
 
@@ -62,7 +63,7 @@ class Charging(Condition):
 
 @dataclass(frozen=True)
 class Cool(Condition):
-    """The device is no hotter than a limit in degrees Celsius; once it was, clearly cooler."""
+    """Requires a temperature in degrees Celsius up to a limit; after a pause, clearly below the limit."""
 
     sensor = "temperature"
     limit: float = COOL
@@ -79,7 +80,7 @@ class Cool(Condition):
 
 @dataclass(frozen=True)
 class Battery(Condition):
-    """The battery holds so many percent, or is charged."""
+    """Requires a charge in percent of at least a limit, or a charging battery."""
 
     sensor = "battery"
     least: float
@@ -96,7 +97,7 @@ class Battery(Condition):
 
 
 class Idle(Condition):
-    """Nobody uses the device: a phone's screen is off; of another machine, other programs take few cores."""
+    """Requires that nobody uses the device: a phone's screen is off, or other programs use few cores."""
 
     sensor = "use of the device"
 
@@ -108,17 +109,17 @@ class Idle(Condition):
         """See Condition."""
         if isinstance(value, bool):
             return "in use: the screen is on" if value else ""
-        limit = _OTHERS / 2 if paused else _OTHERS
+        limit = _OTHER_CORES / 2 if paused else _OTHER_CORES
         if value <= limit:
             return ""
-        return f"in use: other programs take {value:.1f} cores, the limit is {limit:g}"
+        return f"in use: other programs use {value:.1f} cores, the limit is {limit:g}"
 
 
 @dataclass(frozen=True)
 class Hours(Condition):
-    """The local time is in a window of the day, `begin` and `end` in minutes, which may cross midnight.
+    """Requires a local time in a daily window from minute `begin` to `end`, which may cross midnight.
 
-    The end isn't in it; a window that ends where it begins is the whole day.
+    The end is exclusive; a window that ends where it begins is the whole day.
     """
 
     sensor = "clock"
@@ -127,7 +128,7 @@ class Hours(Condition):
 
     @staticmethod
     def parse(text: str, flag: str) -> Hours | None:
-        """Hours such as 22:00-07:00 or 22-7; None for a text that is none."""
+        """Parse hours such as 22:00-07:00 or 22-7; returns None for any other text."""
         match = _HOURS.fullmatch(text)
         if match is None:
             return None
@@ -138,7 +139,7 @@ class Hours(Condition):
         return Hours(flag, begin, end % _DAY)
 
     def has(self, minute: int) -> bool:
-        """Whether a minute of the day is in the window."""
+        """Return whether a minute of the day is in the window."""
         length = (self.end - self.begin) % _DAY or _DAY
         return (minute - self.begin) % _DAY < length
 
@@ -150,24 +151,26 @@ class Hours(Condition):
         """See Condition."""
         if self.has(int(value)):
             return ""
-        now, begin, end = map(_clock, (int(value), self.begin, self.end))
+        now, begin, end = map(_format_minute, (int(value), self.begin, self.end))
         return f"not the time: it is {now}, it waits for {begin}-{end}"
 
 
 def parse_when(text: str) -> list[Condition]:
-    """The conditions of a `--when`; all of them must be met.
+    """Parse a `--when` into constraints, all of which must be met.
 
     Raises:
-        ValueError: a word is none, or two are of one kind; says which.
+        ValueError: a word is no constraint, or two words are constraints of one type; the message names it.
     """
-    found = [_parsed(word.strip()) for word in text.split(",")] if text else []
-    for number, each in enumerate(found):
-        if any(type(other) is type(each) for other in found[:number]):
-            raise ValueError(f"--when has two words of the kind {each.flag.rpartition(' ')[2]}: give one")
-    return found
+    constraints = [_parse_word(word.strip()) for word in text.split(",")] if text else []
+    for number, each in enumerate(constraints):
+        if any(type(other) is type(each) for other in constraints[:number]):
+            raise ValueError(
+                f"--when has {each.flag.rpartition(' ')[2]} and another word of its type: give one"
+            )
+    return constraints
 
 
-def _parsed(word: str) -> Condition:
+def _parse_word(word: str) -> Condition:
     flag = f"--when {word}"
     if hours := Hours.parse(word, flag):
         return hours
@@ -175,14 +178,14 @@ def _parsed(word: str) -> Condition:
     if word in plain:
         return plain[word](flag)
     name, _, number = word.partition(":")
-    made = _numbered(name, number, flag)
-    if made is None:
+    constraint = _parse_with_limit(name, number, flag)
+    if constraint is None:
         raise ValueError(f"--when has {shown(word)}, must be {_FORMS}")
-    return made
+    return constraint
 
 
-def _numbered(name: str, number: str, flag: str) -> Condition | None:
-    """A condition with a limit; None for a name or a number that is none."""
+def _parse_with_limit(name: str, number: str, flag: str) -> Condition | None:
+    """Return a constraint with a limit; None for an unknown name or an invalid number."""
     bounds: Mapping[str, str] = {"cool": "pause_above_celsius", "battery": "pause_below_battery"}
     try:
         limit = float(number)
@@ -193,5 +196,5 @@ def _numbered(name: str, number: str, flag: str) -> Condition | None:
     return Cool(flag, limit) if name == "cool" else Battery(flag, limit)
 
 
-def _clock(minute: int) -> str:
+def _format_minute(minute: int) -> str:
     return f"{minute // 60:02d}:{minute % 60:02d}"

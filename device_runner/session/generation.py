@@ -1,4 +1,4 @@
-"""What the verbs that generate text share: their flags, adapters by name, and the generator of a bundle."""
+"""What the verbs that generate text share: flags, adapters by name, and the generator of a bundle."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class OfBundle:
-    """Which model speaks."""
+    """The model that generates."""
 
     bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote."""
     adapter: tuple[NamedAdapter, ...] = ()
-    """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the
-    adapter that was tuned, or that the bundle came with."""
+    """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the tuned
+    adapter, or the bundle's own."""
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,36 @@ class SpeakingFlags(EngineFlags):
     """How text is generated, and by which engine."""
 
     max_tokens: int = 128
-    """Most tokens of an answer."""
+    """Largest number of generated tokens."""
     temperature: float = 0.0
-    """0 takes the most likely token each time; higher ones draw: 0.7 stays close, 1 is the model's own
+    """0 always takes the most likely token; higher values sample: 0.7 stays close to it, 1 is the model's own
     distribution."""
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0: from all."""
+    """Sample from this many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likely tokens that have this share of the probability together."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     min_p: float = MIN_P
-    """Draw from tokens with at least this share of the most likely one's probability; 0: from all."""
+    """Sample from tokens with at least this share of the most likely token's probability; 0: from all."""
     repetition_penalty: float = 1.0
-    """More than 1 makes tokens less likely that prompt and answer hold already."""
+    """Values above 1 make tokens less likely that the prompt or the answer already contains."""
     seed: int | None = None
-    """Of the draws: the same answers again. Default: others each time."""
+    """Seed of sampling: the same seed gives the same answers. Default: different answers each time."""
     stop: tuple[str, ...] = ()
-    """Words that an answer ends before."""
+    """Strings that end an answer; they aren't part of it."""
     overflow: Overflow = "error"
     """What to do with a prompt that is too long for the context: error, or truncate its beginning, so that
     the answer has room."""
     context: int | None = None
-    """Most tokens of prompt and answer together; default: all that the bundle has positions for."""
+    """Largest number of tokens of prompt and answer together; default: all of the bundle's positions."""
     cache_dtype: Precision = "float32"
-    """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
+    """Precision of cached keys and values. float16 takes half the memory, and more time to read."""
     draft: Draft = "lookup"
-    """lookup: a text that repeats its prompt or itself is written several tokens at a time; off: token by
+    """lookup: text that repeats its prompt or itself is generated several tokens at a time; off: token by
     token."""
     system: str | None = None
     """Chat: the system message, unless the conversation has one."""
     chat_template_kwargs: str | None = None
-    """Chat: JSON of what the chat template is given, such as '{"enable_thinking": false}'."""
+    """Chat: JSON with variables of the chat template, such as '{"enable_thinking": false}'."""
 
     def __post_init__(self) -> None:
         self.generation()
@@ -86,21 +86,21 @@ class SpeakingFlags(EngineFlags):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given."""
+        """Variables of the chat template."""
         return read_template_kwargs(self.chat_template_kwargs)
 
     def generation(self) -> GenerationSettings:
-        """How an answer is made; raises ConfigError for what can't be."""
+        """Return the generation settings; raises ConfigError for invalid values."""
         choice = SamplingSettings(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
         )
         return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow, self.draft)
 
 
-def read_template_kwargs(given: str | None) -> dict[str, Any]:
-    """What a chat template is given, by a flag's JSON; raises ConfigError."""
+def read_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Parse the JSON of --chat-template-kwargs to variables of a chat template; raises ConfigError."""
     try:
-        return template_kwargs(given)
+        return template_kwargs(text)
     except RowError as error:
         raise ConfigError(
             "--chat-template-kwargs can't be used:", [str(error)], code="settings-unusable"
@@ -109,18 +109,18 @@ def read_template_kwargs(given: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
-    """Write what a model answers to prompts: one is streamed, several are made at once."""
+    """Generate answers to prompts: a single answer is streamed, several are generated at once."""
 
     ONE_OF: ClassVar = (("prompt", "messages", "data"),)
 
     prompt: tuple[TextInput, ...] = ()
-    """Texts to go on from, as they are; -: standard input."""
+    """Texts to continue; -: standard input."""
     chat: bool = False
-    """Take each --prompt for a user's message, in the model's chat template."""
+    """Treat each --prompt as a user's message in the model's chat template."""
     messages: InputFile | None = None
     """JSON file with a list of messages to answer, in the model's chat template."""
     data: TestRows | None = None
-    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet,
+    """Rows to answer, with the columns of --task or of a known format: jsonl, json, csv, tsv or parquet,
     several files one after another; a folder with a file test; or the name of a data set of the hub."""
     json: bool = False
     """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
@@ -129,41 +129,41 @@ class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
         super().__post_init__()
         problems = []
         if self.chat and not self.prompt:
-            problems.append("--chat belongs to --prompt")
+            problems.append("--chat requires --prompt")
         if self.task and not self.data:
-            problems.append("--task belongs to --data")
+            problems.append("--task requires --data")
         if self.columns and not self.data:
-            problems.append("--columns belongs to --data")
+            problems.append("--columns requires --data")
         if self.system is not None and self.prompt and not self.chat:
-            problems.append("--system belongs to --chat, --messages or --data")
+            problems.append("--system requires --chat, --messages or --data")
         if problems:
-            raise ConfigError("it isn't clear what to answer:", problems, code="settings-unusable")
+            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
 
 
 @dataclass(frozen=True)
 class ChatSettings(SpeakingFlags, OfBundle):
-    """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
+    """Chat with a bundle's model in the terminal; /help lists the commands."""
 
     max_tokens: int = 512
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     temperature: float = 0.7
-    """0 takes the most likely token each time; higher ones draw, 1 from the model's own distribution."""
+    """0 always takes the most likely token; higher values sample, 1 from the model's own distribution."""
     top_p: float = 0.95
-    """Draw from the fewest likely tokens that have this share of the probability together."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     overflow: Overflow = "truncate"
-    """What to do when the conversation is too long for the context: truncate, forget its oldest turns; or
+    """What to do when the conversation is too long for the context: truncate drops its oldest turns; or
     error."""
     feedback: AppendedFile | None = None
-    """File that /good, /bad and /better add rows to, with what was asked and answered; `prge tune --data`
-    takes it. Default: nothing is kept."""
+    """File that /good, /bad and /better append rows to, with the prompt and the answer; `prge tune --data`
+    takes it. Default: no feedback is saved."""
 
 
 def open_speaking(folder: Path) -> Bundle:
-    """Open a bundle whose model writes text; raises BundleError for another one."""
+    """Open a bundle whose model generates text; raises BundleError for another one."""
     bundle = open_bundle(folder)
     if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} writes no text: its readout is {bundle.chain.readout}",
+            f"{folder} cannot generate text: its readout is {bundle.chain.readout}",
             remedy="export a causal language model, without label words",
             code="readout-writes-no-text",
         )
@@ -171,11 +171,11 @@ def open_speaking(folder: Path) -> Bundle:
 
 
 def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
-    """An adapter of a bundle and its name, by what a user writes: a path, NAME=PATH, `bundle` or `base`.
+    """Return name and adapter for a user's word: a path, NAME=PATH, `bundle` or `base`.
 
     Raises:
         RunError: the path is a run without a result.
-        AdapterError: it holds no adapter, or one that doesn't fit the bundle.
+        AdapterError: the path has no adapter, or one that doesn't fit the bundle.
     """
     modules = bundle.chain.modules
     if word == BASE:
@@ -188,35 +188,37 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
 
 
 def adapter_source(word: str) -> Path:
-    """The path of an adapter that a user writes as such, or as NAME=PATH."""
+    """Return the path in a user's PATH or NAME=PATH."""
     _, equals, path = word.partition("=")
     return Path(path if equals and not Path(word).exists() else word)
 
 
-def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
-    """Adapters by name, as `read_adapter`; without words the tuned one or the bundle's. Names must differ."""
-    tuning = find_tuning(given.bundle)
-    if tuning is not None and not given.adapter:
+def read_adapters(flags: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
+    """Read adapters by name as `read_adapter` does; by default the tuned adapter or the bundle's own."""
+    tuning = find_tuning(flags.bundle)
+    if tuning is not None and not flags.adapter:
         return {tuning.name: read_adapter(bundle, str(tuning.folder))[1]}
-    return by_name([read_adapter(bundle, word) for word in given.adapter or [BUNDLE]])
+    return by_name([read_adapter(bundle, word) for word in flags.adapter or [BUNDLE]])
 
 
-def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
-    """Adapters by their names, of which folders' may be no text; raises ConfigError for one that two have."""
-    found = [(printable(name), adapter) for name, adapter in found]
-    counts = Counter(name for name, _ in found)
-    if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
+def by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
+    """Return adapters by printable name; raises ConfigError if two have the same name."""
+    named = [(printable(name), adapter) for name, adapter in named]
+    counts = Counter(name for name, _ in named)
+    if problems := [
+        f"{name!r} is the name of {count} adapters" for name, count in counts.items() if count > 1
+    ]:
         raise ConfigError(
-            "adapters need names of their own:",
+            "adapters need different names:",
             problems,
             remedy="give --adapter NAME=PATH",
             code="adapter-names-unusable",
         )
-    return dict(found)
+    return dict(named)
 
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
-    """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
+    """Open a generator on the engine that the flags choose; raises BundleError, EngineError."""
     speaker = open_speaker_within(
         bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, tell=note
     )
@@ -232,18 +234,23 @@ def open_speaker_within(
     precision: Precision,
     tell: Callable[[str], None],
 ) -> ChainSpeaker:
-    """A speaker whose process keeps `--memory`; without --context with texts as long as that allows.
+    """Open a generation engine within `--memory`; without --context its context is as long as that allows.
 
     Raises:
         PrgeError: see open_speaker and device_runner.session.memory.budget_of_texts.
     """
-    most, budget = budget_of_texts(
+    context_limit, budget = budget_of_texts(
         bundle, flags.memory, flags.engine, slots=slots, context=context, precision=precision
     )
-    if budget is not None and context is None and most is not None and most < bundle.chain.bounds.context:
+    if (
+        budget is not None
+        and context is None
+        and context_limit is not None
+        and context_limit < bundle.chain.bounds.context
+    ):
         tell(
-            f"--memory {format_megabytes(budget.limit)} leaves room for texts of up to {most:,} tokens; "
-            "--context asks for others"
+            f"--memory {format_megabytes(budget.limit)} allows {context_limit:,} tokens of context; "
+            "use --context to set another number"
         )
     loaded = None if budget is None else budget.loaded
     return open_speaker(
@@ -252,13 +259,13 @@ def open_speaker_within(
         engine=flags.engine,
         loaded=loaded,
         slots=slots,
-        context=most,
+        context=context_limit,
         precision=precision,
         tell=tell,
     )
 
 
 def note(text: str) -> None:
-    """Tell a user something beside the text that is generated."""
+    """Print a message for the user to standard error, apart from generated text."""
     with best_effort(sys.stderr):
         print(visible(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How much of what differences measure is signal: against derivatives, or against a neighbouring epsilon."""
+"""Noise of finite-difference gradients: their agreement with derivatives, or with another epsilon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prge.training.estimators.protocol import Step
 from prge.training.estimators.table import DEFAULT_QUERIES
 from prge.training.sampler import Sampler
 
-# To a smooth loss two epsilons this near are one; rounding falls out differently.
+# A smooth loss doesn't change between epsilons this close, but rounding errors do.
 NEIGHBOUR = math.sqrt(2)
 POOR = 0.9
 STEPS_OF_A_NOTE = 4
@@ -25,19 +25,19 @@ STEPS_OF_A_NOTE = 4
 
 @dataclass(frozen=True)
 class GradientAgreement:
-    """How far scalars follow a reference: found = slope * reference + what is left.
+    """How well projected gradients follow a reference: values = slope * reference + residual.
 
-    `r` is their correlation about zero. Directions have no sign of their own, so the mean of true scalars is
-    zero, and a mean that differs from it is an error as any other. It is 0 where there is nothing to compare.
+    `r` is their correlation about zero. Directions have no sign of their own, so the true mean is zero, and
+    another mean is an error like any other. `r` is 0 if there is nothing to compare.
     """
 
     r: float
     slope: float
 
 
-def compare(scalars: Float64Array, reference: Float64Array) -> GradientAgreement:
-    """How far scalars follow a reference of the same shape; scalars that are not finite don't at all."""
-    y, x = scalars.ravel(), reference.ravel()
+def compare(values: Float64Array, reference: Float64Array) -> GradientAgreement:
+    """Compare projected gradients with a reference of the same shape; values that aren't finite give 0."""
+    y, x = values.ravel(), reference.ravel()
     lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
     if not all(0 < length < math.inf for length in lengths):
         return GradientAgreement(0.0, 0.0)
@@ -46,7 +46,7 @@ def compare(scalars: Float64Array, reference: Float64Array) -> GradientAgreement
 
 
 def slopes(queries: int, epsilon: float) -> dict[str, FiniteDifference]:
-    """Differences by their estimator, as slopes, which can be compared whatever their epsilon."""
+    """Return finite differences by estimator, as derivatives that don't depend on the size of epsilon."""
     return {"antithetic": Antithetic(queries, epsilon), "fzoo": OneSided(queries, epsilon, normalize=False)}
 
 
@@ -58,19 +58,19 @@ def noise_note(
     head: Classifier | None,
     objective: Objective = CROSS_ENTROPY,
 ) -> str:
-    """One line on the noise that a run's differences have in int8 activations, from its first steps.
+    """Describe in a line how noisy the finite differences of a run's first steps are in int8.
 
     Args:
-        settings: of the run, settled.
-        engine: runs the steps.
-        adapter: where the run starts.
-        sampler: answers the run's batches.
-        head: the classifier of the training rows, or None.
-        objective: of the run.
+        settings: resolved settings of the run.
+        engine: engine that runs the steps.
+        adapter: adapter that the run starts from.
+        sampler: sampler of the run's batches.
+        head: classifier of the training rows, or None.
+        objective: objective of the run.
     """
     queries, name = settings.queries or DEFAULT_QUERIES, settings.estimator or "antithetic"
     epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
-    near, far = (
+    values, reference = (
         np.stack(
             [
                 Differences(slopes(queries, epsilon)[name])
@@ -83,7 +83,7 @@ def noise_note(
         )
         for epsilon in epsilons
     )
-    r = compare(far, near).r
+    r = compare(reference, values).r
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
-    note = f"int8 activations: differences at epsilon {sizes} agree with r = {r:.2f}"
-    return f"{note}; exact tangents have no such noise: --estimator tangent" if r < POOR else note
+    note = f"int8 activations: finite differences at epsilon {sizes} agree with r = {r:.2f}"
+    return f"{note}; --estimator tangent has no such noise" if r < POOR else note

@@ -1,4 +1,4 @@
-"""The heads that an encoder's run begins with."""
+"""The classification heads that an encoder's run starts with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from prge.training.encoder_heads import Heads, fit_heads, heads_digest
 def prepare_heads(
     settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal
 ) -> tuple[Heads, str]:
-    """An encoder's heads, and in words where new ones come from.
+    """Return an encoder's heads, and a description of where new ones come from.
 
-    They are the journal's, the start adapter's, another run's, or fitted on the training rows.
+    They come from the journal, the start adapter, another run, or a fit on the training rows.
     """
     model = engine.model
     if not model.is_encoder:
@@ -25,24 +25,27 @@ def prepare_heads(
     if heads is not None:
         return heads, ""
     folds = 0 if settings.head_learning_rate else settings.head_folds
-    digest, told = heads_digest(inputs.bundle.sha256, inputs.adapter, inputs.train, folds), "the adapter's"
+    digest, source = (
+        heads_digest(inputs.bundle.sha256, inputs.adapter, inputs.train, folds),
+        "from the adapter",
+    )
     if inputs.start_head:
         heads = Heads(inputs.start_head)
         if inputs.bundle.labels and settings.adapter is None:
-            told = f"the checkpoint's own, of {', '.join(inputs.bundle.labels)}"
+            source = f"from the checkpoint, with labels {', '.join(inputs.bundle.labels)}"
     elif settings.heads_of:
         if not settings.heads_of.is_file():
             raise RunError(
-                f"--heads-of is {settings.heads_of}: there is no such file",
-                remedy="give the journal.jsonl of a run, or leave it out",
+                f"--heads-of is {settings.heads_of}, which doesn't exist",
+                remedy="set it to the journal.jsonl of a run, or leave it out",
                 code="file-missing",
             )
         other = Journal(settings.heads_of, writable=False)
-        heads, told = Heads.from_journal(other, model.width, digest), f"those of {settings.heads_of}"
+        heads, source = Heads.from_journal(other, model.width, digest), f"from {settings.heads_of}"
     if heads is None:
         heads = fit_heads(engine, inputs.adapter, inputs.train, folds)
-        told = f"fitted on {len(inputs.train):,} rows"
+        source = f"fitted on {len(inputs.train):,} rows"
         if refused := describe_unused_head(inputs.bundle):
-            told += f"; {refused}"
+            source += f"; {refused}"
     journal.append(heads.to_record(digest))
-    return heads, told
+    return heads, source

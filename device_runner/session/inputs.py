@@ -1,4 +1,4 @@
-"""What a run is made of, read and checked before an engine is loaded."""
+"""The inputs of a run, read and checked before an engine is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from prge.training.checkpoint_heads import load_bundle_task, load_head
 class RunInputs:
     """Everything that a run reads before it needs an engine.
 
-    `report` tells the user what became of the rows, `data` tells run.json; `train_report` is of the
+    `report` describes the rows for the user, `data` for run.json; `train_report` is the report of the
     training rows.
     """
 
@@ -51,15 +51,15 @@ class RunInputs:
     train_report: DataReport
 
     def identity(self, settings: RunSettings) -> Record:
-        """What a run with these inputs is, as the journal begins; for the settings of a plan."""
+        """Return the run's identity, the journal's first record, for resolved settings."""
         return {**self.origin, "settings": settings.recipe.to_record()}
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
-    """Tokenize the data and read the adapter to start from.
+    """Tokenize the data and read the adapter that the run starts from.
 
     Raises:
-        PrgeError: what is wrong with them.
+        PrgeError: the data or the adapter can't be used.
     """
     model = bundle.chain.model
     tokenizer = load_bundle_tokenizer(bundle)
@@ -73,12 +73,12 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         date=settings.date,
     )
     seed = settings.shuffle_seed
-    chosen = Selection(settings.train_start, settings.train_limit, seed)
+    selection = Selection(settings.train_start, settings.train_limit, seed)
     train = read_source(settings.train, "train", settings.columns, objective=settings.objective, task=task)
-    train_examples, train_report = load_examples(train, tokenizer, model, task, chosen, options)
+    train_examples, train_report = load_examples(train, tokenizer, model, task, selection, options)
     objective = make_objective(train_report.objective, settings)
     options = replace(options, objective=train_report.objective)
-    texts = [
+    report_lines = [
         *filter(None, [train.feedback_summary]),
         train_report.summary(),
         format_sample(train_examples[0], tokenizer),
@@ -88,9 +88,11 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     dev = None
     if settings.dev is not None:
         dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective, task=task)
-        chosen = Selection(settings.dev_start, settings.dev_limit, seed)
-        dev_examples, dev_report = load_examples(dev, tokenizer, model, task, chosen, options, training=False)
-        texts.insert(-1, dev_report.summary())
+        selection = Selection(settings.dev_start, settings.dev_limit, seed)
+        dev_examples, dev_report = load_examples(
+            dev, tokenizer, model, task, selection, options, training=False
+        )
+        report_lines.insert(-1, dev_report.summary())
         data["dev"] = dev_report.counts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_compatible_adapter(source, model.modules, bundle.adapter)
@@ -108,7 +110,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         adapter,
         start_head,
         origin,
-        "\n".join(texts),
+        "\n".join(report_lines),
         data,
         _sample_prompts(settings, tokenizer),
         _sample_rows(settings.sample_rows, dev_examples),
@@ -125,7 +127,7 @@ def origin_of(
     task: Task | None = None,
     objective: Objective = CROSS_ENTROPY,
 ) -> Record:
-    """What a run is made from, as its journal begins; `train` and `dev` are hashes of rows."""
+    """Return what a run starts from, for its journal's first record; `train` and `dev` are hashes of rows."""
     return {
         "kind": "start",
         "modules": [asdict(module) for module in bundle.chain.modules],
@@ -133,7 +135,7 @@ def origin_of(
         "bundle": bundle.sha256,
         "train": train,
         "dev": dev,
-        # As JSON reads it back: a resumed run compares it with the journal's.
+        # In the form that JSON returns: a resumed run compares it with the journal.
         "task": json.loads(json.dumps(asdict(task))) if task else None,
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
         "objective": describe_objective(objective),
@@ -151,8 +153,8 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
     if count and not (dev and all(example.choices for example in dev)):
         raise ConfigError(
             "these settings can't be used:",
-            [f"--sample-rows is {count}: there are no development rows with candidates"],
-            remedy="leave it out, or give --dev and a task with candidates",
+            [f"--sample-rows is {count}, but there are no development rows with candidates"],
+            remedy="leave it out, or set --dev and a task with candidates",
             code="candidates-missing",
         )
     return dev[:count]

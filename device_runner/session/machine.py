@@ -1,4 +1,4 @@
-"""What the machine that trains is and can do, as the driver itself finds it there."""
+"""Facts about the machine that trains, measured on the machine itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _WIDTH, _SECONDS = 256, 0.2
 
 
 def facts() -> dict[str, Any]:
-    """Threads of the native engine, free memory in bytes (None: unknown), operations in float32 a second,
-    readings of sensors, and the `meta` block of run.json; of JSON's types.
+    """Return facts about this machine as JSON values.
+
+    These are the native engine's threads, available memory in bytes (None: unknown), float32 operations per
+    second, readings of sensors, and the `meta` block of run.json.
 
     Raises:
-        EngineError: the native engine can't be had or doesn't load.
+        EngineError: the native engine can't be built or loaded.
     """
     runtime.prepare()
     return {
@@ -33,7 +35,7 @@ def facts() -> dict[str, Any]:
 
 
 def flops() -> float:
-    """Operations a second of numpy's product of matrices in float32: a first idea of how fast training is."""
+    """Return the float32 operations per second of a numpy matrix product: an estimate of training speed."""
     matrix = np.ones((_WIDTH, _WIDTH), np.float32)
     product = matrix @ matrix
     begin, count = time.perf_counter(), 0

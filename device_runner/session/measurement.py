@@ -1,10 +1,10 @@
-"""A verb in a process of its own, and what it takes of this machine: for `prge android bench`.
+"""Runs a verb in a process of its own and measures what it takes of this machine, for `prge android bench`.
 
     python -m device_runner.session.measurement CACHE FILE CELSIUS MINUTES VERB WORDS...
 
-The verb begins when the machine is as cool as CELSIUS, or never after MINUTES. FILE gets, once it has ended,
-its exit code, seconds, memory, readings of sensors at both ends, and energy. Packed weights lie in CACHE: the
-user's own knows nothing of them.
+The verb starts once the machine is no hotter than CELSIUS; after MINUTES the measurement fails. When the verb
+has ended, FILE gets its exit code, seconds, memory, readings of sensors before and after, and energy. Packed
+weights are kept in CACHE instead of the user's cache.
 """
 
 from __future__ import annotations
@@ -31,35 +31,40 @@ LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns its exit code, that of a signal as a shell does."""
+    """Run the verb; returns its exit code, or 128 + the number of the signal that ended it."""
     cache, path, celsius, minutes, *words = argv
-    if told := _too_hot(Sensors(), float(celsius), 60 * float(minutes)):
-        print(f"error: {told}", file=sys.stderr)
+    if reason := _wait_until_cool(Sensors(), float(celsius), 60 * float(minutes)):
+        print(f"error: {reason}", file=sys.stderr)
         return DeviceError.exit_code
     measured = measure(Path(cache), words)
     write_file(Path(path), (json.dumps(measured, indent=1) + "\n").encode())
     return int(measured["code"])
 
 
-def _too_hot(sensors: Sensors, celsius: float, seconds: float) -> str:
-    """Wait until the machine is cool; why it can't be measured, or nothing. One that doesn't tell can."""
+def _wait_until_cool(sensors: Sensors, celsius: float, seconds: float) -> str:
+    """Wait until the machine is cool; returns why it can't be measured, or an empty string.
+
+    A machine without a thermometer counts as cool.
+    """
     until = time.monotonic() + seconds
-    while (found := sensors.temperature().value) is not None and found > celsius:
+    while (temperature := sensors.temperature().value) is not None and temperature > celsius:
         if time.monotonic() >= until:
-            return f"too hot: {found:.1f} degrees Celsius after {seconds / 60:g} minutes, not {celsius:g}"
+            return (
+                f"too hot: {temperature:.1f} degrees Celsius after {seconds / 60:g} minutes, not {celsius:g}"
+            )
         time.sleep(min(LOOK_SECONDS, max(0.01, until - time.monotonic())))
     return ""
 
 
 def measure(cache: Path, words: Sequence[str]) -> dict[str, Any]:
-    """What a verb took."""
+    """Run a verb and return its exit code and what it took."""
     sensors = Sensors()
     before, energy, begin = sensors.record(), Energy(sensors), time.monotonic()
-    child = _started(cache, words)
+    child = _start(cache, words)
     with suppress(ValueError):  # not in a main thread
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, signal.SIGTERM))
     with watch_memory(child, _POLL_SECONDS) as peak:
-        while (status := _ended(child)) is None:
+        while (status := _wait_briefly(child)) is None:
             energy.sample()
     code = os.waitstatus_to_exitcode(status)
     return {
@@ -71,8 +76,8 @@ def measure(cache: Path, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _started(cache: Path, words: Sequence[str]) -> int:
-    """A child that runs the verb: a fork, since a phone starts no Python by its path."""
+def _start(cache: Path, words: Sequence[str]) -> int:
+    """Start a child that runs the verb: a fork, because a phone can't start Python by its path."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -86,8 +91,8 @@ def _started(cache: Path, words: Sequence[str]) -> int:
         os._exit(code)
 
 
-def _ended(child: int) -> int | None:
-    """The status of a child that has ended, waited for a while."""
+def _wait_briefly(child: int) -> int | None:
+    """Wait a moment for a child to end; returns its status or None."""
     until = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)

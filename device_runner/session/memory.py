@@ -1,8 +1,8 @@
-"""`--memory`: the most that a process takes, what that leaves for an engine, and whether it was kept.
+"""`--memory`: a bound of a process's memory, what it leaves for an engine, and whether it was kept.
 
-The figure is resident memory at its peak, as `top` shows it and VmHWM of /proc tells it: pages of mapped
-weights are part of it, and so is what was swapped out. What is predicted follows from the bundle and the
-rows; what the process holds already is measured.
+The bound is on peak resident memory, as `top` shows it and as VmHWM of /proc reports it: it includes pages of
+mapped weights and what was swapped out. The prediction follows from the bundle and the rows, plus the
+measured memory that the process already holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prge.training.costs import (
 
 _LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
 _LESS_TEXT = "give more, or take a smaller --context"
-# Tokens of a text that is worth writing.
+# Shortest useful context in tokens.
 _FEWEST_TOKENS, _STEP = 64, 64
 
 
@@ -42,18 +42,18 @@ def budget_of_steps(
     engine: EngineName = "auto",
     process: str = "this run",
 ) -> Budget | None:
-    """What `--memory` leaves for steps and scores; None without a bound.
+    """Return what `--memory` leaves for training steps and scores; None without a bound.
 
     Args:
-        bundle: an opened one.
-        shapes: of all that the process computes.
+        bundle: an opened bundle.
+        shapes: shapes of all that the process computes.
         limit: bytes that the process may take.
-        engine: the one that is asked for.
-        process: what it is called in a message.
+        engine: the requested engine.
+        process: name of the process in messages.
 
     Raises:
-        ConfigError: it needs more than the limit; the message tells the least.
-        BundleError: the bundle doesn't tell what it needs.
+        ConfigError: the process needs more than the limit; the message names the minimum.
+        BundleError: the bundle doesn't describe its memory.
         EngineError: see device_runner.engines.backend.choose.
     """
     if limit is None:
@@ -63,7 +63,7 @@ def budget_of_steps(
 
     def memory(shape: StepShape) -> Callable[[int], int]:
         roles = bundle.chain.roles
-        return _beside_what_is_held(
+        return _with_held_memory(
             name, lambda loaded: estimate_run_memory(outline, shape, weights, roles, name, loaded)
         )
 
@@ -72,7 +72,7 @@ def budget_of_steps(
 
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
-    """The shape of scoring some rows."""
+    """Return the shape of scoring some rows."""
     return step_shape(FORWARD, examples, len(sequences_of(examples)), bundle.chain.model)
 
 
@@ -86,19 +86,19 @@ def budget_of_texts(
     precision: Precision = "float32",
     steps: StepShape | None = None,
 ) -> tuple[int | None, Budget | None]:
-    """The most tokens of a text within `--memory`, and what it leaves for weights.
+    """Return the largest context within `--memory`, and what it leaves for weights.
 
     Args:
-        bundle: with the roles `prefill` and `decode`.
+        bundle: bundle with the roles `prefill` and `decode`.
         limit: bytes that the process may take.
-        engine: the one that is asked for.
-        slots: sequences at once.
-        context: tokens of each, by the user; None: as many as fit, all that the bundle has positions for.
-        precision: of keys and values.
-        steps: what a child process computes meanwhile, which the limit is for, too.
+        engine: the requested engine.
+        slots: number of sequences at once.
+        context: tokens of each sequence as the user set them; None: as many as fit, up to all positions.
+        precision: dtype of keys and values.
+        steps: shape of what a child process computes within the same limit.
 
     Raises:
-        PrgeError: as `budget_of_steps`.
+        PrgeError: as in `budget_of_steps`.
     """
     if limit is None:
         return context, None
@@ -108,7 +108,7 @@ def budget_of_texts(
     slots = min(slots, chain.bounds.sequences)
 
     def needed(tokens: int) -> Callable[[int], int]:
-        texts = _beside_what_is_held(
+        texts = _with_held_memory(
             name,
             lambda loaded: estimate_generation_memory(
                 outline, chain.vocabulary_size, weights, name, slots, tokens, loaded, cache_bytes
@@ -126,7 +126,7 @@ def budget_of_texts(
 
     most = chain.bounds.context
     if context is None:
-        # Weights are mapped again when their turn comes; a text that is cut off is lost.
+        # The context comes first: weights can be mapped on demand, but a truncated text is lost.
         context = most
         while context > _FEWEST_TOKENS and needed(context)(weights.largest) > limit:
             context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
@@ -137,27 +137,27 @@ def budget_of_texts(
 
 @contextmanager
 def watched_memory(
-    limit: int | None, tell: Callable[[str], None], of_child: Callable[[], int] = lambda: 0
+    limit: int | None, log: Callable[[str], None], of_child: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """Tell at the end of the block whether the process kept a bound; nothing without one.
+    """Report at the end of the block whether the process kept a bound; does nothing without one.
 
-    `of_child` gives the most bytes that a child process took, for which the bound is, too.
+    `of_child` returns the peak bytes of a child process, which count towards the bound.
     """
     before = PeakMemory().peak
     try:
         yield
     finally:
-        if limit is not None and (told := outcome(limit, before, of_child())):
-            tell(told)
+        if limit is not None and (line := outcome(limit, before, of_child())):
+            log(line)
 
 
 def outcome(limit: int, before: int | None = None, of_child: int = 0) -> str:
-    """Whether this process kept a bound of its memory, in a line; empty where that isn't known.
+    """Describe in a line whether this process kept a bound of its memory; empty if that is unknown.
 
     Args:
-        limit: bytes that it may take.
-        before: its peak when the work began, which may be of something else.
-        of_child: bytes that a child process took at most.
+        limit: bytes that the process may take.
+        before: peak of the process when the work began, which may have another cause.
+        of_child: peak bytes of a child process.
     """
     peak = PeakMemory().peak
     if peak is None or (before is not None and peak <= before):
@@ -166,17 +166,18 @@ def outcome(limit: int, before: int | None = None, of_child: int = 0) -> str:
     if peak <= limit:
         return f"memory: {format_megabytes(peak)} at most, of the {format_megabytes(limit)} of --memory"
     return (
-        f"warning: this process took {format_megabytes(peak)}, more than the {format_megabytes(limit)} of --memory: "
-        "the prediction was wrong for this bundle; please report it with the output of `prge inspect`"
+        f"warning: this process took {format_megabytes(peak)}, more than the {format_megabytes(limit)} of "
+        "--memory: the prediction was wrong for this bundle; please report it with the output of "
+        "`prge inspect`"
     )
 
 
-def _beside_what_is_held(engine: str, memory: Callable[[int], RunMemory]) -> Callable[[int], int]:
-    """What a process takes by the bytes of weights that it loads, with what it holds now."""
+def _with_held_memory(engine: str, memory: Callable[[int], RunMemory]) -> Callable[[int], int]:
+    """Return a function from loaded weight bytes to the memory of the process, with what it already holds."""
     held = resident_bytes()
 
     def needed(loaded: int) -> int:
-        taken = memory(loaded)
-        return taken.total if held is None else taken.total_starting_from(held, engine)
+        predicted = memory(loaded)
+        return predicted.total if held is None else predicted.total_starting_from(held, engine)
 
     return needed

@@ -1,4 +1,4 @@
-"""Pauses: work waits until its conditions are met, says why, and goes on by itself."""
+"""Pauses: work waits until its constraints are met, tells why, and then continues by itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from device_runner.session.constraints import Condition
 from device_runner.session.sensors import Sensors
 from prge.errors import ConfigError
 
-# Between two looks at the sensors.
+# Time between two readings of the sensors.
 SECONDS = 5.0
 _SLICE_SECONDS = 0.1
 Say = Callable[[str], object]
 
 
 class Held(Protocol):
-    """Who is told of a pause, and may end it."""
+    """Observer of a pause, which can also end it."""
 
     @property
     def stopped(self) -> bool:
-        """Whether the wait is to end."""
+        """Whether the wait must end."""
         ...
 
     def note(self, text: str) -> None:
@@ -30,29 +30,29 @@ class Held(Protocol):
         ...
 
     def on_wait(self, why: str) -> None:
-        """A pause begins, or waits for something else now."""
+        """Called when a pause begins, or its reason changes."""
         ...
 
     def on_pause(self, seconds: float) -> None:
-        """A pause of that length is over."""
+        """Called when a pause of this length has ended."""
         ...
 
 
 class Gates:
-    """What has to be met for work to go on; any thread may ask."""
+    """The constraints that pause work; any thread may use it."""
 
     def __init__(
         self, conditions: Iterable[Condition], sensors: Sensors | None = None, seconds: float = SECONDS
     ) -> None:
-        """Read every sensor that a condition needs.
+        """Read every sensor that a constraint needs.
 
         Args:
-            conditions: all of them must be met.
-            sensors: what to read.
-            seconds: shortest time between two looks.
+            conditions: constraints, all of which must be met.
+            sensors: sensors to read.
+            seconds: shortest time between two readings.
 
         Raises:
-            ConfigError: one of them can't be read, so that its gate would never close.
+            ConfigError: a sensor can't be read, so that its constraint would never pause work.
         """
         self._conditions = tuple(conditions)
         self._sensors = sensors or Sensors()
@@ -64,52 +64,55 @@ class Gates:
         problems = [f"{flag}: {reading.reason}" for flag, reading in readings if reading.value is None]
         if problems:
             raise ConfigError(
-                "the device doesn't tell what these need:",
+                "the device lacks sensors for these constraints:",
                 problems,
                 remedy="leave them out",
                 code="condition-not-measurable",
             )
 
     def hold(self, watcher: Held) -> bool:
-        """Wait until all conditions are met, and return whether the work is to stop."""
-        begin, told = time.perf_counter(), ""
-        while not watcher.stopped and (why := self.closed(watcher.note)):
-            if _kind(why) != _kind(told):
-                watcher.on_wait(told := why)
+        """Wait until all constraints are met; returns whether the work must stop."""
+        begin, reason = time.perf_counter(), ""
+        while not watcher.stopped and (current := self.closed(watcher.note)):
+            if _reason_type(current) != _reason_type(reason):
+                watcher.on_wait(reason := current)
             time.sleep(min(_SLICE_SECONDS, self._seconds))
-        if told:
+        if reason:
             watcher.on_pause(time.perf_counter() - begin)
         return watcher.stopped
 
     def closed(self, say: Say) -> str:
-        """Why work must wait now, empty if it need not; `say` is told when that begins, changes and ends."""
+        """Return why work must wait now, or an empty string.
+
+        `say` gets a message when a pause begins, changes and ends.
+        """
         with self._lock:
             now = time.monotonic()
             if not self._conditions or now < self._next:
                 return self._why
-            before, self._why = self._why, self._look(say)
+            previous, self._why = self._why, self._first_unmet(say)
             self._next = time.monotonic() + self._seconds
-            if self._why and not before:
+            if self._why and not previous:
                 self._since = now
-            if self._why and _kind(self._why) != _kind(before):
+            if self._why and _reason_type(self._why) != _reason_type(previous):
                 say(f"paused, {self._why}")
-            if before and not self._why:
+            if previous and not self._why:
                 say(f"going on after a pause of {now - self._since:.0f} s")
             return self._why
 
-    def _look(self, say: Say) -> str:
-        """The reason of the first condition that isn't met."""
+    def _first_unmet(self, say: Say) -> str:
+        """Return the reason of the first constraint that isn't met."""
         for each in self._conditions:
             reading = each.read(self._sensors)
             if reading.value is None:
-                # Told once; what can't be read any more closes no gate.
+                # Reported once; a sensor that can't be read any more pauses nothing.
                 if each.sensor not in self._unreadable:
                     self._unreadable.add(each.sensor)
-                    say(f"the {each.sensor} can't be read any more: {reading.reason}")
+                    say(f"the {each.sensor} can no longer be read: {reading.reason}")
             elif why := each.unmet(reading.value, self._sensors, bool(self._why)):
                 return why
         return ""
 
 
-def _kind(why: str) -> str:
+def _reason_type(why: str) -> str:
     return why.partition(":")[0]

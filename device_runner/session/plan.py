@@ -1,4 +1,4 @@
-"""What a run is going to do: every setting decided, and what its calls look like."""
+"""The plan of a run: all settings resolved, and the shape of its calls."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from prge.training.estimators.table import DEFAULT_QUERIES, ESTIMATORS, availabl
 from prge.training.recipe import Recipe
 from prge.training.sampler import max_sequences
 
-# Sequences of a step where nobody names its examples.
+# Sequences of a step if no batch size is set.
 DEFAULT_BATCH = 4
-# Gradients of so many steps and the checkpoint before them take about as much room.
+# Gradients of this many steps take about as much room as the checkpoint before them.
 STEPS_OF_GRADIENTS = 4
 _MOST_STEP_BYTES = 1 << 36
 
@@ -31,8 +31,8 @@ _MOST_STEP_BYTES = 1 << 36
 class RunPlan:
     """What a run is going to do.
 
-    `settings` have all that nobody need name: estimator, queries if it has directions, optimizer, beta2,
-    steps, warm-up, batch size. `role` is what a step computes, `shape` how large it is at most.
+    `settings` are complete: estimator, queries if it uses directions, optimizer, beta2, steps, warm-up, batch
+    size. `role` is the role of a step, `shape` the largest shape of its calls.
     """
 
     settings: RunSettings
@@ -41,7 +41,7 @@ class RunPlan:
 
     @property
     def recipe(self) -> Recipe:
-        """What determines the run's bits."""
+        """The settings that determine the run's bits."""
         return self.settings.recipe
 
 
@@ -51,13 +51,13 @@ def plan_run(
     settings: RunSettings,
     objective: Objective = CROSS_ENTROPY,
 ) -> RunPlan:
-    """Decide what nobody has named, and check that all of it goes together.
+    """Resolve the settings of a run, and check that they fit each other, the bundle and the rows.
 
     Args:
         bundle: an opened bundle.
-        examples: training rows.
-        settings: of the run.
-        objective: of the run.
+        examples: training examples.
+        settings: settings of the run.
+        objective: objective of the run.
 
     Raises:
         BundleError: the bundle lacks the estimator's role.
@@ -65,7 +65,7 @@ def plan_run(
     """
     settings = settled(settings, bundle)
     if settings.estimator is None:
-        raise ValueError("which estimator is not settled")
+        raise ValueError("the estimator is not resolved")
     entry, chain = ESTIMATORS[settings.estimator], bundle.chain
     chain.check_role(entry.role)
     if settings.clip_examples and examples:
@@ -82,27 +82,27 @@ def plan_run(
         sequences_per_example=max_sequences(examples),
     )
     if examples and shape.tokens > chain.longest(entry.role):
-        raise _unfit(
+        raise _settings_error(
             "row-too-long",
-            f"a row has {shape.tokens} tokens, and steps of --estimator {settings.estimator} take "
+            f"a row has {shape.tokens} tokens, but steps of --estimator {settings.estimator} take at most "
             f"{chain.longest(entry.role)}",
-            "give shorter rows, or export the bundle again",
+            "use shorter rows, or export the bundle again",
         )
     factors = sum(matrix.rank + matrix.width for matrix in matrices(chain.modules))
-    numbers = shape.copies * adapter_size(chain.modules) + shape.queries * shape.sequences * factors
-    if 4 * numbers > _MOST_STEP_BYTES:
-        raise _unfit(
+    elements = shape.copies * adapter_size(chain.modules) + shape.queries * shape.sequences * factors
+    if 4 * elements > _MOST_STEP_BYTES:
+        raise _settings_error(
             "step-too-large",
-            f"the perturbed adapters or directions of a step take {4 * numbers:,} bytes, at most "
-            f"{_MOST_STEP_BYTES:,} are possible",
+            f"the perturbed adapters or directions of a step take {4 * elements:,} bytes, the limit is "
+            f"{_MOST_STEP_BYTES:,}",
             "choose fewer --queries or a smaller --batch-size",
         )
     settings = replace(settings, batch_size=batch)
-    return RunPlan(_paced(settings, batch, len(examples)), entry.role, shape)
+    return RunPlan(_resolve_steps(settings, batch, len(examples)), entry.role, shape)
 
 
 def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
-    """The settings with the estimator of a run on a bundle, and what follows from it.
+    """Resolve the estimator of a run on a bundle, and the settings that follow from it.
 
     Raises:
         ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
@@ -112,52 +112,52 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     estimator = settings.estimator or names[0]
     entry = ESTIMATORS[estimator]
     if estimator not in names:
-        raise _unfit(
+        raise _settings_error(
             "role-missing",
-            f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}",
+            f"--estimator is {estimator}, but the bundle has only the roles {', '.join(chain.roles)}",
             f"choose one of {', '.join(names)}, or export with the role {entry.role}",
         )
     if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
-        raise _unfit(
+        raise _settings_error(
             "trunk-missing",
-            "--trunk-cache-bytes is given, and no block lies below the first adapted layer",
+            "--trunk-cache-bytes is set, but no block lies below the first adapted layer",
             "leave it out, or export with --adapt-layers top:k",
         )
     if settings.lora_plus != 1 and not chain.trains_a:
-        raise _unfit(
+        raise _settings_error(
             "lora-a-not-trained",
-            f"--lora-plus is {settings.lora_plus:g}, and the bundle trains lora_b alone",
+            f"--lora-plus is {settings.lora_plus:g}, but the bundle trains only lora_b",
             "leave it out, or export with --adapter lora",
         )
     if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
-        raise _unfit(
+        raise _settings_error(
             "role-missing",
-            f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}",
+            f"--sample-prompts is set, but the bundle has only the roles {', '.join(chain.roles)}",
             "leave it out, or export with the roles prefill and decode",
         )
     queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
-    every = settings.checkpoint_every
+    checkpoint_every = settings.checkpoint_every
     if not entry.has_directions and not settings.keep_gradients:
-        every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
+        checkpoint_every = min(checkpoint_every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
     return replace(
         settings,
         estimator=estimator,
         queries=queries,
-        checkpoint_every=every,
+        checkpoint_every=checkpoint_every,
         optimizer=settings.optimizer or "adam",
         beta2=entry.beta2 if settings.beta2 is None else settings.beta2,
     )
 
 
-def _unfit(code: str, problem: str, remedy: str) -> ConfigError:
+def _settings_error(code: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy, code=code)
 
 
-def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:
-    """The settings with the steps that their epochs of so many examples take, and those of warm-up.
+def _resolve_steps(settings: RunSettings, batch: int, examples: int) -> RunSettings:
+    """Return the settings with the number of steps for their epochs, and of warm-up steps.
 
     Raises:
-        ConfigError: other settings don't fit so many steps.
+        ConfigError: other settings don't fit the number of steps.
     """
     if settings.epochs is not None:
         steps = max(1, math.ceil(settings.epochs * examples / batch))
@@ -166,5 +166,5 @@ def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:
 
 
 def default_batch(examples: Sequence[Example]) -> int:
-    """Examples of a step where nobody names a number: as many as have 4 sequences together, at least one."""
+    """Return the default number of examples per step: as many as have 4 sequences together, at least one."""
     return max(DEFAULT_BATCH // max_sequences(examples), 1)

@@ -1,9 +1,9 @@
-"""What the adapter that a run begins with makes of its rows, computed once and kept in the run folder.
+"""Reference scores of a preference run: the rows scored by the start adapter, kept in the run folder.
 
     reference.json    {"of": ..., "scores": [[chosen, rejected], ...], "sha256": ...}
 
-`of` is the hash of all that the scores follow from: bundle, adapter, tokens. A file that is damaged, or of
-anything else, is made again.
+`of` is the hash of everything that determines the scores: bundle, adapter, tokens. A file that is damaged or
+of something else is computed again.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ Scores = list[list[float]]
 def with_references(
     folder: Path, bundle: str, engine: Engine, adapter: Adapter, examples: Sequence[Example]
 ) -> tuple[list[Example], str]:
-    """Examples with their reference, kept in a run folder, and what to tell of it.
+    """Return examples with their reference scores, saved in a run folder, and a message for the user.
 
     Args:
-        folder: of the run.
-        bundle: its hash.
-        engine: scores.
-        adapter: that the run begins with.
-        examples: of candidates that all have targets.
+        folder: folder of the run.
+        bundle: hash of the bundle.
+        engine: engine that scores.
+        adapter: adapter that the run starts from.
+        examples: examples with candidates, all of which have targets.
 
     Raises:
         RunError: the storage refuses.
         EngineError: a score is not finite.
     """
     path, key = folder / REFERENCE, _key(bundle, adapter, examples)
-    scores = _kept(path, key, examples)
+    scores = _read_scores(path, key, examples)
     if scores is None:
-        is_there = os.path.lexists(path)
-        found = with_reference_scores(engine, adapter, examples)
-        scores = [list(each.reference) for each in found]
+        existed = os.path.lexists(path)
+        scored = with_reference_scores(engine, adapter, examples)
+        scores = [list(each.reference) for each in scored]
         if not np.isfinite(scores).all():
             raise EngineError(
                 "the start adapter's scores of these rows are not finite",
@@ -60,22 +60,22 @@ def with_references(
                 code="scores-not-finite",
             )
         write_file(path, json.dumps({"of": key, "scores": scores, "sha256": _digest(key, scores)}).encode())
-        told = f"reference: {len(scores):,} rows scored by the adapter of the start"
-        return found, told + (f"; {REFERENCE} was damaged, or of another run" if is_there else "")
-    kept = zip(examples, scores, strict=True)
-    return [replace(example, reference=tuple(values)) for example, values in kept], ""
+        message = f"reference: {len(scores):,} rows scored with the start adapter"
+        return scored, message + (f"; {REFERENCE} was damaged, or of another run" if existed else "")
+    scored_pairs = zip(examples, scores, strict=True)
+    return [replace(example, reference=tuple(values)) for example, values in scored_pairs], ""
 
 
-def _kept(path: Path, key: str, examples: Sequence[Example]) -> Scores | None:
-    """The scores of a file; None where it isn't there, or isn't what it should be."""
+def _read_scores(path: Path, key: str, examples: Sequence[Example]) -> Scores | None:
+    """Return the scores in a file; None if the file is missing, damaged or of something else."""
     try:
         content: Any = parse_json(read_regular(path).decode())
         scores = content["scores"]
-        whole = content["of"] == key and content["sha256"] == _digest(key, scores)
-        whole = whole and [len(each) for each in scores] == [each.candidates for each in examples]
+        is_valid = content["of"] == key and content["sha256"] == _digest(key, scores)
+        is_valid = is_valid and [len(each) for each in scores] == [each.candidates for each in examples]
     except (OSError, DocumentError, UnicodeDecodeError, LookupError, TypeError):
         return None
-    return scores if whole else None
+    return scores if is_valid else None
 
 
 def _key(bundle: str, adapter: Adapter, examples: Sequence[Example]) -> str:
@@ -87,5 +87,5 @@ def _key(bundle: str, adapter: Adapter, examples: Sequence[Example]) -> str:
 
 
 def _digest(key: str, scores: Scores) -> str:
-    """Digest of scores under their key; numbers in JSON are those that were written, to the bit."""
+    """Return the digest of scores and their key; JSON keeps floats to the bit."""
     return hashlib.sha256((key + json.dumps(scores)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A run's state made again from its journal: no engine, no rows."""
+"""The state of a run, computed again from its journal without an engine or data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from prge.training.store import load_estimator
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:
-    """The state after `step` steps, or after the best one, or the last one of a run without evaluations.
+    """Return the state after `step` steps; by default after the best one, or after all of them.
 
     Raises:
-        RunError: the journal has no beginning, or fewer steps.
+        RunError: the journal has no first record, or fewer steps.
     """
     start = journal.first("start")
     if start is None:
         raise RunError(
-            f"{journal.path} has no beginning", remedy="give the journal of a run", code="journal-empty"
+            f"{journal.path} has no first record", remedy="use the journal of a run", code="journal-empty"
         )
     with journal.reading(start):
         state = first_state(journal, start)
@@ -35,7 +35,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     if step > journal.steps:
         raise RunError(
             f"the run has {journal.steps} steps, not {step}",
-            remedy="give a smaller --step",
+            remedy="use a smaller --step",
             code="step-out-of-bounds",
         )
     advance(state, journal, load_estimator(journal), step)
@@ -43,30 +43,30 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
 
 
 def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: int) -> None:
-    """Take the journal's steps until the state has taken `step` of them.
+    """Apply the journal's steps until the state has taken `step` of them.
 
     Raises:
-        RunError: the journal lacks a step, or what it has of one can't be used.
+        RunError: the journal lacks a step, or the record of a step can't be used.
     """
     for number in range(state.step, step):
-        taken = journal.step(number)
-        if taken is None:
+        record = journal.step(number)
+        if record is None:
             raise RunError(
                 f"{journal.path} lacks step {number}", remedy="restore it from a copy", code="step-missing"
             )
-        if "seeds" in taken:
+        if "seeds" in record:
             raise RunError(
-                f"{journal.path} is of a fleet whose devices had directions of their own, as none has now",
-                remedy="take the adapter in its final/ or checkpoints/",
+                f"{journal.path} is of an earlier version's fleet, whose devices had directions of their own",
+                remedy="use the adapter in its final/ or checkpoints/",
                 code="journal-of-other-version",
             )
-        with journal.reading(taken):
-            gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
-            state.apply(taken, gradient)
+        with journal.reading(record):
+            gradient = estimator.gradient(record, record["seed"], number, state.adapter.modules)
+            state.apply(record, gradient)
 
 
 def first_state(journal: Journal, start: Record) -> TrainingState:
-    """The state before the first step, as the journal's first record describes it."""
+    """Return the state before the first step, from the journal's first record."""
     modules = [AdaptedModule(**module) for module in start["modules"]]
     adapter = Adapter.zeros(modules)
     if start["adapter"]:

@@ -1,10 +1,10 @@
-"""What the model says while it learns: a few prompts, answered before, on the way and after.
+"""Sample answers during training: answers to a few prompts before, during and after it.
 
     samples.jsonl    {"step": 0, "prompt": ..., "text": ...}     a line for each step and prompt
 
-Answers are written, or chosen among the candidates of a row, which then has the `right` one beside them. They
-take the most likely token or candidate each time, so those of a resumed run are those of one that never
-stopped. A line that is there already is not written again.
+Answers are generated, or chosen among the candidates of a row, which is then saved with its `right`
+candidate. They take the most likely token or candidate, so a resumed run has the same answers as an
+uninterrupted one. A line that exists is not written again.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ MOST_TOKENS = 64
 class SamplePrompt:
     """A prompt as its file has it, a text or messages, and as the model reads it."""
 
-    asked: Any
+    source: Any
     prompt: Prompt
 
 
 def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
-    """Prompts of a file: jsonl, csv or tsv with the column prompt or messages, else one a line.
+    """Read the prompts of a file: jsonl, csv or tsv with a column prompt or messages, otherwise one per line.
 
     Raises:
-        DataError: it can't be read or has none, or the model can't take one of them; all are named.
+        DataError: the file can't be read or is empty, or the model can't take a prompt; all such are named.
     """
     if path.suffix.lower() in FORMATS:
         rows = read_rows(path)
     else:
         lines = enumerate(read_text(path).splitlines(), 1)
         rows = [Row(number, {"prompt": line}) for number, line in lines if line.strip()]
-    found, problems = [], []
+    samples, problems = [], []
     for row in rows:
         try:
-            found.append(_prompt(row, prompts))
+            samples.append(_prompt(row, prompts))
         except ValueError as error:
             problems.append(f"row {row.number}: {error}")
         except DataError as error:
             headline = error.what.partition("\n")[0]
             problems.append(f"row {row.number}: {'; '.join([headline, *error.problems])}")
-    if problems or not found:
+    if problems or not samples:
         raise DataError(
             f"{path} can't be used as prompts", problems or ["it has none"], code="prompts-unusable"
         )
-    return found
+    return samples
 
 
 def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
@@ -80,45 +80,52 @@ def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
         return SamplePrompt(messages, prompts.encode_messages(messages, template_variables(row.fields)))
     text = row.fields.get("prompt")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"prompt is {shown(text)}, must be a text; or give messages")
+        raise ValueError(f"prompt is {shown(text)}, must be a text; or use messages")
     return SamplePrompt(text, prompts.encode_text(text))
 
 
 class Answerer(Protocol):
-    """Answers what it is asked, always the same, as the model is at the time."""
+    """Answers prompts deterministically with the current model.
 
-    asked: Sequence[Any]
-    right: Sequence[str | None]
+    Attributes:
+        prompts: prompts as samples.jsonl holds them.
+        references: the right answer of each prompt, or None.
+    """
+
+    prompts: Sequence[Any]
+    references: Sequence[str | None]
 
     def answers(self, state: TrainingState) -> list[str]:
-        """A text for each that is asked."""
+        """Return an answer to each prompt."""
 
 
-class SampleWriter:
-    """Answers prompts by texts that the generator writes."""
+class TextAnswerer:
+    """Answers prompts with generated text."""
 
     def __init__(self, prompts: Sequence[SamplePrompt], generator: Generator) -> None:
-        self.asked: Sequence[Any] = [each.asked for each in prompts]
-        self.right: Sequence[str | None] = [None] * len(prompts)
+        self.prompts: Sequence[Any] = [each.source for each in prompts]
+        self.references: Sequence[str | None] = [None] * len(prompts)
         self._prompts = [each.prompt for each in prompts]
         self._generator = generator
 
     def answers(self, state: TrainingState) -> list[str]:
         """See Answerer."""
-        # Training changes the adapter, and a generator's must stay.
+        # Training changes the adapter in place, and a generator's adapter must not change.
         adapter = state.adapter.copy()
-        wanted = GenerationSettings(MOST_TOKENS, overflow="truncate")
-        answers = self._generator.generate([Request(each, adapter, wanted) for each in self._prompts])
+        settings = GenerationSettings(MOST_TOKENS, overflow="truncate")
+        answers = self._generator.generate([Request(each, adapter, settings) for each in self._prompts])
         self._generator.close()
         return [answer.text for answer in answers]
 
 
-class Chooser:
-    """Answers rows of a task by the candidate that the model takes, an encoder with the head of the time."""
+class CandidateAnswerer:
+    """Answers rows of a task with the most likely candidate, for encoders with the current head."""
 
     def __init__(self, examples: Sequence[Example], engine: Engine, tokenizer: Tokenizer) -> None:
-        self.asked: Sequence[Any] = [tokenizer.decode(_asked(each), special=False) for each in examples]
-        self.right: Sequence[str | None] = [
+        self.prompts: Sequence[Any] = [
+            tokenizer.decode(_prompt_tokens(each), special=False) for each in examples
+        ]
+        self.references: Sequence[str | None] = [
             each.choices[each.label].strip() for each in examples if each.label is not None
         ]
         self._examples = examples
@@ -131,20 +138,20 @@ class Chooser:
         return [example.choices[choice].strip() for example, choice in chosen]
 
 
-def _asked(example: Example) -> tuple[int, ...]:
-    """The tokens that all candidates follow; of an encoder, which has no candidates there, all."""
+def _prompt_tokens(example: Example) -> tuple[int, ...]:
+    """Return the tokens before the candidates; for encoders, which have no candidate tokens, all tokens."""
     first = example.sequences[0]
     return first.tokens[: first.targets[0].position + 1] if first.targets else first.tokens
 
 
 class Samples:
-    """Implements prge.training.loop.Observer: tells a watcher all; has answers made every so many steps.
+    """Implements prge.training.loop.Observer: forwards everything to a watcher, and takes samples in between.
 
     Args:
-        answerer: makes them.
-        state: of the model that is asked, as it is at the time.
-        every: steps between samples; 0: none on the way.
-        watcher: of the run.
+        answerer: answers the prompts.
+        state: training state of the model that answers.
+        every: steps between samples; 0: none during training.
+        watcher: observer of the run.
     """
 
     def __init__(
@@ -159,7 +166,7 @@ class Samples:
         self._every = every
         self._watcher = watcher
         self._path = watcher.settings.out / SAMPLES
-        self._records = _kept_records(self._path)
+        self._records = _repaired_records(self._path)
         self._last = 0
         watcher.summary_facts["samples"] = self.summary()
         self.take_due()
@@ -174,26 +181,28 @@ class Samples:
         self._watcher.on_evaluation(record, fresh)
 
     def take_due(self) -> None:
-        """Have all answered if it is time for it."""
+        """Answer all prompts if the current step is due."""
         step = self._state.step
         if step == 0 or (self._every and step % self._every == 0):
             self.take()
 
     def take(self) -> None:
-        """Have those answered that have no answer of this step yet, and write the answers down."""
+        """Answer the prompts that have no answer of the current step, and write the answers."""
         self._last = step = self._state.step
-        known, asked = self._of(step), self._answerer.asked
-        if not all(json.dumps(each) in known for each in asked):
-            self._ask(step, known)
+        known, prompts = self._records_of(step), self._answerer.prompts
+        if not all(json.dumps(each) in known for each in prompts):
+            self._answer(step, known)
         self._watcher.summary_facts["samples"] = self.summary()
 
-    def _ask(self, step: int, known: Collection[str]) -> None:
-        """Have all answered, and write down the answers that are not known."""
-        # All of them, for an engine may round otherwise in other company.
+    def _answer(self, step: int, known: Collection[str]) -> None:
+        """Answer all prompts, and write the answers that are not known."""
+        # All prompts, because an engine may round differently with other sequences in a call.
         answers = self._answerer.answers(self._state)
         records = [
             {"step": step, "prompt": each, "text": text, **({"right": right} if right is not None else {})}
-            for each, text, right in zip(self._answerer.asked, answers, self._answerer.right, strict=True)
+            for each, text, right in zip(
+                self._answerer.prompts, answers, self._answerer.references, strict=True
+            )
             if json.dumps(each) not in known
         ]
         with as_run_error(self._path), open_regular(self._path, "ab") as stream:
@@ -206,24 +215,24 @@ class Samples:
         self._watcher.on_samples()
 
     def summary(self) -> Record:
-        """Answers before the first step, and those taken last."""
+        """Return the answers before the first step, and the latest ones."""
         return {
-            "before": list(self._of(0).values()),
-            "after": list(self._of(self._last).values()),
+            "before": list(self._records_of(0).values()),
+            "after": list(self._records_of(self._last).values()),
         }
 
-    def _of(self, step: int) -> dict[str, Record]:
-        """The records of a step by their prompts."""
+    def _records_of(self, step: int) -> dict[str, Record]:
+        """Return the records of a step by prompt."""
         return {json.dumps(each["prompt"]): each for each in self._records if each["step"] == step}
 
 
 def read_samples(path: Path) -> list[Record]:
-    """The whole records of a file of samples, in order; none where there is no file. Changes nothing."""
+    """Read the valid records of a samples file in order; none if there is no file. Changes nothing."""
     return [record for _, record in _read(path) if record is not None]
 
 
-def _kept_records(path: Path) -> list[Record]:
-    """The records of a file of samples; what was torn leaves the file."""
+def _repaired_records(path: Path) -> list[Record]:
+    """Read the valid records of a samples file, and remove incomplete lines from it."""
     records = _read(path)
     if any(record is None for _, record in records):
         write_file(path, b"".join(line for line, record in records if record is not None))
@@ -231,7 +240,7 @@ def _kept_records(path: Path) -> list[Record]:
 
 
 def _read(path: Path) -> list[tuple[bytes, Record | None]]:
-    """The lines of a file of samples, each with its record if it is one."""
+    """Read the lines of a samples file, each with its record if it is valid."""
     if not os.path.lexists(path):
         return []
     with as_run_error(path):
@@ -240,12 +249,12 @@ def _read(path: Path) -> list[tuple[bytes, Record | None]]:
 
 
 def sample_record(line: bytes) -> Record | None:
-    """A line of a file of samples, if it is whole and a record."""
+    """Parse a line of a samples file; None unless it is complete and valid."""
     try:
         record = parse_json(line)
     except DocumentError:
         return None
-    whole = line.endswith(b"\n") and isinstance(record, dict) and {"prompt", "text"} <= record.keys()
-    whole = whole and isinstance(record["text"], str) and isinstance(record.get("right", ""), str)
-    whole = whole and type(record.get("step")) is int
-    return record if whole else None
+    is_valid = line.endswith(b"\n") and isinstance(record, dict) and {"prompt", "text"} <= record.keys()
+    is_valid = is_valid and isinstance(record["text"], str) and isinstance(record.get("right", ""), str)
+    is_valid = is_valid and type(record.get("step")) is int
+    return record if is_valid else None

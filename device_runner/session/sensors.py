@@ -1,4 +1,4 @@
-"""What a phone tells of itself: temperature, battery, frequency, use; or null and why it can't be told."""
+"""Sensors of a phone: temperature, battery, frequency and use, or the reason why a value is unknown."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any
 SYSTEM, PROCESSES = Path("/sys"), Path("/proc")
 _DUMP_SECONDS = 10.0
 _COOLEST, _HOTTEST = -40.0, 150.0
-# The shortest time over which the use of processors is told.
+# Shortest time to measure the use of processors.
 _MOMENT = 0.5
-# Linux gives microamperes; a battery that gives fewer to a phone that computes has another unit.
+# Linux reports microamperes; a smaller current of a phone at work must be in another unit.
 _LEAST_MICROAMPERES = 5_000.0
 _COULOMBS = 3.6e-3  # of a microampere-hour
 
 
 @dataclass(frozen=True)
 class SensorReading:
-    """A value with where it comes from, or None with the reason."""
+    """A value with its source, or None with the reason."""
 
     value: float | bool | None
     source: str = ""
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As run.json holds it."""
+        """Return the reading as run.json holds it."""
         if self.value is None:
             return {"value": None, "reason": self.reason}
         return {"value": self.value, "source": self.source}
 
 
 class Sensors:
-    """Readings of this machine, taken anew by each call."""
+    """Sensors of this machine; each call reads them anew."""
 
     def __init__(
         self,
@@ -46,56 +46,56 @@ class Sensors:
         processes: Path = PROCESSES,
         own_seconds: Callable[[], float] | None = None,
     ) -> None:
-        """Read what lies under these folders.
+        """Use the files under these folders.
 
         Args:
-            system: of devices.
-            processes: of statistics.
-            own_seconds: processor time that this program has taken so far; default: this process alone.
+            system: folder of devices, /sys.
+            processes: folder of statistics, /proc.
+            own_seconds: returns the processor time of this program so far; default: of this process alone.
         """
         self._own_seconds = own_seconds
         self._battery = system / "class" / "power_supply"
         self._thermal = system / "class" / "thermal"
         self._processors = system / "devices" / "system" / "cpu"
         self._statistics = processes / "stat"
-        self._looked: tuple[float, float] | None = None
+        self._last_use: tuple[float, float] | None = None
 
     def temperature(self) -> SensorReading:
-        """Hottest thermal zone in degrees Celsius; where none can be read, the battery's temperature."""
-        seen: list[tuple[float, str]] = []
+        """Read the hottest thermal zone in degrees Celsius, or the battery's temperature if there is none."""
+        temperatures: list[tuple[float, str]] = []
         for path in sorted(self._thermal.glob("thermal_zone*/temp")):
             value = _number(path)
-            # Zones give thousandths of a degree; some vendors whole degrees.
+            # Zones report thousandths of a degree; some vendors report whole degrees.
             celsius = None if value is None else value / 1000 if abs(value) >= 1000 else value
             if celsius is not None and _COOLEST < celsius < _HOTTEST and celsius != 0:
-                seen.append((celsius, str(path)))
-        if seen:
-            return SensorReading(*max(seen))
+                temperatures.append((celsius, str(path)))
+        if temperatures:
+            return SensorReading(*max(temperatures))
         reading = self._of_battery("temp", "temperature")
         if reading.value is None:
             return SensorReading(None, reason=f"no thermal zone can be read; {reading.reason}")
         return SensorReading(float(reading.value) / 10, reading.source)
 
     def battery_percent(self) -> SensorReading:
-        """Charge of the battery."""
+        """Read the charge of the battery in percent."""
         return self._of_battery("capacity", "level")
 
     def charging(self) -> SensorReading:
-        """Whether the battery is charged or full at a charger."""
+        """Read whether the battery is charging, or full at a charger."""
         for path in sorted(self._battery.glob("*/status")):
             if not _is_battery(path.parent):
                 continue
             text = _text(path)
             if text is not None and text != "Unknown":
                 return SensorReading(text in ("Charging", "Full"), str(path))
-        told = _of_dump(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
-        if isinstance(told, str):
-            return SensorReading(None, reason=f"no battery under {self._battery}; {told}")
-        status, powered = told
+        numbers = _parse_battery_dump(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
+        if isinstance(numbers, str):
+            return SensorReading(None, reason=f"no battery under {self._battery}; {numbers}")
+        status, powered = numbers
         return SensorReading(status in (2, 5) or powered is not None, "dumpsys battery")
 
     def frequency(self) -> SensorReading:
-        """Highest present frequency of the cores in hertz."""
+        """Read the highest current frequency of the cores in hertz."""
         values = [
             (value * 1000, str(path))
             for path in sorted(self._processors.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
@@ -108,30 +108,33 @@ class Sensors:
         )
 
     def use(self) -> SensorReading:
-        """Of Android: whether the screen is on; else the cores that other programs take since the last look,
-        or for a moment."""
+        """Read the use of the device by others.
+
+        On Android this is whether the screen is on; elsewhere the number of cores that other programs have
+        used since the last reading, or over a moment.
+        """
         if shutil.which("dumpsys") is not None:
-            text, why = _dump("power")
+            text, reason = _dump("power")
             match = re.search(r"^ *mWakefulness=(\w+)", text, re.MULTILINE)
             if match is None:
-                return SensorReading(None, reason=why or "dumpsys power doesn't tell")
+                return SensorReading(None, reason=reason or "dumpsys power has no mWakefulness")
             return SensorReading(match[1] not in ("Asleep", "Dozing"), "dumpsys power")
-        before = self._looked
-        if before is None or time.monotonic() - before[0] < _MOMENT:
-            before = self._others()
+        previous = self._last_use
+        if previous is None or time.monotonic() - previous[0] < _MOMENT:
+            previous = self._foreign_seconds()
             time.sleep(_MOMENT)
-        self._looked = now = self._others()
-        if before is None or now is None:
+        self._last_use = now = self._foreign_seconds()
+        if previous is None or now is None:
             return SensorReading(None, reason=f"{self._statistics} can't be read")
-        return SensorReading(max(0.0, (now[1] - before[1]) / (now[0] - before[0])), str(self._statistics))
+        return SensorReading(max(0.0, (now[1] - previous[1]) / (now[0] - previous[0])), str(self._statistics))
 
     def minute_of_day(self) -> SensorReading:
-        """Minutes since midnight of the local time."""
+        """Read the minutes since midnight, local time."""
         now = time.localtime()
         return SensorReading(now.tm_hour * 60 + now.tm_min, "the clock")
 
-    def _others(self) -> tuple[float, float] | None:
-        """The time, and seconds that processors have worked so far for others than this program."""
+    def _foreign_seconds(self) -> tuple[float, float] | None:
+        """Return the time, and the seconds that processors have worked so far for other programs."""
         words = (_text(self._statistics) or "").partition("\n")[0].split()
         try:
             user, nice, system, _, _, interrupts, soft = map(int, words[1:8])
@@ -141,7 +144,7 @@ class Sensors:
         return time.monotonic(), worked - (self._own_seconds or time.process_time)()
 
     def charge(self) -> SensorReading:
-        """Charge that the battery's counter tells, in coulombs."""
+        """Read the battery's charge counter in coulombs."""
         reading = self._of_battery("charge_counter", "Charge counter")
         if reading.value is None:
             reading = self._of_battery("charge_now", "Charge counter")
@@ -149,7 +152,7 @@ class Sensors:
         return reading if value is None else SensorReading(float(value) * _COULOMBS, reading.source)
 
     def volts(self) -> SensorReading:
-        """Voltage of the battery: in microvolts as Linux tells it, in millivolts as Android does."""
+        """Read the battery's voltage in volts; Linux reports microvolts, Android millivolts."""
         reading = self._of_battery("voltage_now", "voltage")
         if reading.value is None:
             return reading
@@ -157,21 +160,23 @@ class Sensors:
         return SensorReading(float(reading.value) / (1e6 if is_linux else 1e3), reading.source)
 
     def watts(self) -> SensorReading:
-        """Power that flows from the battery, or into it."""
+        """Read the power that flows from or into the battery, in watts."""
         for path in sorted(self._battery.glob("*/current_now")):
             current = _number(path) if _is_battery(path.parent) else None
             volts = _number(path.with_name("voltage_now"))
             if current is None or volts is None:
                 continue
             if abs(current) < _LEAST_MICROAMPERES:
-                return SensorReading(None, reason=f"{path} has {current:g}, which are no likely microamperes")
+                return SensorReading(
+                    None, reason=f"{path} is {current:g}, which is too small for microamperes"
+                )
             return SensorReading(abs(current) * volts / 1e12, str(path))
         return SensorReading(
             None, reason=f"no current_now and voltage_now of a battery under {self._battery}"
         )
 
     def record(self) -> dict[str, Any]:
-        """All readings, as run.json holds them."""
+        """Return all readings as run.json holds them."""
         readings: dict[str, Callable[[], SensorReading]] = {
             "temperature_celsius": self.temperature,
             "battery_percent": self.battery_percent,
@@ -185,16 +190,16 @@ class Sensors:
             value = _number(path) if _is_battery(path.parent) else None
             if value is not None:
                 return SensorReading(value, str(path))
-        told = _of_dump(rf"^ *{dumped}: *(-?\d+)")
-        if isinstance(told, str):
-            return SensorReading(None, reason=f"no battery under {self._battery}; {told}")
-        return SensorReading(told[0], "dumpsys battery")
+        numbers = _parse_battery_dump(rf"^ *{dumped}: *(-?\d+)")
+        if isinstance(numbers, str):
+            return SensorReading(None, reason=f"no battery under {self._battery}; {numbers}")
+        return SensorReading(numbers[0], "dumpsys battery")
 
 
 class Energy:
-    """Energy that the battery gives from now on, by two ways: its charge counter, and its power as looked at.
+    """Energy drawn from the battery from now on, by its charge counter and by its sampled power.
 
-    All that the machine does takes of it, the screen too.
+    It includes everything that the machine does, the screen too.
     """
 
     def __init__(self, sensors: Sensors) -> None:
@@ -202,20 +207,20 @@ class Energy:
         self._joules = 0.0
         self._reason = ""
         self._time = time.monotonic()
-        self._watts = self._looked()
+        self._watts = self._read_watts()
         self._source = "" if self._watts is None else sensors.watts().source
         self._first = sensors.charge(), sensors.volts()
         self._was_charged = bool(sensors.charging().value)
 
     def sample(self) -> None:
-        """Look at the power; call it every second or so."""
-        then, before = self._time, self._watts
-        self._time, self._watts = time.monotonic(), self._looked()
-        if before is not None and self._watts is not None:
-            self._joules += (before + self._watts) / 2 * (self._time - then)
+        """Sample the power; call this about once per second."""
+        previous_time, previous_watts = self._time, self._watts
+        self._time, self._watts = time.monotonic(), self._read_watts()
+        if previous_watts is not None and self._watts is not None:
+            self._joules += (previous_watts + self._watts) / 2 * (self._time - previous_time)
 
     def record(self) -> dict[str, Any]:
-        """Joules `by_charge` and `by_power`, each a reading."""
+        """Return the joules `by_charge` and `by_power`, each as a reading."""
         self.sample()
         if self._was_charged or self._sensors.charging().value:
             charged = SensorReading(None, reason="the battery was being charged")
@@ -225,7 +230,7 @@ class Energy:
             power = SensorReading(self._joules, self._source)
         return {"by_charge": self._by_charge().record(), "by_power": power.record()}
 
-    def _looked(self) -> float | None:
+    def _read_watts(self) -> float | None:
         reading = self._sensors.watts()
         if reading.value is None:
             self._reason = reading.reason
@@ -237,41 +242,42 @@ class Energy:
         for reading in (charge, volts, last, last_volts):
             if reading.value is None:
                 return reading
-        given = float(charge.value or 0) - float(last.value or 0)
-        if given <= 0:
+        coulombs = float(charge.value or 0) - float(last.value or 0)
+        if coulombs <= 0:
             return SensorReading(
-                None, reason=f"{charge.source} has not fallen: too short, or the counter too coarse"
+                None,
+                reason=f"{charge.source} has not fallen: the time is too short or the counter too coarse",
             )
         return SensorReading(
-            given * (float(volts.value or 0) + float(last_volts.value or 0)) / 2, charge.source
+            coulombs * (float(volts.value or 0) + float(last_volts.value or 0)) / 2, charge.source
         )
 
 
-def _of_dump(first: str, *more: str) -> list[float | None] | str:
-    """Numbers that patterns find in what Android's battery service tells, or why it tells nothing."""
-    text, why = _dump("battery")
+def _parse_battery_dump(first: str, *more: str) -> list[float | None] | str:
+    """Return numbers that patterns match in the output of Android's battery service, or an error."""
+    text, reason = _dump("battery")
     matches = [re.search(pattern, text, re.MULTILINE) for pattern in (first, *more)]
     if matches[0] is None:
-        return why or "dumpsys battery doesn't tell"
+        return reason or "dumpsys battery lacks this value"
     return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in matches]
 
 
 def _dump(service: str) -> tuple[str, str]:
-    """What one of Android's services tells, and why it tells nothing."""
+    """Return the output of one of Android's services, and the reason if there is none."""
     command = shutil.which("dumpsys")
     if command is None:
         return "", "there is no dumpsys"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [command, service], capture_output=True, text=True, timeout=_DUMP_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"dumpsys can't be run: {error}"
-    return done.stdout, ""
+    return process.stdout, ""
 
 
 def _is_battery(folder: Path) -> bool:
-    """Whether a power supply is the machine's battery, and not a charger or a mouse's."""
+    """Return whether a power supply is the machine's battery, not a charger or a peripheral's battery."""
     return _text(folder / "type") == "Battery" and _text(folder / "scope") != "Device"
 
 

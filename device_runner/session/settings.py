@@ -1,4 +1,4 @@
-"""Settings of `prge run`: flags, keys of YAML, `config.yaml` of a run folder; and those of `prge eval`."""
+"""Settings of `prge run` (flags, YAML keys, `config.yaml` of a run folder) and of `prge eval`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class EngineFlags:
     """The engine."""
 
     engine: EngineName = "auto"
-    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
-    The same bits. auto: native where it is built or can be, else torch."""
+    """native: the stock libraries without torch, compiled against once; torch: the runtime's Python module.
+    Both give the same bits. auto: native if it is built or can be built, otherwise torch."""
     threads: int | None = None
-    """Threads that compute; default: performance cores."""
+    """Number of threads; default: the number of performance cores."""
     memory: Bytes | None = None
-    """Most memory that the process takes at its peak, such as 400MB: resident, as `top` shows it in RES, with
-    pages of mapped weights. Weights that don't fit are mapped when their turn comes; too little is refused
-    with the least that it needs. The same bits. Default: all weights stay, and activations of exact steps in
-    a quarter of the memory that is available."""
+    """Peak memory of the process, such as 400MB: resident memory, as `top` shows it in RES, with pages of
+    mapped weights. Weights that don't fit are mapped on demand; a value that is too small is refused with the
+    minimum. The results have the same bits. Default: all weights stay loaded, and activations of exact steps
+    may take a quarter of the available memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,16 @@ class PauseFlags:
     pause_above_celsius: float | None = None
     """Pause while the device is hotter than this, until it is three degrees cooler."""
     pause_below_battery: float | None = None
-    """Pause while the battery holds less than this many percent and is not charged."""
+    """Pause while the battery is below this many percent and not charging."""
 
     def conditions(self) -> list[Condition]:
-        """What must be met to go on."""
-        found: list[Condition] = []
+        """Return the constraints that must be met to continue."""
+        constraints: list[Condition] = []
         if self.pause_above_celsius is not None:
-            found.append(Cool(flag("pause_above_celsius"), self.pause_above_celsius))
+            constraints.append(Cool(flag("pause_above_celsius"), self.pause_above_celsius))
         if self.pause_below_battery is not None:
-            found.append(Battery(flag("pause_below_battery"), self.pause_below_battery))
-        return found
+            constraints.append(Battery(flag("pause_below_battery"), self.pause_below_battery))
+        return constraints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +67,20 @@ class WaitFlags(PauseFlags):
     """When to work."""
 
     when: str = ""
-    """Pause unless all of these hold, with commas between them: charging; cool (at most 42 degrees Celsius;
+    """Pause unless all of these hold, separated by commas: charging; cool (at most 42 degrees Celsius;
     cool:40 at most 40); battery:30 (at least 30 percent, or charging); idle (a phone: the screen is off;
-    else: other programs take at most half a core); 22:00-07:00 (local time)."""
+    otherwise: other programs use at most half a core); 22:00-07:00 (local time)."""
     only_charging: bool = False
-    """Pause while the battery is not charged, as --when charging."""
+    """Pause while the battery is not charging, as --when charging."""
 
     def conditions(self) -> list[Condition]:
-        """What must be met to go on."""
+        """Return the constraints that must be met to continue."""
         charging = [Charging(flag("only_charging"))] if self.only_charging else []
         return [*charging, *super().conditions(), *parse_when(self.when)]
 
 
 def when_problems(when: str) -> list[str]:
-    """What is wrong with a `--when`."""
+    """Return what is wrong with a `--when`."""
     try:
         parse_when(when)
     except ValueError as error:
@@ -95,63 +95,67 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     STORED: ClassVar = CONFIG
 
     resume: InputFolder | None = None
-    """Run folder to go on with, from its own settings."""
+    """Run folder to resume, with its own settings."""
     adapter: AdapterInput | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
     keep_gradients: bool = False
-    """exact: the journal keeps the gradient of every step, so that the run can be replayed. Default: those
-    since the newest checkpoint, which is written every 4 steps at least, whatever --checkpoint-every."""
+    """exact: keep the gradient of every step in the journal, so that the run can be replayed. Default: keep
+    those since the latest checkpoint, which is written at least every 4 steps, whatever
+    --checkpoint-every."""
     change_estimator: bool = False
-    """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
+    """With --resume: continue with another estimator, with the settings and learning rate that you set for
+    it."""
 
     heads_of: InputFile | None = None
-    """Encoders: journal of another run, whose heads are taken if they were fitted on the same rows with the
-    same bundle and folds. Default: fit them."""
+    """Encoders: journal of another run, whose heads are used if they were fitted on the same rows with the
+    same bundle and folds. Default: fit new heads."""
 
     sample_prompts: InputFile | None = None
-    """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
-    with prompt or messages."""
+    """Prompts that the model answers before, during and after training, into samples.jsonl: one per line, or
+    jsonl with prompt or messages."""
     sample_rows: int = 0
-    """So many of the development rows, of a task with candidates, are answered in the same way."""
+    """Number of development rows, of a task with candidates, that are answered in the same way."""
     sample_every: int = 100
-    """Steps between these answers; 0: before and after only."""
+    """Steps between these answers; 0: only before and after training."""
 
     trunk_cache_bytes: Bytes | None = None
-    """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
-    training rows, so that it is computed once. Default: none, every time."""
+    """Adapters in upper blocks only: bytes of the run folder that may cache the outputs of the blocks below
+    them, so that each training row passes those blocks once. Default: no cache."""
 
     @property
     def recipe(self) -> Recipe:
-        """What determines the run's bits."""
+        """The settings that determine the run's bits."""
         return Recipe.of(self)
 
     def __post_init__(self) -> None:
         problems = self.shared_problems(self.steps if self.epochs is None else None)
         if self.resume is None:
             if self.epochs is not None and self.steps != RunSettings.steps:
-                problems.append(f"--epochs is {self.epochs:g} and --steps {self.steps}: give one of them")
-            # A resumed run is told of every setting that it wasn't begun with.
+                problems.append(
+                    f"--epochs is {self.epochs:g} and --steps is {self.steps}: set only one of them"
+                )
+            # A resumed run reports every setting that it wasn't started with.
             problems += self._without_meaning()
         problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
-            problems.append("--sample-prompts and --sample-rows: give one of them")
+            problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
         if self.clip_examples and self.loss_normalisation == "token":
             problems.append(
-                "--clip-examples and --loss-normalisation token: an example would count by what others hold"
+                "--clip-examples with --loss-normalisation token: an example's weight would depend on others"
             )
         if self.clip_examples and self.head_learning_rate:
-            problems.append("--clip-examples and --head-learning-rate: the head's gradient isn't clipped")
+            problems.append("--clip-examples with --head-learning-rate: the head's gradient isn't clipped")
         if problems:
             raise ConfigError(
                 "these settings can't be used:",
                 problems,
-                remedy="`prge run --help` explains them",
+                remedy="see `prge run --help`",
                 code="settings-unusable",
             )
 
     def _without_meaning(self) -> list[str]:
-        """Settings that were changed and belong to another estimator."""
+        """Return problems of changed settings that belong to another estimator."""
         if self.estimator is None:
             return []
         return [
@@ -164,7 +168,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
 
 @dataclass(frozen=True)
 class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
-    """Score an adapter on rows of a file; prints the loss and the metric of the task."""
+    """Score an adapter on rows; prints the loss and the metric of the task."""
 
     bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote."""
@@ -172,11 +176,11 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
     """Rows to score: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a file
     test; or the name of a data set of the hub, of which the split test is read."""
     adapter: AdapterInput | None = None
-    """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
+    """Run, checkpoint or PEFT folder; default: the tuned adapter, or the bundle's own."""
     predictions: OutputFile | None = None
     """jsonl file to write: a line per row with its loss, scores and prediction."""
     json: OutputFile | None = None
-    """File to write the result to as JSON."""
+    """JSON file to write the result to."""
 
     def with_date(self) -> EvaluateSettings:
         """The same settings with the date of the run that is scored, where they have none and it has one."""
@@ -187,15 +191,15 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
 
 
 def date_of_run(run: Path | None) -> Day | None:
-    """The day that chat templates took for today in the run of a folder; None where nothing tells it."""
+    """Return the date that chat templates used in the run of a folder; None if it is unknown."""
     try:
         content = read_yaml(run / CONFIG) if run is not None else None
-        found = content.get("date") if isinstance(content, Mapping) else None
-        return None if found is None else Day(convert_value(found, Day))
+        date = content.get("date") if isinstance(content, Mapping) else None
+        return None if date is None else Day(convert_value(date, Day))
     except (OSError, DocumentError, *CONVERSION_ERRORS):
         return None
 
 
 def _either(names: Sequence[str]) -> str:
-    """Names in a sentence: a, b or c."""
+    """Join names with commas and `or`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -231,9 +231,9 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaki
     [
         ([], "--prompt or --messages or --data is missing"),
         (["--prompt", "a", "--data", "b.jsonl"], "--prompt and --data: give one of them"),
-        (["--data", "b.jsonl", "--chat"], "--chat belongs to --prompt"),
-        (["--prompt", "a", "--task", "sst2"], "--task belongs to --data"),
-        (["--prompt", "a", "--system", "b"], "--system belongs to --chat"),
+        (["--data", "b.jsonl", "--chat"], "--chat requires --prompt"),
+        (["--prompt", "a", "--task", "sst2"], "--task requires --data"),
+        (["--prompt", "a", "--system", "b"], "--system requires --chat"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature is -1.0, must be at least 0"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0, must be at least 1"),
         (["--prompt", "a", "--adapter", "nowhere"], "nowhere holds no trained adapter"),

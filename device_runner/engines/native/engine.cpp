@@ -1,13 +1,13 @@
 // The stock ExecuTorch runtime behind a few C functions: programs, weights files, arenas, methods, one call.
 //
-//     program   a memory-mapped file whose tables were verified; counts its users
+//     program   a memory-mapped and verified file; counts its users
 //     weights   a memory-mapped file of constants for a program that has none, and the file of their packed form
 //     arena     planned memory of methods that never run at once
-//     loading   the backend packs a copy of the weights; the files' pages are given back as they are read
-//     method    a loaded method of a program; it keeps what it uses of the others
-//     answers   0, or an error code of executorch/runtime/core/error.h, or kFault; the text is the engine's own
+//     loading   the backend packs a copy of the weights; the files' pages are released as they are read
+//     method    a loaded method of a program; it keeps program, weights and arena alive
+//     results   0, or an error code of executorch/runtime/core/error.h, or kFault; the text is the engine's log
 //
-// Nothing is thrown across this border. Calls of one method, or of methods of one arena, must not overlap.
+// No exception crosses this interface. Calls of one method, or of methods of one arena, must not overlap.
 
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 #include <executorch/extension/flat_tensor/flat_tensor_data_map.h>
@@ -49,7 +49,7 @@
 #include <thread>
 #include <vector>
 
-// The wheel has the library of the thread pool and not its header.
+// The wheel has the thread pool's library, but not its header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
@@ -69,11 +69,11 @@ using executorch::extension::BufferDataLoader;
 using executorch::extension::FlatTensorDataMap;
 using executorch::extension::MallocMemoryAllocator;
 
-// The engine would have ended the process, or ran out of memory outside its own checks.
+// The engine would have aborted, or it ran out of memory outside of its own checks.
 constexpr int kFault = -1;
 constexpr size_t kLongestLog = 1 << 14;
 constexpr size_t kAlignment = 64;
-constexpr int kOneWorkspaceForAll = 2; // XNNPACK's scratch memory: one for all methods that ask for this
+constexpr int kOneWorkspaceForAll = 2; // XNNPACK's scratch memory: shared by all methods with this option
 
 std::mutex log_mutex;
 std::string log_text;
@@ -81,10 +81,10 @@ int log_readers = 0;
 pal_emit_log_message_method emit_before = nullptr;
 pal_abort_method abort_before = nullptr;
 
-// Calls of this thread that can take an exception.
+// Number of calls of this thread that can catch an exception.
 thread_local int depth = 0;
 
-// This thread loads weights that are packed in a file which the backend must not lock; see Weights.
+// Whether this thread loads weights from a packed file, which the backend must not lock; see Weights.
 thread_local bool shares_packed_file = false;
 
 struct Abort : std::exception {
@@ -123,7 +123,7 @@ void on_log(
 }
 
 void on_abort() {
-  // A thread of the pool has nobody above it who could take this.
+  // A thread of the pool has no caller that could catch the exception.
   if (depth > 0) {
     throw Abort();
   }
@@ -133,8 +133,8 @@ void on_abort() {
   std::abort();
 }
 
-// Stand before what the table has, without register_pal: that logs, and another user of the runtime in this
-// process, such as its Python module, may have taken the table over since.
+// Replaces the table's functions and calls them, without register_pal: that logs, and another user of the
+// runtime in this process, such as its Python module, may have replaced the table since.
 void take_over() {
   auto* table = const_cast<et::PalImpl*>(et::get_pal_impl());
   if (table->emit_log_message != on_log) {
@@ -152,7 +152,7 @@ bool logged() {
   return !log_text.empty();
 }
 
-// Collects the log of one call, and gives it to the caller's buffer if the call failed.
+// Collects the log of one call, and writes it to the caller's buffer if the call failed.
 class Call {
  public:
   Call(char* text, size_t capacity) : text_(text), capacity_(capacity) {
@@ -197,7 +197,7 @@ class Call {
   size_t capacity_;
 };
 
-// A file as read-only memory; a page that was given back is read from the file again when it is needed.
+// A file as read-only memory; a released page is read from the file again on its next use.
 class Mapping {
  public:
   Mapping() = default;
@@ -218,7 +218,7 @@ class Mapping {
     }
     struct stat facts {};
     et::Error error = fstat(descriptor, &facts) == 0 ? et::Error::Ok : et::Error::AccessFailed;
-    if (error == et::Error::Ok && facts.st_size > 0) { // nothing can't be mapped, and is no program
+    if (error == et::Error::Ok && facts.st_size > 0) { // an empty file can't be mapped and is no program
       size_ = static_cast<size_t>(facts.st_size);
       void* start = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
       if (start == MAP_FAILED) {
@@ -249,8 +249,8 @@ class Mapping {
   size_t size_ = 0;
 };
 
-// Gives the pages of files back again and again while it lives. Without that, the files' weights and the ones
-// that the backend packs from them are in memory together when a method is loaded.
+// Releases the pages of files repeatedly during its lifetime. Otherwise the files' weights and the weights that
+// the backend packs from them would be in memory together when a method is loaded.
 class Returning {
  public:
   explicit Returning(std::vector<const Mapping*> mappings) : mappings_(std::move(mappings)) {
@@ -262,7 +262,7 @@ class Returning {
         }
       });
     } catch (const std::system_error&) {
-      // No thread to be had: loading only takes more memory.
+      // Without a thread, loading only takes more memory.
     }
   }
 
@@ -298,19 +298,19 @@ struct File {
   std::unique_ptr<et::Program> program;
 
   ~File() {
-    program.reset(); // its tables lie in the loader's pages
+    program.reset(); // its tables are in the loader's pages
   }
 };
 
-// Loads and unloads so far: after one, something else may lie where a packed file was mapped.
+// Number of loads and unloads so far; after one, other memory may be where a packed file was mapped.
 std::mutex mappings_mutex;
 size_t mappings = 1;
 
-// Constants under the names that a program knows them by.
+// Constants by the names that a program uses for them.
 //
-// The packed file belongs to this file alone: the backend knows a weight by its name, which another block's has
-// too. It is written by whoever opened it for packing, and else only mapped: a shared lock of ours keeps the
-// backend from taking its exclusive one, with which a second process would get no packed file at all.
+// Each weights file has its own packed file: the backend identifies weights by name, and blocks share names.
+// Only the object that was opened for packing writes the packed file; all others map it. Our shared lock keeps
+// the backend from taking an exclusive lock, which would deny the packed file to a second process.
 struct Weights {
   Mapping mapping;
   std::unique_ptr<BufferDataLoader> loader;
@@ -318,11 +318,11 @@ struct Weights {
   std::string packed;
   bool packing = false;
   int lock = -1;
-  std::vector<et::Span<uint8_t>> mapped; // where the packed file was mapped at `mapped_at`
+  std::vector<et::Span<uint8_t>> mapped; // mappings of the packed file as of `mapped_at`
   size_t mapped_at = 0;
 
-  // Give back the pages that methods have mapped, which they read again when they need them. False where the
-  // system doesn't tell which these are.
+  // Releases the pages that methods have mapped, which are read again on their next use. Returns false if the
+  // system doesn't list the mappings.
   bool give_back() {
     struct stat facts {};
     if (lock < 0 || fstat(lock, &facts) != 0) {
@@ -347,7 +347,7 @@ struct Weights {
     if (maps == nullptr) {
       return;
     }
-    char line[512]; // paths may be longer: what is left of one is no line of its own
+    char line[512]; // a path may be longer: its rest is not a line of its own
     while (std::fgets(line, sizeof line, maps.get()) != nullptr) {
       unsigned long first = 0, last = 0, inode = 0;
       unsigned int high = 0, low = 0;
@@ -361,7 +361,7 @@ struct Weights {
   }
 
   ~Weights() {
-    map.reset(); // its tables lie in the loader's pages
+    map.reset(); // its tables are in the loader's pages
     if (lock >= 0) {
       ::close(lock);
     }
@@ -395,7 +395,7 @@ struct Weights {
   }
 };
 
-// Zeroed memory, of which pages that nothing wrote to take none.
+// Zeroed memory; pages take no memory until they are written.
 class Arena {
  public:
   Arena() = default;
@@ -457,7 +457,7 @@ struct Output {
   size_t rank;
   size_t most_bytes;
   bool planned;
-  uint8_t* spare; // where an output that isn't planned goes if the caller's memory is smaller than its bound
+  uint8_t* spare; // memory of an unplanned output if the caller's memory is smaller than its bound
 };
 
 struct MethodHandle {
@@ -472,14 +472,14 @@ struct MethodHandle {
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   bool broken = false;
-  std::unique_ptr<et::Method> method; // last: it is destroyed before what it uses
+  std::unique_ptr<et::Method> method; // last, so that it is destroyed before what it uses
 };
 
 size_t aligned(size_t size) {
   return (size + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Sizes of the parts of an arena that a method uses: its planned buffers, then its outputs that aren't planned.
+// Sizes of the parts of an arena that a method uses: its planned buffers, then its unplanned outputs.
 et::Error parts(const et::MethodMeta& meta, std::vector<size_t>& buffers, std::vector<size_t>& spares) {
   for (size_t index = 0; index < meta.num_memory_planned_buffers(); ++index) {
     const auto bytes = meta.memory_planned_buffer_size(index);
@@ -574,7 +574,7 @@ et::Error prepare_inputs(MethodHandle& handle, const et::MethodMeta& meta) {
 et::Error set_input(MethodHandle& handle, size_t index, void* data, const int32_t* sizes) {
   Input& input = handle.inputs[index];
   for (size_t axis = 0; axis < input.bounds.size(); ++axis) {
-    // The runtime compares the numbers of elements alone.
+    // The runtime compares only the numbers of elements.
     if (sizes[axis] > input.bounds[axis] || sizes[axis] < std::min(1, input.bounds[axis])) {
       ET_LOG(
           Error,
@@ -605,7 +605,7 @@ struct Request {
   int32_t* output_sizes;
 };
 
-// Threads of the pool that find no work for some microseconds sleep, and wake up slowly: this keeps them awake
+// Threads of the pool sleep after some microseconds without work and wake up slowly: this keeps them awake
 // between two methods.
 void keep_awake() {
   if (executorch::extension::threadpool::NoThreadPoolGuard::is_enabled()) {
@@ -667,7 +667,7 @@ et::Error run(MethodHandle& handle, const Request& request) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Threads of the process's pool; a count above 0 first gives it another size, before any method is loaded.
+// Gets the size of the process's thread pool; a count above 0 sets it first, before any method is loaded.
 int prge_threads(int count, int* found, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     auto* pool = executorch::extension::threadpool::get_threadpool();
@@ -682,12 +682,12 @@ int prge_threads(int count, int* found, char* text, size_t capacity) {
   });
 }
 
-// For a forked child, which lacks the pool's threads: from now on the calling thread does all work itself.
+// For a forked child, which lacks the pool's threads: from now on the calling thread does all work.
 void prge_without_threads() {
   executorch::extension::threadpool::NoThreadPoolGuard::set_enabled(true);
 }
 
-// Map a file and verify its tables.
+// Maps a file and verifies its tables.
 int prge_open(const char* path, void** program, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     auto file = std::make_shared<File>();
@@ -706,12 +706,12 @@ int prge_open(const char* path, void** program, char* text, size_t capacity) {
   });
 }
 
-// Methods that are loaded keep the file.
+// Loaded methods keep the file.
 void prge_close(void* program) {
   delete static_cast<ProgramHandle*>(program);
 }
 
-// How many methods, and the name of one; null where there is none.
+// The number of methods, and the name of one; null if there is none.
 size_t prge_methods(void* program) {
   return static_cast<ProgramHandle*>(program)->file->program->num_methods();
 }
@@ -721,7 +721,7 @@ const char* prge_method_name(void* program, size_t index) {
   return name.ok() ? name.get() : nullptr;
 }
 
-// Inputs or outputs of a method.
+// The number of inputs or outputs of a method.
 int prge_count(void* program, const char* method, int outputs, size_t* count, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     const auto meta = static_cast<ProgramHandle*>(program)->file->program->method_meta(method);
@@ -732,7 +732,7 @@ int prge_count(void* program, const char* method, int outputs, size_t* count, ch
   });
 }
 
-// Type, rank and sizes of one of them; as many sizes as fit into `most`.
+// Type, rank and sizes of one of them; at most `most` sizes.
 int prge_tensor(
     void* program,
     const char* method,
@@ -760,8 +760,8 @@ int prge_tensor(
   });
 }
 
-// Map a weights file. `packed`, which may be null, is the file of its packed weights: written by the methods
-// that are loaded with these weights if they are to be packed, else mapped by them.
+// Maps a weights file. `packed`, which may be null, is the file of its packed weights: methods that are loaded
+// with these weights write it if `packing` is set, and map it otherwise.
 int prge_open_weights(
     const char* path, const char* packed, int packing, void** weights, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
@@ -774,17 +774,17 @@ int prge_open_weights(
   });
 }
 
-// Methods that are loaded keep the files.
+// Loaded methods keep the files.
 void prge_close_weights(void* weights) {
   delete static_cast<WeightsHandle*>(weights);
 }
 
-// Give back the pages that methods have mapped of these weights, which stay loaded. 0 where that can't be done.
+// Releases the pages that methods have mapped of these weights, which stay loaded. Returns 0 if that fails.
 int prge_give_back(void* weights) {
   return static_cast<WeightsHandle*>(weights)->weights->give_back();
 }
 
-// Bytes of an arena that a method uses.
+// Gets the bytes of an arena that a method uses.
 int prge_arena_bytes(void* program, const char* method, size_t* bytes, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     const auto meta = static_cast<ProgramHandle*>(program)->file->program->method_meta(method);
@@ -809,12 +809,12 @@ int prge_open_arena(size_t bytes, void** arena, char* text, size_t capacity) {
   });
 }
 
-// Methods that are loaded keep the memory.
+// Loaded methods keep the memory.
 void prge_close_arena(void* arena) {
   delete static_cast<ArenaHandle*>(arena);
 }
 
-// Load a method for its weights. `arena` may be null: the method gets memory of its own.
+// Loads a method with its weights. If `arena` is null, the method gets its own memory.
 int prge_load(
     void* program,
     const char* name,
@@ -866,7 +866,7 @@ int prge_load(
       return loaded.error();
     }
     handle->method = std::make_unique<et::Method>(std::move(loaded.get()));
-    // What it can't write to the packed file, the backend keeps in memory, and only logs that.
+    // The backend keeps weights that it can't write to the packed file in memory, and only logs that.
     const std::lock_guard<std::mutex> guard(mappings_mutex);
     ++mappings;
     return packed && handle->weights->packing && logged() ? et::Error::AccessFailed : et::Error::Ok;
@@ -874,17 +874,17 @@ int prge_load(
   if (code == 0) {
     *method = handle.release();
   } else if (code == kFault) {
-    handle.release(); // in the state that the fault left it in, taking it apart is not safe
+    handle.release(); // destroying it in the state after the fault is not safe
   }
   return code;
 }
 
-// Run methods one after the other, up to the first that fails.
+// Runs methods one after the other, up to the first that fails.
 //
-//     method          of prge_load
-//     inputs, sizes   contiguous arrays of its types in its order, and the sizes of all their axes
-//     outputs, room   memory that no input lies in, and its bytes; with room for the largest output that the
-//                     program names, an output that isn't planned is written there without a copy
+//     method          loaded by prge_load
+//     inputs, sizes   contiguous arrays of the method's types in its order, and the sizes of all their axes
+//     outputs, room   memory that overlaps no input, and its bytes; if it holds the program's bound of an
+//                     unplanned output, the output is written there without a copy
 //     output_sizes    the sizes of all axes of the outputs
 int prge_run(const Request* requests, size_t count, char* text, size_t capacity) {
   MethodHandle* handle = nullptr;

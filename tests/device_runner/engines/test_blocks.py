@@ -263,7 +263,7 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     for width in (0, LARGEST_SIZE + 1):
         saved[2]["residual.0"] = width
         problems = [*block_problems(chain, shapes, 2)]
-        assert "it saves values of the widths" in problems[0] and str(width) in problems[0]
+        assert "its residuals have the widths" in problems[0] and str(width) in problems[0]
         assert any("input saved.0 of back_saved is float32" in problem for problem in problems)
 
 

@@ -243,7 +243,7 @@ def test_a_file_that_changes_answers_is_not_kept(
     monkeypatch.setattr(packed_files, "Program", Restless)
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert "its answers change" in use.told[0] and bytes_in(folder) == 0
+    assert "its outputs change" in use.told[0] and bytes_in(folder) == 0
 
 
 def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(

@@ -63,7 +63,7 @@ def test_nothing_is_made_up(tmp_path: Path, battery: Path, clock: Clock) -> None
     still = energy.record()["by_charge"]
     assert still["value"] is None and "has not fallen" in still["reason"]
     write(battery, current_now=-500)
-    assert "no likely microamperes" in str(Energy(Sensors(tmp_path)).record()["by_power"]["reason"])
+    assert "too small for microamperes" in str(Energy(Sensors(tmp_path)).record()["by_power"]["reason"])
     write(battery, status="Charging")
     charged = energy.record()
     assert {each["reason"] for each in charged.values()} == {"the battery was being charged"}

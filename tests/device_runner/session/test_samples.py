@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.session.samples import SamplePrompt, Samples, SampleWriter, read_prompts
+from device_runner.session.samples import SamplePrompt, Samples, TextAnswerer, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
@@ -34,7 +34,7 @@ def write(folder: Path, name: str, content: str) -> Path:
 
 def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
     found = read_prompts(write(tmp_path, "prompts.txt", "the film\n\n a dog"), Prompts(TOKENIZER))
-    assert [each.asked for each in found] == ["the film", " a dog"]
+    assert [each.source for each in found] == ["the film", " a dog"]
     assert found[0].prompt == Prompts(TOKENIZER).encode_text("the film")
 
 
@@ -43,7 +43,7 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
     rows = [{"prompt": "line\nbreak"}, {"messages": messages}]
     path = write(tmp_path, "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     found = read_prompts(path, Prompts(TOKENIZER))
-    assert [each.asked for each in found] == ["line\nbreak", messages]
+    assert [each.source for each in found] == ["line\nbreak", messages]
     assert TOKENIZER.decode(found[1].prompt.tokens).startswith("[user]Hi!")
 
 
@@ -78,7 +78,7 @@ class Run:
         self.state = TrainingState(adapter, make_optimizer("sgd", adapter.size))
         self.generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
         self.go_to(step)
-        self.samples = Samples(SampleWriter(prompts, self.generator), self.state, every, self.watcher)
+        self.samples = Samples(TextAnswerer(prompts, self.generator), self.state, every, self.watcher)
 
     def go_to(self, step: int) -> None:
         self.state.progress.step = step
