@@ -1,1 +1,1 @@
-"""The device: data, engine and verbs of a run; numpy, tokenizers, the ExecuTorch runtime, no transformers."""
+"""The device side: verbs and engines on numpy, tokenizers and the ExecuTorch runtime."""

@@ -1,4 +1,4 @@
-"""`prge cache`: what packed weights and programs of exports take on the storage, and how to have it back."""
+"""`prge cache`: show the size of packed weights and exported programs in the cache, or empty it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prge.training.costs import format_bytes
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Show the cache, packed weights of runs and programs of exports, or empty it.
+    """Show the cache, which holds packed weights of runs and programs of exports, or empty it.
 
-    What is missing is made again by the next run or export.
+    The next run or export creates missing files again.
     """
 
     clear: bool = False
-    """Remove its files. A process that uses one keeps it until it ends."""
+    """Remove its files. A process that uses a file keeps it until it ends."""
     json: bool = False
     """Print one JSON object instead of text."""
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge cache --help`.
 
     Raises:
-        EngineError: the user has no home and no XDG_CACHE_HOME.
+        EngineError: the user has no home and XDG_CACHE_HOME is not set.
         RunError: the storage refuses to remove files.
     """
     settings = parse_settings(CacheSettings, argv, "prge cache")
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({"folders": reports, "freed_bytes": freed}))
         return 0
     for folder, report in zip(folders, reports, strict=True):
-        print(f"{folder}: {report['files']} files, {_text(bytes_in(folder))}")
+        print(f"{folder}: {report['files']} files, {_format_size(bytes_in(folder))}")
     if freed is not None:
-        print(f"{_text(freed)} freed")
+        print(f"{_format_size(freed)} freed")
     return 0
 
 
-def _text(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{format_bytes(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"

@@ -43,19 +43,19 @@ from prge.system.interrupts import handle_signals
 from prge.system.terminal import write_text
 
 HELP = """\
-/adapter NAME|PATH  go on with another adapter; without a name, list those that are loaded
-/base               go on with the model without an adapter
+/adapter NAME|PATH  continue with another adapter; without a name, list the loaded ones
+/base               continue with the model without an adapter
 /reset              forget the conversation
-/good, /bad         keep what you think of the last answer (--feedback FILE)
-/better TEXT        keep what it should have been; the conversation goes on from there
-/help               show this
-/quit               end; so does Ctrl-D. Ctrl-C ends an answer
-A line that begins with // is said with one /."""
+/good, /bad         save your rating of the last answer (--feedback FILE)
+/better TEXT        save a better answer; the conversation continues from it
+/help               show this help
+/quit               quit, as does Ctrl-D. Ctrl-C stops an answer
+A line that starts with // is sent with one /."""
 NO_TEMPLATE = (
-    "the model has no chat template: it goes on with the text of all lines, and answers nothing; an export "
-    "with --chat-template plain has one"
+    "the model has no chat template: it continues the text of all lines instead of answering; an export "
+    "with --chat-template plain adds one"
 )
-# The adapter that speaks and the one that it is compared with keep what they have read.
+# The current adapter and one that it is compared with keep their caches.
 SLOTS = 2
 
 
@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     bundle = open_speaking(settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer, control_tokens="text")
-    is_chat = prompts.chat is not None  # forks its child before the engine is there
+    is_chat = prompts.chat is not None  # forks a child, so before the engine starts
     examples = None
-    if settings.feedback is not None:  # forks a child, too
+    if settings.feedback is not None:  # forks a child too
         examples = FeedbackExamples(tokenizer, bundle.chain.model)
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
@@ -81,14 +81,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Interrupts:
-    """Ctrl-C cancels the answer in the making; without one it is a KeyboardInterrupt."""
+    """Lets Ctrl-C cancel the current answer; without an answer, Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.generator: Generator | None = None
         self.ticket: Ticket | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self.generator is None or self.ticket is None:
             raise KeyboardInterrupt
         self.generator.cancel(self.ticket)
@@ -126,21 +126,21 @@ class Chat:
         self._text = ""
         self._feedback = feedback
         self._examples = examples
-        # The last answer, until something is said of it.
-        self._answered: AnswerRecord | None = None
+        # The last answer, until it is rated.
+        self._last_answer: AnswerRecord | None = None
 
     def run(self) -> None:
-        """Read lines from standard input until it ends or one says /quit."""
+        """Read lines from standard input until it ends or a line is /quit."""
         for line in self._lines():
             if line.startswith("/") and not line.startswith("//"):
                 if line.split()[0] == "/quit":
                     return
                 self._command(line)
             elif line.strip():
-                self._say(line.removeprefix("/") if line.startswith("//") else line)
+                self._answer(line.removeprefix("/") if line.startswith("//") else line)
 
     def _lines(self) -> Iterator[str]:
-        """Lines of a terminal, with a prompt and the keys of an editor, or of a pipe."""
+        """Yield lines of a terminal, with a prompt and line editing, or of a pipe."""
         if not sys.stdin.isatty():
             for line in getattr(sys.stdin, "buffer", sys.stdin):
                 try:
@@ -156,7 +156,7 @@ class Chat:
             try:
                 yield input(f"{self._name}> ")
             except KeyboardInterrupt:
-                note("\n/quit or Ctrl-D ends, /help tells more")
+                note("\n/quit or Ctrl-D quits, /help shows all commands")
             except UnicodeDecodeError:
                 note("error: the line is not UTF-8")
             except EOFError:
@@ -167,12 +167,12 @@ class Chat:
         command, _, word = line.partition(" ")
         word = word.strip()
         if command == "/reset":
-            self._turns, self._text, self._answered = [], "", None
-            note("the conversation is forgotten")
+            self._turns, self._text, self._last_answer = [], "", None
+            note("the conversation was cleared")
         elif command in ("/good", "/bad"):
-            self._judge(rating=command.removeprefix("/"))
+            self._rate(rating=command.removeprefix("/"))
         elif command == "/better":
-            self._judge(correction=word)
+            self._rate(correction=word)
         elif command == "/base":
             self._switch(BASE)
         elif command == "/adapter" and word:
@@ -180,34 +180,34 @@ class Chat:
         elif command == "/adapter":
             note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
         else:
-            note(HELP if command == "/help" else f"there is no {command}\n{HELP}")
+            note(HELP if command == "/help" else f"unknown command {command}\n{HELP}")
 
-    def _judge(self, rating: str | None = None, correction: str | None = None) -> None:
-        """Keep what the user thinks of the last answer."""
+    def _rate(self, rating: str | None = None, correction: str | None = None) -> None:
+        """Save the user's rating or correction of the last answer."""
         if self._feedback is None or self._examples is None:
-            note("nothing is kept: start with --feedback FILE")
+            note("feedback is not saved: start with --feedback FILE")
             return
-        if self._answered is None:
-            note("there is no answer that you haven't judged yet")
+        if self._last_answer is None:
+            note("there is no answer that you haven't rated yet")
             return
         try:
-            row = self._answered.to_feedback(rating, correction)
+            row = self._last_answer.to_feedback(rating, correction)
             self._examples.build(row)
             append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
-            note(f"not kept: {error}")
+            note(f"not saved: {error}")
             return
         if correction is not None and self._prompts.chat is None:
-            self._text = self._answered.prompt_fields["prompt"] + with_leading_space(
-                correction, self._answered.answer
+            self._text = self._last_answer.prompt_fields["prompt"] + with_leading_space(
+                correction, self._last_answer.answer
             )
         elif correction is not None:
             self._turns[-1:] = [(self._turns[-1][0], correction)] if self._turns else []
-        self._answered = None
-        note(f"kept in {self._feedback}")
+        self._last_answer = None
+        note(f"saved in {self._feedback}")
 
     def _switch(self, word: str) -> None:
-        """Go on with another adapter, which keeps its name until the end."""
+        """Continue with another adapter, which keeps its name until the end."""
         if word not in self._adapters:
             try:
                 name, adapter = read_adapter(self._bundle, word)
@@ -217,11 +217,11 @@ class Chat:
             self._adapters[name] = adapter
             word = name
         self._name = word
-        note(f"{word} goes on with the conversation")
+        note(f"the conversation continues with {word}")
 
-    def _say(self, line: str) -> None:
-        """Let the model answer a line, and keep both."""
-        self._answered = None
+    def _answer(self, line: str) -> None:
+        """Let the model answer a line, and remember both."""
+        self._last_answer = None
         try:
             prompt = self._prompt(line)
             request = Request(prompt, self._adapters[self._name], self._settings.generation())
@@ -240,39 +240,41 @@ class Chat:
         if answer.reason == "context":
             note(f"the answer filled the context of {self._generator.engine.context} tokens")
         elif answer.reason == "length":
-            note(f"--max-tokens {self._settings.max_tokens} ended the answer")
-        self._keep_in_mind(line, answer.text)
+            note(f"the answer stopped after --max-tokens {self._settings.max_tokens}")
+        self._remember(line, answer.text)
         if self._prompts.chat is None:
-            self._text = f"{self._joined(line)}{answer.text}"
+            self._text = f"{self._extended_text(line)}{answer.text}"
         elif answer.text.strip():
             self._turns.append((line, answer.text))
 
-    def _keep_in_mind(self, line: str, text: str) -> None:
-        """Remember an answer, so that something may be said of it."""
+    def _remember(self, line: str, text: str) -> None:
+        """Remember an answer for a later rating."""
         if self._feedback is None or not text.strip():
             return
-        asked: Fields = conversation_fields(self._messages(line), self._settings.variables)
+        prompt_fields: Fields = conversation_fields(self._messages(line), self._settings.variables)
         if self._prompts.chat is None:
-            asked = {"prompt": self._joined(line), CONTROL_TOKENS: "text"}
+            prompt_fields = {"prompt": self._extended_text(line), CONTROL_TOKENS: "text"}
         name, settings = self._name, self._settings.generation()
         digest = adapter_digest(self._adapters[name])
-        self._answered = AnswerRecord(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())
+        self._last_answer = AnswerRecord(
+            f"chat-{uuid.uuid4().hex}", name, digest, prompt_fields, text, settings.facts()
+        )
 
     def _prompt(self, line: str) -> Prompt:
-        """What the model goes on from after a line; turns that don't fit are forgotten if that was asked."""
+        """Return the prompt after a line; drop the oldest turns that don't fit, if --overflow allows it."""
         if self._prompts.chat is None:
-            return self._prompts.encode_text(self._joined(line))
+            return self._prompts.encode_text(self._extended_text(line))
         context = self._generator.engine.context
         room = context - min(self._settings.max_tokens, context // 2)
-        forgotten = 0
+        dropped = 0
         while True:
             prompt = self._prompts.encode_messages(self._messages(line), self._settings.variables)
             if len(prompt.tokens) <= room or self._settings.overflow == "error" or not self._turns:
                 break
             self._turns.pop(0)
-            forgotten += 1
-        if forgotten:
-            note(f"the oldest {forgotten} turns no longer fit the context of {context} tokens")
+            dropped += 1
+        if dropped:
+            note(f"dropped {dropped} turns that no longer fit the context of {context} tokens")
         return prompt
 
     def _messages(self, line: str) -> list[dict[str, str]]:
@@ -283,5 +285,5 @@ class Chat:
             messages.append({"role": "assistant", "content": assistant})
         return [*messages, {"role": "user", "content": line}]
 
-    def _joined(self, line: str) -> str:
+    def _extended_text(self, line: str) -> str:
         return f"{self._text}\n{line}" if self._text else line

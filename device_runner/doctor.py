@@ -1,6 +1,6 @@
-"""`prge doctor`: what this machine has, what is missing, and the command that mends it.
+"""`prge doctor`: check what this machine has, what is missing, and which command fixes it.
 
-Works with nothing but Python.
+It needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
 ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
-# What training needs; where the native engine is, it does without torch's.
+# What training needs; with the native engine it doesn't need torch's.
 NEEDED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
 NOT_FOR_NATIVE = ("torch", "engine")
-# What is there if it can be imported, and who needs it.
+# Packages that are installed if they can be imported, and what needs them.
 FURTHER = {
     "jinja2": "chats and reports",
     **dict.fromkeys(("torchao", "transformers", "peft"), "`prge tune` and `prge export`"),
@@ -39,7 +39,7 @@ FURTHER = {
     "flwr": "`prge fleet`",
 }
 
-# The engine in a process of its own: a broken build may end it with a signal.
+# The engine in a process of its own, because a broken build may end it with a signal.
 ENGINE_PROBE = """
 import json, torch
 from executorch.extension.pybindings import _C
@@ -57,7 +57,7 @@ class DoctorSettings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of `prge doctor`; 0 if `prge run` has all that it needs, 1 if not."""
+    """Run the verb; returns 0 if `prge run` has all that it needs, otherwise 1."""
     settings = parse_settings(DoctorSettings, argv, "prge doctor")
     checks: list[Check] = []
     for check in examine():
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine() -> Iterator[Check]:
-    """All checks, one after the other; a check that fails in an unforeseen way is told as missing."""
+    """Yield all checks in order; a check that raises an exception counts as missing."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("python", _check_python),
         ("prge", _check_prge),
@@ -87,7 +87,7 @@ def examine() -> Iterator[Check]:
         *[(name, _finder(name)) for name in ("PyYAML", "tqdm", "torch", "executorch")],
     ]
     for name, check in checks:
-        yield _survived(name, check)
+        yield _run_check(name, check)
     engine, threads = _check_engine()
     yield engine
     yield threads
@@ -98,25 +98,25 @@ def examine() -> Iterator[Check]:
         *[(name, _finder(name, purpose)) for name, purpose in FURTHER.items()],
     ]
     for name, check in checks:
-        yield _survived(name, check)
+        yield _run_check(name, check)
 
 
 def run_lacks(checks: Sequence[Check]) -> list[str]:
-    """What training needs and these checks miss."""
+    """Return what training needs and these checks report as missing."""
     missing = {check.name for check in checks if check.state == "missing"}
     native = any(check.name == "native" and check.state == "ok" for check in checks)
     return [name for name in NEEDED if name in missing and not (native and name in NOT_FOR_NATIVE)]
 
 
 def pip_command(names: Sequence[str]) -> str:
-    """The command that installs these packages in the versions that prge asks for; empty if there is none."""
-    wanted = [requirement(name) for name in names if name not in ("python", "engine")]
+    """Return the command that installs packages in the versions that prge requires, or an empty string."""
+    required = [requirement(name) for name in names if name not in ("python", "engine")]
     if "engine" in names and not {"torch", "executorch"} & set(names):
-        wanted += ["--force-reinstall", requirement("torch"), requirement("executorch")]
-    return install(wanted) if wanted else ""
+        required += ["--force-reinstall", requirement("torch"), requirement("executorch")]
+    return install(required) if required else ""
 
 
-def _survived(name: str, check: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
@@ -133,39 +133,39 @@ def _check_python() -> Check:
 
 
 def _check_prge() -> Check:
-    """Whether the package's own requirements, and so the versions that it is tested with, can be read."""
+    """Check that the package's own requirements, and so the tested versions, can be read."""
     root = Path(__file__).resolve().parents[1]
     try:
         return Check("prge", "ok", f"{importlib.metadata.version('prge')} in {root}")
     except importlib.metadata.PackageNotFoundError:
-        where = f"in {root}, but not installed: the versions below aren't compared with what it asks for"
-        return Check("prge", "warn", where, f"pip install --no-deps -e {shlex.quote(str(root))}")
+        detail = f"in {root}, but not installed: its requirements aren't checked"
+        return Check("prge", "warn", detail, f"pip install --no-deps -e {shlex.quote(str(root))}")
 
 
 def _finder(name: str, purpose: str = "") -> Callable[[], Check]:
-    """A check that a package is installed, in the version that prge pins if it pins one.
+    """Return a check that a package is installed, in the version that prge pins if it pins one.
 
-    `purpose` says who needs it, where training doesn't.
+    `purpose` names what needs the package, if training doesn't.
     """
 
     def check() -> Check:
-        wanted = requirement(name)
+        required = requirement(name)
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             needed = f"not installed; needed by {purpose}" if purpose else "not installed"
             return Check(name, "missing", needed, pip_command([name]))
-        _, pinned, pin = wanted.partition("==")
+        _, pinned, pin = required.partition("==")
         # A local suffix such as +cpu names a build, not another version.
         if pinned and version.partition("+")[0] != pin:
-            return Check(name, "warn", f"{version}, tested with {pin}", install([wanted]))
+            return Check(name, "warn", f"{version}, tested with {pin}", install([required]))
         return Check(name, "ok", version)
 
     return check
 
 
 def _importer(name: str) -> Callable[[], Check]:
-    """A check that a small package is installed and can be imported."""
+    """Return a check that a small package is installed and can be imported."""
 
     def check() -> Check:
         installed = _finder(name)()
@@ -181,7 +181,7 @@ def _importer(name: str) -> Callable[[], Check]:
 
 
 def _check_engine() -> tuple[Check, Check]:
-    """Whether ExecuTorch really loads and has XNNPACK, and the threads that it will use."""
+    """Check that ExecuTorch loads and has XNNPACK, and how many threads it will use."""
     unknown = Check("threads", "warn", "unknown without the engine")
     answer = probe_engine()
     if isinstance(answer, str):
@@ -196,7 +196,7 @@ def _check_engine() -> tuple[Check, Check]:
 
 
 def _check_native() -> Check:
-    """Whether the engine without torch can be had; compiles it, as its first use would."""
+    """Check that the engine without torch is available; compiles it on first use."""
     from device_runner.engines.native.build import library
     from prge.errors import EngineError
 
@@ -207,20 +207,20 @@ def _check_native() -> Check:
 
 
 def probe_engine() -> dict[str, Any] | str:
-    """What a child process tells of the engine, or in words why it tells nothing."""
+    """Return what a child process reports of the engine, or an error message."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", ENGINE_PROBE], capture_output=True, text=True, timeout=120, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"can't be tried: {error}"
+        return f"can't be run: {error}"
     if child.returncode < 0:
-        return f"ends its process with signal {-child.returncode} while loading"
+        return f"crashes with signal {-child.returncode} while loading"
     if child.returncode:
         lines = child.stderr.strip().splitlines()
         return f"can't be loaded: {lines[-1] if lines else f'exit code {child.returncode}'}"
-    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
-    return answer
+    report: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return report
 
 
 def _check_memory() -> Check:
@@ -230,7 +230,7 @@ def _check_memory() -> Check:
     available = memory.get("MemAvailable", 0)
     size = f"{available // MIB} MiB available of {memory['MemTotal'] // MIB} MiB"
     if available < ENOUGH_MEMORY:
-        return Check("memory", "warn", size, "close other programs; `prge inspect` tells what a bundle needs")
+        return Check("memory", "warn", size, "close other programs; `prge inspect` shows what a bundle needs")
     return Check("memory", "ok", size)
 
 

@@ -1,4 +1,4 @@
-"""`prge eval`: score an adapter on the rows of a file on its bundle."""
+"""`prge eval`: score an adapter on rows of a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from prge.system.progress import Progress
 from prge.training.checkpoint_heads import describe_unused_head, load_head, with_bundle_label_order
 from prge.training.evaluation import evaluate, text_metrics
 
-# Answers that are written at once.
+# Answers that are generated at once.
 SLOTS = 8
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     if cut := record.get("cut_examples"):
-        print(f"{cut} of {record['examples']} examples were cut: these figures are not of whole rows")
+        print(f"{cut} of {record['examples']} examples were truncated: these figures are not of whole rows")
     if settings.json:
         write_json(settings.json, record)
     return 0
@@ -62,11 +62,11 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     task = load_task(settings.task) if settings.task else None
-    writes = task.generate if task is not None else None
-    if writes and settings.overflow == "split":
+    generate = task.generate if task is not None else None
+    if generate and settings.overflow == "split":
         raise ConfigError(
             "these settings can't be used:",
-            ["--overflow is split: a question with its answer is one row"],
+            ["--overflow is split, but a prompt and its answer must stay in one row"],
             remedy="set --overflow to truncate or error",
             code="settings-unusable",
         )
@@ -92,7 +92,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     adapter = read_compatible_adapter(trained, model.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if model.is_encoder else None
     shape, context = shape_of_scores(bundle, examples), None
-    if writes:
+    if generate:
         context, budget = budget_of_texts(bundle, settings.memory, settings.engine, slots=SLOTS, steps=shape)
     else:
         process = "scoring these rows"
@@ -100,9 +100,9 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     loaded = None if budget is None else budget.loaded
     opened = open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
     engine = opened.engine
-    generator = Generator(opened.speaker(SLOTS, context), tokenizer) if writes else None
+    generator = Generator(opened.speaker(SLOTS, context), tokenizer) if generate else None
     is_compared = isinstance(objective, Preference)
-    progress = _ProgressOfScores(examples, 2 if is_compared else 1)
+    progress = _ScoringProgress(examples, 2 if is_compared else 1)
     if is_compared:
         start = read_peft(bundle.adapter, model.modules)
         examples = with_reference_scores(engine, start, examples, progress)
@@ -124,10 +124,10 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         )
     del record["value"]
     answers: list[str] = []
-    if task is not None and writes is not None and generator is not None:
-        written = write_answers(generator, examples, adapter, writes, settings.overflow)
-        answers = [answer.text.strip() for answer in written]
-        pairs = zip(examples, written, strict=True)
+    if task is not None and generate is not None and generator is not None:
+        completions = write_answers(generator, examples, adapter, generate, settings.overflow)
+        answers = [answer.text.strip() for answer in completions]
+        pairs = zip(examples, completions, strict=True)
         if cut := sum(example.cut or answer.cut_tokens > 0 for example, answer in pairs):
             record["cut_examples"] = cut
         record |= text_metrics(task, answers, examples)
@@ -136,8 +136,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     return record
 
 
-class _ProgressOfScores:
-    """Shows progress while examples are scored so many times."""
+class _ScoringProgress:
+    """Shows progress while examples are scored `times` times."""
 
     def __init__(self, examples: Sequence[Example], times: int) -> None:
         self._each = len(sequences_of(examples))
@@ -145,7 +145,7 @@ class _ProgressOfScores:
         self._before = 0
 
     def __call__(self, sequences: int) -> None:
-        """So many sequences are scored, this time."""
+        """Update the number of sequences that are scored in the current pass."""
         self._progress.update(self._before + sequences)
         if sequences == self._each:
             self._before += sequences
@@ -154,7 +154,7 @@ class _ProgressOfScores:
 
 
 def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Head:
-    """An encoder's classification head, as its run wrote it, or as its checkpoint came with it.
+    """Return an encoder's classification head, from its run or from its checkpoint.
 
     Raises:
         ConfigError: there is none.
@@ -164,7 +164,7 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
         raise ConfigError(
             "an encoder needs a classification head",
             [describe_unused_head(bundle) or f"{trained} has no {HEAD}"],
-            remedy="give the folder of a run with --adapter",
+            remedy="set --adapter to the folder of a run",
             code="head-missing",
         )
     return head
@@ -173,18 +173,19 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
 def write_answers(
     generator: Generator, examples: Sequence[Example], adapter: Adapter, generate: Generate, overflow: str
 ) -> list[Completion]:
-    """What the model writes after the prompt of each example, the most likely token each time.
+    """Generate an answer to the prompt of each example, with the most likely token each time.
 
     Args:
-        generator: of the bundle that the examples were built for.
-        examples: of a task whose answers are texts.
-        adapter: what it is asked with.
+        generator: generator of the bundle that the examples were built for.
+        examples: examples of a task whose answers are texts.
+        adapter: adapter that answers.
         generate: when an answer ends.
-        overflow: `error` keeps prompts whole; else one that leaves an answer no room loses its beginning.
+        overflow: `error` keeps prompts whole; otherwise a prompt that leaves no room for an answer loses its
+            beginning.
     """
-    cut: PromptOverflow = "error" if overflow == "error" else "truncate"
-    wanted = GenerationSettings(generate.max_tokens, generate.stop, overflow=cut)
-    return generator.generate([Request(Prompt(each.prompt), adapter, wanted) for each in examples])
+    prompt_overflow: PromptOverflow = "error" if overflow == "error" else "truncate"
+    settings = GenerationSettings(generate.max_tokens, generate.stop, overflow=prompt_overflow)
+    return generator.generate([Request(Prompt(each.prompt), adapter, settings) for each in examples])
 
 
 def _write_predictions(

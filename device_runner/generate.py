@@ -1,4 +1,4 @@
-"""`prge generate`: what a model and its adapters write after prompts."""
+"""`prge generate`: generate answers of a model and its adapters to prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt, with its row in the data or its place among the prompts, from 1."""
+    """A prompt and its number: its row in the data or its position among the prompts, from 1."""
 
     row: int
     prompt: Prompt
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def generate(settings: GenerateSettings) -> None:
-    """Write the answers to standard output, and how fast they came to standard error.
+    """Write the answers to standard output, and the speed to standard error.
 
     Raises:
         PrgeError: bad input, or the engine failed.
@@ -64,22 +64,22 @@ def generate(settings: GenerateSettings) -> None:
     bundle = open_speaking(settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
-        note("the model has a chat template: --chat puts the prompt into it")
-    # All prompts before the engine is there: a chat template runs in a forked child.
-    prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
-    asked = _asked(settings, prompts)
+        note("the model has a chat template: use --chat to apply it to the prompt")
+    # All prompts come before the engine: a chat template runs in a forked child.
+    renderer = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
+    prompts = _asked(settings, renderer)
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
-    for event, written in prompts.written.items():
+    for event, written in renderer.written.items():
         note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
-    count = len(asked) * len(adapters)
+    count = len(prompts) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
-    how = settings.generation()
+    settings_of_generation = settings.generation()
     names, requests = [], []
-    for each in asked:
+    for each in prompts:
         for name, adapter in adapters.items():
             names.append((each.row, name))
-            requests.append(Request(each.prompt, adapter, how))
+            requests.append(Request(each.prompt, adapter, settings_of_generation))
     start = time.perf_counter()
     if count == 1 and not settings.json:
         answers = [_streamed(generator, requests[0])]
@@ -100,14 +100,14 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
     texts = [read_input_text(sys.stdin) if text == STDIN else text for text in settings.prompt]
     if settings.chat:
         turns = [[*system, {"role": "user", "content": text}] for text in texts]
-        made = [prompts.encode_messages(messages, settings.variables) for messages in turns]
+        prompts_of_texts = [prompts.encode_messages(messages, settings.variables) for messages in turns]
     else:
-        made = [prompts.encode_text(text) for text in texts]
-    return [_Asked(number, prompt) for number, prompt in enumerate(made, 1)]
+        prompts_of_texts = [prompts.encode_text(text) for text in texts]
+    return [_Asked(number, prompt) for number, prompt in enumerate(prompts_of_texts, 1)]
 
 
 def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Messages of a file, and what the chat template is given with them."""
+    """Read messages from a file, and the variables of the chat template."""
     try:
         content = read_json(path)
         fields = content if isinstance(content, dict) else {"messages": content}
@@ -117,13 +117,13 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
         raise DataError(
             f"{path} can't be answered",
             [reason],
-            remedy='give JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
+            remedy='write JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
             code="messages-unusable",
         ) from None
 
 
 def _answerable(messages: object) -> list[Mapping[str, Any]]:
-    """Messages that end with one to answer; raises RowError saying what they lack."""
+    """Check that messages end with one to answer; raises RowError otherwise."""
     from prge.data.tokenization.chat import check_messages
 
     try:
@@ -135,19 +135,19 @@ def _answerable(messages: object) -> list[Mapping[str, Any]]:
 def _rows_asked(
     settings: GenerateSettings, prompts: Prompts, system: Sequence[Mapping[str, Any]]
 ) -> list[_Asked]:
-    """Prompts of the rows of a file; raises DataError with all rows that have none."""
+    """Return the prompts of a file's rows; raises DataError with all rows that have none."""
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
     source = read_source(settings.data, "test", settings.columns, task=task)
-    chosen = select_rows(source.rows, settings.selection)
-    asked: list[_Asked] = []
-    read: Counter[str] = Counter()
+    rows = select_rows(source.rows, settings.selection)
+    numbered: list[_Asked] = []
+    column_counts: Counter[str] = Counter()
     problems: list[str] = []
-    for row in chosen:
+    for row in rows:
         try:
             if task is not None:
                 columns = format_columns(task.needed_columns(), [*row.fields], source.renamed)
-                read[f"(task {task.name}), columns: {columns}"] += 1
+                column_counts[f"(task {task.name}), columns: {columns}"] += 1
                 prompt = prompts.encode_text(task.prompt(row.fields))
             else:
                 form = find_form([row], source.name, source.renamed, prompts_only=True)
@@ -156,25 +156,27 @@ def _rows_asked(
                 columns = format_columns(
                     (*form.prompt_columns, *form.optional), [*row.fields], source.renamed
                 )
-                read[f"({form.name}), columns: {columns}"] += 1
-                plain = form.row(row, chat=form.chat != "" and prompts.chat is not None, prompts_only=True)
-                if "messages" in plain.fields:
-                    messages = _asked_of(plain)
+                column_counts[f"({form.name}), columns: {columns}"] += 1
+                prompt_row = form.row(
+                    row, chat=form.chat != "" and prompts.chat is not None, prompts_only=True
+                )
+                if "messages" in prompt_row.fields:
+                    messages = _asked_of(prompt_row)
                     messages = [*_unless_there(system, messages), *messages]
-                    variables = {**settings.variables, **plain.fields.get(TEMPLATE_KWARGS, {})}
+                    variables = {**settings.variables, **prompt_row.fields.get(TEMPLATE_KWARGS, {})}
                     prompt = prompts.encode_messages(messages, variables)
                 else:
-                    prompt = prompts.encode_text(_text_of(plain))
-            asked.append(_Asked(row.number, prompt))
+                    prompt = prompts.encode_text(_text_of(prompt_row))
+            numbered.append(_Asked(row.number, prompt))
         except RowError as problem:
             problems.append(f"row {row.number}: {problem}")
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
         raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
-    for how, count in read.items():
-        note(f"{source.name}: {count} rows {how}")
-    return asked
+    for columns_read, count in column_counts.items():
+        note(f"{source.name}: {count} rows {columns_read}")
+    return numbered
 
 
 def _text_of(row: Row) -> str:
@@ -188,7 +190,7 @@ def _text_of(row: Row) -> str:
 
 
 def _asked_of(row: Row) -> list[Mapping[str, Any]]:
-    """A row's messages up to the last one that the assistant didn't write: what it wrote is the reference."""
+    """Return a row's messages without those of the assistant at the end, which are the reference."""
     messages = row.fields["messages"]
     while isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
         messages = messages[:-1]
@@ -206,7 +208,7 @@ def _unless_there(
 
 
 def _streamed(generator: Generator, request: Request) -> Completion:
-    """One answer, written while it is made."""
+    """Generate one answer and print it as it grows."""
     ticket = generator.submit(request, lambda text: write_text(sys.stdout, text))
     while generator.work():
         pass
@@ -219,7 +221,7 @@ def _streamed(generator: Generator, request: Request) -> Completion:
 def _written(
     generator: Generator, requests: Sequence[Request], writer: _Writer, source: str
 ) -> list[Completion]:
-    """Many answers, each written as soon as it and those before it are made."""
+    """Generate many answers and print each as soon as it and all before it are complete."""
     tickets: list[Ticket] = []
     problems: list[str] = []
     for (row, _), request in zip(writer.names, requests, strict=True):
@@ -231,7 +233,7 @@ def _written(
         raise DataError(
             f"{source} can't be answered",
             dict.fromkeys(problems),
-            remedy="shorten them, give a larger --context, or --overflow truncate",
+            remedy="shorten them, set a larger --context, or use --overflow truncate",
             code="rows-unanswerable",
         )
     written = 0
@@ -245,7 +247,7 @@ def _written(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes answers one after another, each with the row and the adapter that it is of."""
+    """Prints answers in order, each with its row and adapter."""
 
     names: Sequence[tuple[int, str]]
     json: bool
@@ -273,7 +275,7 @@ def _record(answer: Completion) -> dict[str, Any]:
 
 
 def _facts(answers: Sequence[Completion], seconds: float) -> Iterator[str]:
-    """What was made, and how fast."""
+    """Yield how much was generated, and how fast."""
     tokens = sum(len(answer.tokens) for answer in answers)
     if len(answers) == 1:
         (answer,) = answers
@@ -284,4 +286,4 @@ def _facts(answers: Sequence[Completion], seconds: float) -> Iterator[str]:
     else:
         yield f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s"
     if cut := sum(answer.cut_tokens > 0 for answer in answers):
-        yield f"{cut} prompts lost their beginning: too long for the context"
+        yield f"{cut} prompts were too long for the context and lost their beginning"

@@ -1,4 +1,4 @@
-"""`prge inspect`: what a bundle holds, whether its files are whole, and the memory that a run of it takes."""
+"""`prge inspect`: show what a bundle holds, check its files, and estimate the memory of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "files", "unlisted_files"),
     *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory", "text", "layers"),
 }
-# Tokens of a row whose memory is told, as by `prge estimate`.
+# Tokens per row of the memory estimate, as in `prge estimate`.
 _TOKENS = 64
 
 
@@ -51,10 +51,10 @@ class InspectSettings:
 
 
 def main(argv: list[str]) -> int:
-    """Entry of `prge inspect`; raises BundleError, after printing all else, if a file is damaged."""
+    """Run the verb; raises BundleError, after printing everything else, if a file is damaged."""
     settings = parse_settings(InspectSettings, argv, "prge inspect", ["bundle"])
     report = inspect(resolve_bundle(settings.bundle))
-    print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_text(report))))
+    print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_report_lines(report))))
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
     if damaged:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """The manifest with a check of every file, and its chain's roles, programs and weights.
+    """Return the manifest with a check of every file, and the chain's roles, programs and weights.
 
     Raises:
         BundleError: the manifest can't be read.
@@ -79,7 +79,7 @@ def inspect(folder: Path) -> dict[str, Any]:
             remedy="export the bundle again",
             code="manifest-without-files",
         )
-    facts = _facts(folder, manifest)
+    facts = _chain_facts(folder, manifest)
     files = {
         name: {**mapping(entry), "problem": _problem(folder, manifest, name)}
         for name, entry in manifest["files"].items()
@@ -94,7 +94,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     }
 
 
-def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _chain_facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     chain = read_chain(folder, manifest)
 
     def size(name: str) -> int:
@@ -126,7 +126,7 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_table(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The table of calibrated layers; empty where it can't be used, which a check of its file tells."""
+    """Return the table of calibrated layers; empty if it is damaged, which the check of its file reports."""
     try:
         return read_layers(folder, manifest)
     except BundleError:
@@ -136,7 +136,7 @@ def _layer_table(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[st
 def _memory(
     manifest: Mapping[str, Any], chain: Chain, size: Callable[[str], int]
 ) -> list[dict[str, Any]] | None:
-    """What runs take, see learning.costs.memory_table; None for a bundle whose export kept no outline."""
+    """Return the memory of runs, see prge.training.costs.memory_table; None if the export kept no outline."""
     if "outline" not in manifest:
         return None
     outline = ModelSizes.from_json(manifest["outline"], chain)
@@ -151,11 +151,11 @@ def _memory(
 
 
 def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | None:
-    """How long texts may be, and what keys and values of a token take; None if that isn't known."""
+    """Return the largest context, and the bytes of a token's keys and values; None if that is unknown."""
     if "outline" not in manifest or DECODE not in chain.roles:
         return None
     outline = ModelSizes.from_json(manifest["outline"], chain)
-    # Keys and values of about one width, in float32.
+    # Keys and values of about the same width, in float32.
     return {"context": chain.bounds.context, "token_bytes": 2 * 4 * outline.key_width * outline.blocks}
 
 
@@ -167,16 +167,16 @@ def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None
     return None
 
 
-def _text(report: Mapping[str, Any]) -> Iterator[str]:
+def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"bundle {report['folder']}"
     yield f"  manifest {report['manifest_sha256']}"
-    yield from _section("model", report.get("model"))
-    yield from _chain_text(report)
+    yield from _section_lines("model", report.get("model"))
+    yield from _chain_lines(report)
     for name in _SECTIONS:
-        yield from _section(name, report.get(name))
+        yield from _section_lines(name, report.get(name))
         if name == "quantization":
-            yield from _layers(report["layers"])
-    yield from _section(
+            yield from _layer_lines(report["layers"])
+    yield from _section_lines(
         "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
     )
     yield "\nfiles"
@@ -187,10 +187,10 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {'':>10}  {'':12}  {name}  not in the manifest, never loaded"
 
 
-def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
+def _chain_lines(report: Mapping[str, Any]) -> Iterator[str]:
     chain = Chain.from_json(report["chain"])
     facts: dict[str, Any] = {
-        "blocks": f"{len(chain.blocks)} of {len(chain.programs)} types, the lowest adapted one is "
+        "blocks": f"{len(chain.blocks)} of {len(chain.programs)} types, the lowest adapted block is "
         f"{chain.lowest_adapted}",
         "roles": report["roles"],
         "readout": chain.readout,
@@ -199,20 +199,20 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     }
     if chain.is_encoder:
         facts["pooling"] = chain.pooling
-    yield from _section("chain", {**facts, "format": report["format"]})
+    yield from _section_lines("chain", {**facts, "format": report["format"]})
     yield "\nprograms, without weights"
     for program in report["programs"]:
-        used = f"{_blocks(len(program['blocks']))}: {', '.join(program['roles'])}"
+        used = f"{_count_blocks(len(program['blocks']))}: {', '.join(program['roles'])}"
         yield f"  {format_bytes(program['bytes']):>10}  {program['file']}  {used}"
     weights = report["weights"]
     yield "\nweights"
     yield f"  {format_bytes(weights['bytes']):>10}  in all"
     yield (
-        f"  {format_bytes(weights['largest_bytes']):>10}  {weights['largest']}, the largest block, the least "
-        "that is loaded at once"
+        f"  {format_bytes(weights['largest_bytes']):>10}  {weights['largest']}, "
+        "the largest block and the minimum to load at once"
     )
     if report["memory"] is None:
-        yield "\nmemory of a run is not known: the export was made before bundles tell it"
+        yield "\nmemory of a run is unknown: an earlier version exported the bundle"
     else:
         tokens = min(_TOKENS, chain.bounds.tokens)
         yield (
@@ -222,58 +222,58 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         yield from format_memory_table(report["memory"])
     if text := report["text"]:
         size = format_bytes(text["token_bytes"])
-        yield f"\ntexts of up to {text['context']} tokens, of which each takes {size}"
-    yield from _section(
-        "most of each size in one call of a program; a row goes in pieces", asdict(chain.bounds)
+        yield f"\ncontext of up to {text['context']} tokens, each of which takes {size}"
+    yield from _section_lines(
+        "largest sizes of one call of a program; longer rows pass in chunks", asdict(chain.bounds)
     )
     yield "\ntables"
     for number, table in enumerate(chain.tables):
         window = f", window {table.window}" if table.window else ""
         first = f", counted from {table.first}" if table.first else ""
         users = sum(number in block.tables for block in chain.blocks)
-        yield f"  {table.type}{window}{first}: {_blocks(users)}"
-    yield from _modules(chain.modules)
+        yield f"  {table.type}{window}{first}: {_count_blocks(users)}"
+    yield from _module_lines(chain.modules)
 
 
-def _layers(table: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Bits of calibrated layers, those of one name and as many bits in one line."""
-    kinds: dict[tuple[str, int], list[float]] = defaultdict(list)
+def _layer_lines(table: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the bits of calibrated layers, one line for layers of one name and number of bits."""
+    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
     for name, entry in table.items():
         bits, sensitivity = entry.get("bits"), entry.get("sensitivity")
         if isinstance(bits, int) and isinstance(sensitivity, int | float):
-            kinds[name.rsplit(".", 1)[-1], bits].append(float(sensitivity))
-    if kinds:
-        yield "\nlayers: bits, and how much a block's answer changes where one of them alone is int4"
-    for (name, bits), found in kinds.items():
-        least, most = min(found), max(found)
-        yield f"  {len(found):>3} x {name:<16} int{bits}, {least:.2g} to {most:.2g}"
+            groups[name.rsplit(".", 1)[-1], bits].append(float(sensitivity))
+    if groups:
+        yield "\nlayers: bits, and how much a block's output changes if only this layer is int4"
+    for (name, bits), sensitivities in groups.items():
+        least, most = min(sensitivities), max(sensitivities)
+        yield f"  {len(sensitivities):>3} x {name:<16} int{bits}, {least:.2g} to {most:.2g}"
 
 
-def _blocks(count: int) -> str:
+def _count_blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
-def _modules(modules: Sequence[AdaptedModule]) -> Iterator[str]:
-    """The adapted modules, those of one kind and shape in one line."""
-    kinds = Counter(
+def _module_lines(modules: Sequence[AdaptedModule]) -> Iterator[str]:
+    """Yield the adapted modules, one line for modules of one name and shape."""
+    counts = Counter(
         (module.name.rsplit(".", 1)[-1], module.rank, module.in_features, module.out_features)
         for module in modules
     )
-    kind = "LoRA" if any(module.trains_a for module in modules) else "LoRA-FA"
-    yield f"\nadapter: {kind}, {adapter_size(modules):,} parameters in {len(modules)} modules"
-    for (name, rank, width_in, width_out), count in kinds.items():
+    method = "LoRA" if any(module.trains_a for module in modules) else "LoRA-FA"
+    yield f"\nadapter: {method}, {adapter_size(modules):,} parameters in {len(modules)} modules"
+    for (name, rank, width_in, width_out), count in counts.items():
         yield f"  {count:>3} x {name:<16} rank {rank}, {width_in} -> {width_out}"
 
 
-def _section(title: str, block: Any) -> Iterator[str]:
-    if block in (None, {}, []):
+def _section_lines(title: str, content: Any) -> Iterator[str]:
+    if content in (None, {}, []):
         return
     yield f"\n{title}"
-    if not isinstance(block, Mapping):
-        yield f"  {block}"
+    if not isinstance(content, Mapping):
+        yield f"  {content}"
         return
-    width = max(map(len, map(str, block)))
-    for name, value in block.items():
+    width = max(map(len, map(str, content)))
+    for name, value in content.items():
         if isinstance(value, Mapping):
             value = ", ".join(f"{key}: {entry}" for key, entry in value.items()) or "none"
         elif isinstance(value, list):

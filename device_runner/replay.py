@@ -1,4 +1,4 @@
-"""`prge replay`: make a run's adapter again from its journal, without an engine and without the data."""
+"""`prge replay`: compute a run's adapter again from its journal, without an engine and without data."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from prge.training.checkpoint import write_result
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Make a run's adapter again from its journal alone, and compare it with the run's result."""
+    """Compute a run's adapter again from its journal alone, and compare it with the run's result."""
 
     run: InputFolder
     """Run folder."""
     out: OutputFolder
     """PEFT folder to write."""
     bundle: BundleInput | None = None
-    """Bundle of the run, for the frozen lora_A; default: the run's own result holds it too."""
+    """Bundle of the run, for the frozen lora_A; default: the run's result, which has it too."""
     step: int | None = None
-    """Step to go to; default: the one that the run's result has."""
+    """Step to stop after; default: the step of the run's result."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     path = settings.run / JOURNAL
     if not path.is_file():
         raise RunError(
-            f"{settings.run} is no run: it has no {JOURNAL}",
-            remedy="give the folder of a run",
+            f"{settings.run} is not a run: it has no {JOURNAL}",
+            remedy="use the folder of a run",
             code="not-a-run",
         )
     with Journal(path, writable=False) as journal:
@@ -60,6 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _head(folder: Path) -> bytes | None:
-    """The file of a classification head; None in a decoder's folder."""
+    """Return the file of a classification head; None in a decoder's folder."""
     path = folder / HEAD
     return read_regular(path) if path.exists() else None

@@ -1,4 +1,4 @@
-"""`prge report`: one page about runs: what came out, what they wrote, what it cost, what is next."""
+"""`prge report`: write a page about runs: results, samples, costs, and what to do next."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from prge.system.atomic import write_output
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Write one HTML page about runs, finished or not. It needs no network and no script to be read.
+    """Write one HTML page about runs, finished or not. Reading it needs no network and no scripts.
 
     Or send their metrics to TensorBoard or Weights & Biases.
     """
 
     runs: tuple[InputFolder, ...]
-    """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
+    """Run folders of `prge run`, `prge tune` or `prge baseline`: finished, running or killed."""
     out: OutputFile = Path("report.html")
-    """HTML file to write; or an .svg, of the curves alone."""
+    """HTML file to write, or an .svg file with only the curves."""
 
     tensorboard: OutputFolder | None = None
-    """Write no page, but TensorBoard's event files into this folder."""
+    """Write TensorBoard's event files into this folder instead of a page."""
     wandb: str | None = None
-    """Write no page, but send the runs to this project of Weights & Biases."""
+    """Send the runs to this project of Weights & Biases instead of writing a page."""
     follow: bool = False
-    """With these: go on sending as metrics are written, until the runs end."""
+    """With --tensorboard or --wandb: keep sending new metrics until the runs end."""
 
     def __post_init__(self) -> None:
-        problems = [] if self.runs else ["no run is given"]
+        problems = [] if self.runs else ["no run is named"]
         if self.follow and not self.sends:
-            problems.append("--follow is for --tensorboard and --wandb")
+            problems.append("--follow requires --tensorboard or --wandb")
         if self.out.suffix not in (".html", ".htm", ".svg"):
             problems.append(f"--out is {self.out}, must end in .html or .svg")
         if problems:
-            raise ConfigError("there is nothing to report so:", problems, code="settings-unusable")
+            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
 
     @property
     def sends(self) -> bool:
-        """Whether metrics are sent, in place of a page."""
+        """Whether metrics are sent instead of writing a page."""
         return self.tensorboard is not None or self.wandb is not None
 
 
@@ -64,10 +64,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(settings: ReportSettings) -> None:
-    """Write the page, or the picture.
+    """Write the page, or the curves.
 
     Raises:
-        RunError: a folder is no run, a picture would have no curve, or the file can't be written.
+        RunError: a folder is not a run, there are no curves yet, or the file can't be written.
     """
     from device_runner.reporting.content import compose
     from device_runner.reporting.run_reader import read_run
@@ -77,13 +77,13 @@ def report(settings: ReportSettings) -> None:
 
     blocks = compose([read_run(resolve_run(run)) for run in settings.runs])
     if settings.out.suffix != ".svg":
-        text = to_html(blocks)
-    elif drawn := arrange_charts([block.drawing for block in blocks if isinstance(block, Picture)], 2):
-        text = standalone_svg(drawn)
+        content = to_html(blocks)
+    elif drawing := arrange_charts([block.drawing for block in blocks if isinstance(block, Picture)], 2):
+        content = standalone_svg(drawing)
     else:
         raise RunError(
             f"{', '.join(map(str, settings.runs))}: nothing measured yet",
             remedy="wait for the first step",
             code="nothing-measured",
         )
-    write_output(settings.out, text.encode(errors="backslashreplace"))
+    write_output(settings.out, content.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Outcomes of checks."""
+"""Results of checks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of one check: `state` is ok, warn or missing; `remedy` is empty if there is nothing to do."""
+    """Result of one check: `state` is ok, warn or missing; `remedy` is empty if nothing needs to be done."""
 
     name: str
     state: str
     found: str
     remedy: str = ""
     value: float | str | None = None
-    """What was found as one figure or name, where programs ask for it."""
+    """The result as a number or name, for programs."""

@@ -1,4 +1,4 @@
-"""`prge rows`: what a file of rows holds, feedback above all, and rows that are to be forgotten."""
+"""`prge rows`: show the rows of a file, such as feedback, and remove rows from it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class ShowSettings:
-    """Print the rows of a jsonl file for a person, each with its number."""
+    """Print the rows of a jsonl file in readable form, each with its number."""
 
     file: InputFile
-    """Of feedback, or of other rows: jsonl."""
+    """jsonl file of feedback or other rows."""
     match: str | None = None
-    """Only rows with this text in any of their columns, in upper or lower case."""
+    """Only rows that contain this text in any column, ignoring case."""
 
 
 @dataclass(frozen=True)
 class ForgetSettings:
-    """Take rows out of a jsonl file; an adapter that was trained on them stays as it is."""
+    """Remove rows from a jsonl file; an adapter that was trained on them stays as it is."""
 
     ONE_OF: ClassVar = (("match", "row"),)
 
     file: OutputFile
-    """Of feedback, or of other rows: jsonl."""
+    """jsonl file of feedback or other rows."""
     match: str | None = None
-    """Rows with this text in any of their columns, in upper or lower case."""
+    """Rows that contain this text in any column, ignoring case."""
     row: tuple[int, ...] = ()
     """Rows by the numbers that `prge rows show` prints."""
 
@@ -47,21 +47,21 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge rows --help`."""
     actions = {
         "show": Action("print rows with their numbers", show),
-        "forget": Action("take rows out of a file", forget),
+        "forget": Action("remove rows from a file", forget),
     }
-    return run_action(argv, actions, "prge rows", "Read rows of feedback, and remove some.")
+    return run_action(argv, actions, "prge rows", "Show rows of feedback, or remove some.")
 
 
 def show(argv: Sequence[str]) -> int:
-    """Print rows; raises DataError or RunError where there are none."""
+    """Print rows; raises DataError or RunError if the file can't be read."""
     settings = parse_settings(ShowSettings, argv, "prge rows show", ["file"])
-    path, meant = _existing(settings.file), _matching(settings.match)
+    path, matches = _existing(settings.file), _matching(settings.match)
     count = 0
     with best_effort(sys.stdout):
         for number, fields, line in read_lines(path):
-            if meant(number, fields, line):
+            if matches(number, fields, line):
                 count += 1
-                print(f"row {number}", *_told(fields, line), sep="\n  ")
+                print(f"row {number}", *_format_row(fields, line), sep="\n  ")
         print(f"{count} {'row' if count == 1 else 'rows'}")
     return 0
 
@@ -72,14 +72,14 @@ def forget(argv: Sequence[str]) -> int:
     path = _existing(settings.file)
     if settings.match == "":
         raise DataError(
-            "no row is forgotten", ["--match is empty: it would be every row"], code="settings-unusable"
+            "no row was removed", ["--match is empty: it would match every row"], code="settings-unusable"
         )
-    meant = _matching(settings.match) if settings.match else lambda number, *_: number in settings.row
-    removed = remove_rows(path, meant)
+    matches = _matching(settings.match) if settings.match else lambda number, *_: number in settings.row
+    removed = remove_rows(path, matches)
     with best_effort(sys.stdout):
         print(f"{path}: {removed} {'row' if removed == 1 else 'rows'} removed")
         if removed:
-            print("adapters that were trained on them stay as they are: train again without them")
+            print("adapters that were trained on them stay as they are: train again without these rows")
     return 0
 
 
@@ -95,18 +95,18 @@ def _existing(path: Path) -> Path:
 
 
 def _matching(text: str | None) -> Callable[[int, Fields | None, str], bool]:
-    """Whether a row has a text; one that can't be read has it where its line does."""
-    wanted = (text or "").casefold()
+    """Return a function that tells whether a row contains a text; an unreadable row is searched as a line."""
+    folded = (text or "").casefold()
 
     def matches(number: int, fields: Fields | None, line: str) -> bool:
         texts = [line] if fields is None else iter_texts(fields)
-        return not wanted or any(wanted in each.casefold() for each in texts)
+        return not folded or any(folded in each.casefold() for each in texts)
 
     return matches
 
 
-def _told(fields: Fields | None, line: str) -> list[str]:
-    """A row in lines."""
+def _format_row(fields: Fields | None, line: str) -> list[str]:
+    """Format a row in lines."""
     if fields is None:
         return [f"can't be read: {_short(line)}"]
     if not is_feedback(fields):

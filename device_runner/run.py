@@ -1,11 +1,11 @@
 """`prge run`: fine-tune a bundle's adapter in a run folder that can be resumed, replayed and reported.
 
-config.yaml      the settings            checkpoints/step-N/   PEFT folder and optimizer state
-journal.jsonl    what each step learnt   final/                PEFT folder of the best step
-metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
-samples.jsonl    what the model said to prompts
-reference.json   of preferences: how the adapter of the start scores the rows; made again where it is missing
-trunk_cache/     what lower blocks made of training rows; may be deleted at any time
+config.yaml      the settings                     checkpoints/step-N/   PEFT folder and optimizer state
+journal.jsonl    what each step learnt            final/                PEFT folder of the best step
+metrics.jsonl    metrics to plot                  run.json, log.txt     description, machine, outcome
+samples.jsonl    the model's answers to prompts
+reference.json   preferences: scores of the rows with the start adapter; computed again if missing
+trunk_cache/     outputs of the lower blocks for training rows; may be deleted at any time
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(settings: RunSettings) -> Path:
     """Train, and write everything into `settings.out`; returns its `final/` folder.
 
     Raises:
-        PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
+        PrgeError: bad input, before anything is changed; or a run that can't continue, with its state saved.
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
     bundle = open_bundle(settings.bundle)
@@ -100,14 +100,14 @@ def run(settings: RunSettings) -> Path:
                 session = open_session(plan.recipe, run.opened.engine, _data(run, watcher), run.store)
                 samples = _train(run, session, watcher)
                 final = _finish(run, session.state, samples, watcher)
-                if budget is not None and (told := outcome(budget.limit, before)):
-                    watcher.note(told)
+                if budget is not None and (message := outcome(budget.limit, before)):
+                    watcher.note(message)
                 return final
 
 
 @dataclass(frozen=True)
 class _OpenRun:
-    """A run whose engine is open and whose journal says what it is; `sensors` are those of the start."""
+    """A run with an open engine and a started journal; `sensors` are the readings at the start."""
 
     plan: RunPlan
     inputs: RunInputs
@@ -118,23 +118,23 @@ class _OpenRun:
 
     @property
     def settings(self) -> RunSettings:
-        """All of them, decided."""
+        """All settings, resolved."""
         return self.plan.settings
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The examples of each step."""
+        """The sampler of each step's examples."""
         return self.plan.recipe.sampler(self.inputs.train)
 
     def forward_passes(self, steps: int) -> int:
-        """Forward passes of single sequences that so many steps cost."""
+        """Return the forward passes of single sequences that a number of steps costs."""
         if self.settings.estimator is None:
-            raise ValueError("which estimator is not settled")
+            raise ValueError("the estimator is not resolved")
         passes = ESTIMATORS[self.settings.estimator].passes(self.settings.queries)
         return passes * self.sampler.sequences(steps)
 
     def describe(self) -> tuple[Record, Record]:
-        """The blocks `run` and `train` of run.json, but for what a watcher knows."""
+        """Return the blocks `run` and `train` of run.json, except for what the monitor adds."""
         inputs, estimators, journal = self.inputs, [], self.store.journal
         for record in settings_records(journal):
             with journal.reading(record):
@@ -160,7 +160,7 @@ class _OpenRun:
 
 
 def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | None) -> _OpenRun:
-    """Open the engine, and write down what a run is, or compare it with what it was begun as."""
+    """Open the engine, and start the journal or compare the run with it."""
     settings, trunk = plan.settings, None
     if settings.trunk_cache_bytes:
         folder = settings.out / TRUNK_CACHE
@@ -189,22 +189,22 @@ def _open(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | N
 
 
 def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
-    """What the run trains, with what the engine makes of it: references of preferences, encoders' heads."""
+    """Return the training data, with reference scores of preferences and heads of encoders."""
     inputs, engine = run.inputs, run.opened.engine
     train, dev = inputs.train, inputs.dev
     if isinstance(inputs.objective, Preference) and (inputs.objective.needs_reference or dev):
         count = len(train) if inputs.objective.needs_reference else 0
-        examples, told = with_references(
+        examples, message = with_references(
             run.settings.out, inputs.bundle.sha256, engine, inputs.adapter, [*train[:count], *dev]
         )
-        if told:
-            watcher.note(told)
+        if message:
+            watcher.note(message)
         train, dev = examples[:count] or train, examples[count:]
     begin = time.perf_counter()
-    heads, told = prepare_heads(run.settings, inputs, engine, run.store.journal)
-    if told:
+    heads, message = prepare_heads(run.settings, inputs, engine, run.store.journal)
+    if message:
         seconds = watcher.summary_facts["head_seconds"] = time.perf_counter() - begin
-        watcher.note(f"heads: {told}, {seconds:.1f} s")
+        watcher.note(f"heads: {message}, {seconds:.1f} s")
     return SessionData(
         train=train,
         dev=dev,
@@ -216,7 +216,7 @@ def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
 
 
 def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | None:
-    """Train, and answer sample prompts on the way.
+    """Train, and answer sample prompts in between.
 
     Raises:
         DivergenceError: see prge.training.loop.Learner.step.
@@ -228,7 +228,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     gates = Gates(settings.conditions())
     _check_batch(run)
     if settings.resume is None:
-        _tell_noise(run, session, watcher)
+        _note_noise(run, session, watcher)
     answerer = _answerer(run.inputs, run.opened)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
     watcher.note(_plan(run))
@@ -242,7 +242,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
 
 
 def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watcher: RunMonitor) -> Path:
-    """Write the result, and tell what came out and what to do next; returns the `final/` folder."""
+    """Write and report the result, and suggest next steps; returns the `final/` folder."""
     final, journal, trunk = run.store.write_result(state), run.store.journal, run.opened.store.trunk
     if samples is not None:
         samples.take()
@@ -250,8 +250,8 @@ def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watche
     with journal.reading(best):
         watcher.say_final(state.step, best)
     for record in (best, watcher.newest):
-        if fallen := displacement(record):
-            watcher.note(f"note: at step {record['step']} {fallen}")
+        if warning := displacement(record):
+            watcher.note(f"note: at step {record['step']} {warning}")
             break
     watcher.note(_closing(run.settings, run.inputs, samples))
     if trunk is not None:
@@ -260,25 +260,25 @@ def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watche
 
 
 def _check_batch(run: _OpenRun) -> None:
-    """Refuse to go on with a run whose steps had another number of examples.
+    """Refuse to resume a run whose steps had another number of examples.
 
     Raises:
-        ConfigError: an earlier version, whose `--batch-size` counted sequences, began it.
+        ConfigError: an earlier version started it, whose `--batch-size` counted sequences.
     """
     first = run.store.journal.step(0)
-    taken = len(first.get("rows", ())) if first is not None else 0
-    if taken not in (0, run.sampler.batch_size):
+    examples = len(first.get("rows", ())) if first is not None else 0
+    if examples not in (0, run.sampler.batch_size):
         raise ConfigError(
-            "the run can't go on:",
-            [f"its steps had {taken} examples, its settings now ask for {run.sampler.batch_size}"],
-            remedy="go on with it in the version that run.json names, whose --batch-size counted the "
+            "the run can't be resumed:",
+            [f"its steps had {examples} examples, its settings now request {run.sampler.batch_size}"],
+            remedy="resume it with the version that run.json names, whose --batch-size counted the "
             "sequences of a call, or start a new run",
             code="batch-of-other-version",
         )
 
 
 def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
-    """Who makes the samples; None if none are asked for."""
+    """Return what answers sample prompts; None if there are no prompts."""
     if prompts := inputs.sample_prompts:
         return TextAnswerer(prompts, Generator(opened.speaker(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:
@@ -287,19 +287,19 @@ def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
 
 
 def _plan(run: _OpenRun) -> str:
-    """What is about to happen, in a line."""
+    """Describe the training in a line."""
     settings, inputs, opened, count = run.settings, run.inputs, run.opened, run.sampler.batch_size
     examples = settings.steps * count
     threads = "1 thread" if opened.threads == 1 else f"{opened.threads} threads"
     return (
         f"training: {settings.estimator}, {settings.steps:,} steps of {count} examples "
-        f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trained numbers, "
+        f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trainable parameters, "
         f"{opened.name} engine, {threads}"
     )
 
 
 def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) -> str:
-    """What the model writes before and after, where things are, and what to type next."""
+    """Describe the answers before and after training, where the results are, and what to run next."""
     lines = []
     if samples is not None:
         answers = samples.summary()
@@ -313,13 +313,13 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
         texts = [[each["text"] for each in answers[time]] for time in ("before", "after")]
         lines += filter(None, [describe_changes(*texts)])
     lines.append(f"adapter: {settings.out / FINAL}")
-    writes = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)
-    steps = next_steps(settings.out, asdict(settings), finished=True, writes=writes)
+    can_generate = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)
+    steps = next_steps(settings.out, asdict(settings), finished=True, writes=can_generate)
     return "\n".join([*lines, "next:", *(f"  {step.command}" for step in steps)])
 
 
-def _tell_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
-    """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
+def _note_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
+    """Report how noisy finite differences are with quantized activations; a failure doesn't stop the run."""
     if run.plan.role != FORWARD or run.inputs.bundle.quantization is None:
         return
     try:
@@ -332,11 +332,11 @@ def _tell_noise(run: _OpenRun, session: Session, watcher: RunMonitor) -> None:
 
 
 def _check_folder(settings: RunSettings) -> None:
-    begun = (settings.out / JOURNAL).is_file() and (settings.out / JOURNAL).stat().st_size > 0
-    if begun and settings.resume is None:
+    has_run = (settings.out / JOURNAL).is_file() and (settings.out / JOURNAL).stat().st_size > 0
+    if has_run and settings.resume is None:
         raise RunError(
             f"{settings.out} holds a run already",
-            remedy=f"go on with it: prge run --resume {settings.out}; or give another folder with --out",
+            remedy=f"resume it with: prge run --resume {settings.out}; or set --out to another folder",
             code="run-exists",
         )
     if settings.resume is None and not os.path.lexists(settings.out / JOURNAL):

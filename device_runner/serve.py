@@ -1,4 +1,4 @@
-"""`prge serve`: a bundle and its adapters behind OpenAI's protocol, for any client that speaks it."""
+"""`prge serve`: serve a bundle and its adapters with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serve(settings: ServeSettings) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        PrgeError: bad input, or an address that can't be listened at.
+        PrgeError: bad input, or the address can't be bound.
     """
     from device_runner.serving.access import is_local
     from device_runner.serving.app import make_app
@@ -67,12 +67,12 @@ def serve(settings: ServeSettings) -> None:
 
     keys, gates = read_api_keys(settings.api_key_file), Gates(settings.conditions())
     learning: OnlineLearner | None = None
-    with ExitStack() as held:
-        held.enter_context(
+    with ExitStack() as stack:
+        stack.enter_context(
             watched_memory(settings.memory, note, lambda: 0 if learning is None else learning.peak_bytes)
         )
         runs = None if settings.runs is None else Runs(settings.runs)
-        lock = None if settings.learn is None else held.enter_context(run_lock(settings.learn))
+        lock = None if settings.learn is None else stack.enter_context(run_lock(settings.learn))
         file = settings.feedback if settings.learn is None else settings.learn / FEEDBACK
         if file is not None:
             check_feedback(file)
@@ -80,19 +80,19 @@ def serve(settings: ServeSettings) -> None:
         adapters = _adapters(settings, bundle)
         variables = read_template_kwargs(settings.chat_template_kwargs)
         models = Models(adapters, _tokenizer(settings, bundle), variables)
-        listener = held.enter_context(listening(settings.host, settings.port))
+        listener = stack.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
         access = settings.access(keys, is_reached_by_others)
         storage = ThreadPoolExecutor(1, "storage")
         examples = None
         if lock is not None:
-            learning, speaker = _open_learning(settings, bundle, adapters, models, storage, lock)
-            held.callback(learning.close)
+            learning, engine = _open_learning(settings, bundle, adapters, models, storage, lock)
+            stack.callback(learning.close)
             examples = learning.examples
         else:
             if file is not None:
                 examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
-            speaker = open_speaker_within(
+            engine = open_speaker_within(
                 bundle,
                 settings,
                 slots=settings.slots,
@@ -100,15 +100,15 @@ def serve(settings: ServeSettings) -> None:
                 precision=settings.cache_dtype,
                 tell=note,
             )
-        generator = Generator(speaker, load_bundle_tokenizer(bundle))
-        held.callback(storage.shutdown, cancel_futures=True)
-        worker = held.enter_context(
+        generator = Generator(engine, load_bundle_tokenizer(bundle))
+        stack.callback(storage.shutdown, cancel_futures=True)
+        worker = stack.enter_context(
             Worker(generator, settings.queue, learning.pause if learning else _ignore)
         )
-        taken = None
+        feedback_file = None
         if file is not None and examples is not None:
-            taken = FeedbackFile(file, examples, storage, settings.feedback_limit)
-        feedback = Feedback(taken, note, learning.wake if learning else _ignore)
+            feedback_file = FeedbackFile(file, examples, storage, settings.feedback_limit)
+        feedback = Feedback(feedback_file, note, learning.wake if learning else _ignore)
         about = _about(settings, bundle, models.names)
         app = make_app(models, worker, access, feedback, learning, runs, about, gates)
         address = f"http://{format_address(listener)}"
@@ -116,8 +116,8 @@ def serve(settings: ServeSettings) -> None:
         lines.append(f"listening at {address}/v1; Ctrl-C ends it")
         lines.append(f"talk to them at {address}/")
         if is_reached_by_others:
-            whom = "who has a key" if keys else "anyone"
-            lines.append(f"{whom} may ask, without encryption, from any machine")
+            who = "who has a key" if keys else "anyone"
+            lines.append(f"{who} may ask, without encryption, from any machine")
 
         def ending() -> None:
             feedback.close()
@@ -125,7 +125,7 @@ def serve(settings: ServeSettings) -> None:
                 runs.close()
 
         ticking = learning.tick if learning else _ignore
-        Server(app, worker, lambda: _tell(lines), ending, ticking).run([listener])
+        Server(app, worker, lambda: _print_lines(lines), ending, ticking).run([listener])
 
 
 def _open_learning(
@@ -136,8 +136,8 @@ def _open_learning(
     storage: Executor,
     lock: int,
 ) -> tuple[OnlineLearner, GenerationEngine]:
-    """What learns, and serves what it has learnt before, and what writes within the memory that leaves."""
-    # After the folder's own and `base` come those that were given.
+    """Return the online learner and the generation engine, which share `--memory`."""
+    # The adapters in --adapter follow the bundle's own and `base`.
     name = list(adapters)[2 if settings.adapter else 0]
     source = settings.bundle if find_tuning(settings.bundle) else None
     if settings.adapter:
@@ -168,7 +168,7 @@ def _open_learning(
         loaded=loaded,
     )
     models.replace(name, learning.adapter)
-    speaker = open_speaker(
+    engine = open_speaker(
         bundle,
         threads=settings.threads,
         engine=settings.engine,
@@ -178,19 +178,19 @@ def _open_learning(
         precision=settings.cache_dtype,
         tell=note,
     )
-    return learning, speaker
+    return learning, engine
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:
-    """What the page tells of the models: the folder's own, `base`, and those that were given."""
-    own = settings.bundle if find_tuning(settings.bundle) else bundle.adapter
-    sources = [own, None, *map(adapter_source, settings.adapter)]
-    told = [{} if source is None else describe_adapter(source) for source in sources]
-    return {"bundle": describe_bundle(bundle), "models": dict(zip(names, told, strict=True))}
+    """Describe the models for the page: the bundle's own, `base`, and those in --adapter."""
+    own_source = settings.bundle if find_tuning(settings.bundle) else bundle.adapter
+    sources = [own_source, None, *map(adapter_source, settings.adapter)]
+    descriptions = [{} if source is None else describe_adapter(source) for source in sources]
+    return {"bundle": describe_bundle(bundle), "models": dict(zip(names, descriptions, strict=True))}
 
 
 def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
-    """The bundle's, with the chat template that was asked for."""
+    """Return the bundle's tokenizer, with the chat template of --chat-template if it is set."""
     tokenizer = load_bundle_tokenizer(bundle)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
@@ -198,20 +198,20 @@ def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
 
 
 def _ignore(*_: object) -> None:
-    """What nothing follows from where nothing is learnt."""
+    """Do nothing: a callback for servers that don't learn."""
 
 
-def _tell(lines: Sequence[str]) -> None:
+def _print_lines(lines: Sequence[str]) -> None:
     with best_effort(sys.stdout):
         print("\n".join(lines), flush=True)
 
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
-    """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
-    of_folder = str(settings.bundle) if find_tuning(settings.bundle) else BUNDLE
-    own, base = (read_adapter(bundle, name)[1] for name in (of_folder, BASE))
-    found = [(settings.model_name or settings.bundle.resolve().name, own), (BASE, base)]
+    """Return adapters by model name; raises ConfigError, AdapterError, RunError."""
+    own_word = str(settings.bundle) if find_tuning(settings.bundle) else BUNDLE
+    own, base = (read_adapter(bundle, name)[1] for name in (own_word, BASE))
+    named = [(settings.model_name or settings.bundle.resolve().name, own), (BASE, base)]
     for word in settings.adapter:
         name, adapter = read_adapter(bundle, word)
-        found.append((Path(word).resolve().name if name == word else name, adapter))
-    return by_name(found)
+        named.append((Path(word).resolve().name if name == word else name, adapter))
+    return by_name(named)

@@ -1,4 +1,4 @@
-"""`prge watch`: a page about runs that goes on with them; it needs no model."""
+"""`prge watch`: serve a page about runs that updates while they continue; it needs no model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from prge.system.terminal import best_effort
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings(ListenFlags):
-    """Look at runs while they go on, on a page in the browser; end one after its step there.
+    """Watch runs on a page in the browser, where you can also stop a run after its current step.
 
-    A run goes on without the page. `prge serve --runs FOLDER` has the same page beside a model.
+    A run continues without the page. `prge serve --runs FOLDER` has the same page next to a model.
     """
 
     runs: InputFolder
-    """A run, a tuning, or a folder with runs in it."""
+    """A run, a tuning, or a folder that contains runs."""
     port: int = 0
-    """Port to listen at; 0: a free one. It is printed."""
+    """Port to listen on; 0: a free port. It is printed."""
     open: bool = True
-    """Open the page in the browser, where there is a screen."""
+    """Open the page in the browser, if there is a screen."""
 
     def __post_init__(self) -> None:
         if problems := bound_problems(self):
@@ -46,7 +46,7 @@ def watch(settings: WatchSettings) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Raises:
-        PrgeError: there is no such folder, no key, or the address can't be listened at.
+        PrgeError: the folder or key is missing, or the address can't be bound.
     """
     from device_runner.serving.access import is_local
     from device_runner.serving.app import make_watch_app
@@ -59,15 +59,15 @@ def watch(settings: WatchSettings) -> None:
         access = settings.access(keys, is_reached_by_others)
         url = f"http://{format_address(listener)}/training"
 
-        def begun() -> None:
+        def on_start() -> None:
             with best_effort(sys.stdout):
                 print(f"look at {settings.runs} at {url}; Ctrl-C ends the page, not a run", flush=True)
             if settings.open and _has_screen():
                 webbrowser.open(url)
 
-        Server(make_watch_app(runs, access), None, begun, runs.close).run([listener])
+        Server(make_watch_app(runs, access), None, on_start, runs.close).run([listener])
 
 
 def _has_screen() -> bool:
-    """Whether a browser would have a window of its own: one in the terminal would take that for itself."""
+    """Return whether a browser would open its own window: a text browser would take over the terminal."""
     return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -191,8 +191,8 @@ class ActivationStore:
         saved_bytes = self.saving_blocks(tokens, targets)
         size = f"{sum(saved_bytes.values()) / 1e6:.0f} of {(self.residual_bytes or 0) / 1e6:.0f} MB"
         return (
-            f"activations: {len(saved_bytes)} of {len(self._adapted)} blocks save residuals for backward "
-            f"({size}), the others recompute them"
+            f"activations: {len(saved_bytes)} of {len(self._adapted)} blocks save them for the backward pass "
+            f"({size}), the others compute them again"
         )
 
     def _allocate_residuals(self, parts: Sequence[tuple[int, int]], targets: int) -> None:

@@ -27,12 +27,12 @@ def prepare_heads(
     folds = 0 if settings.head_learning_rate else settings.head_folds
     digest, source = (
         heads_digest(inputs.bundle.sha256, inputs.adapter, inputs.train, folds),
-        "from the adapter",
+        "the adapter's",
     )
     if inputs.start_head:
         heads = Heads(inputs.start_head)
         if inputs.bundle.labels and settings.adapter is None:
-            source = f"from the checkpoint, with labels {', '.join(inputs.bundle.labels)}"
+            source = f"the checkpoint's own, of {', '.join(inputs.bundle.labels)}"
     elif settings.heads_of:
         if not settings.heads_of.is_file():
             raise RunError(
@@ -41,7 +41,7 @@ def prepare_heads(
                 code="file-missing",
             )
         other = Journal(settings.heads_of, writable=False)
-        heads, source = Heads.from_journal(other, model.width, digest), f"from {settings.heads_of}"
+        heads, source = Heads.from_journal(other, model.width, digest), f"those of {settings.heads_of}"
     if heads is None:
         heads = fit_heads(engine, inputs.adapter, inputs.train, folds)
         source = f"fitted on {len(inputs.train):,} rows"

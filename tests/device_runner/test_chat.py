@@ -157,7 +157,7 @@ def test_what_a_user_thinks_of_answers_is_kept(speaking: Speaking, talk: Talk, t
 
 def test_without_the_flag_nothing_is_kept(talk: Talk) -> None:
     talk("a dog", "/good")
-    assert "nothing is kept: start with --feedback FILE" in talk.err
+    assert "feedback is not saved: start with --feedback FILE" in talk.err
 
 
 def test_a_file_of_other_rows_takes_no_feedback(speaking: Speaking, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(speaking: Speak
     speaking.context = 120
     lines = [f"the film was {word}" for word in ("bad", "good", "great", "terrible", "bad")]
     out = talk(*lines, flags=("--system", "the town"))
-    assert "turns no longer fit the context of 120 tokens" in talk.err
+    assert "turns that no longer fit the context of 120 tokens" in talk.err
     assert len(out.splitlines()) >= len(lines)
     assert max(speaker.context for speaker in speaking.speakers) == 120
     out = talk(*lines, flags=("--overflow", "error"))
@@ -247,5 +247,5 @@ def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(
     out, err = capsys.readouterr()
     assert out == written(conversation(speaking, "a dog")) + "\n"
     assert shown == ["bundle> "] * 5
-    assert "/quit or Ctrl-D ends" in err
+    assert "/quit or Ctrl-D quits" in err
     assert "the line is not UTF-8" in err and "half of a surrogate pair" in err

@@ -171,7 +171,7 @@ def test_little_memory_and_disk_are_warnings(monkeypatch: pytest.MonkeyPatch) ->
         "memory",
         "warn",
         "100 MiB available of 4096 MiB",
-        "close other programs; `prge inspect` tells what a bundle needs",
+        "close other programs; `prge inspect` shows what a bundle needs",
     )
     monkeypatch.setattr(doctor, "memory_info", dict)
     assert check_of("memory").state == "warn"

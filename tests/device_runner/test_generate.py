@@ -53,7 +53,7 @@ def test_one_prompt_is_gone_on_from_and_the_speed_is_told_apart(speaking: Speaki
     assert told.out.removesuffix("\n") == expected.text.removesuffix("\n")
     assert f"{expected.prompt_tokens} prompt tokens" in told.err
     assert "16 tokens" in told.err and "ended by length" in told.err
-    assert "--chat puts the prompt into it" in told.err
+    assert "use --chat to apply it to the prompt" in told.err
 
 
 def test_text_is_written_while_it_comes(
@@ -292,4 +292,4 @@ def test_an_encoder_writes_no_text(
 ) -> None:
     bundle = Device(encoder=True).write_bundle(tmp_path / "encoder")
     assert main(["generate", "--bundle", str(bundle), "--prompt", "a"]) == 2
-    assert "writes no text: its readout is pooled" in capsys.readouterr().err
+    assert "cannot generate text: its readout is pooled" in capsys.readouterr().err

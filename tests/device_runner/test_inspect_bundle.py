@@ -22,12 +22,12 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     for words in (
         "model_type    llama",
-        "3 of 3 types, the lowest adapted one is 1",
+        "3 of 3 types, the lowest adapted block is 1",
         "stack, tangent, back",
         "512 B  programs/block.pte  1 block: stack, tangent, back",
         "512 B  programs/embedding.pte  1 block: stack",
         "3.0 KiB  in all",
-        "1.5 KiB  weights/head.ptd, the largest block, the least that is loaded at once",
+        "1.5 KiB  weights/head.ptd, the largest block and the minimum to load at once",
         "copies     8",
         "states     128",
         "causal, window 7: 1 block",
@@ -88,7 +88,7 @@ def test_a_bundle_without_an_outline_has_no_estimate(
     folder = make_bundle(tmp_path / "bundle")
     assert inspect(folder)["memory"] is None
     assert main([str(folder)]) == 0
-    assert "memory of a run is not known" in capsys.readouterr().out
+    assert "memory of a run is unknown" in capsys.readouterr().out
     with raises(BundleError, "outline-unreadable"):
         inspect(make_bundle(tmp_path / "other", outline={"width": 8}))
 

@@ -124,7 +124,7 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     path = settings.out / "reference.json"
     run(replace(settings, steps=8))
     whole = path.read_bytes()
-    assert told(settings.out).count("reference: 36 rows scored by the adapter of the start") == 1
+    assert told(settings.out).count("reference: 36 rows scored with the start adapter") == 1
 
     def resumed(content: bytes) -> bool:
         """Whether the reference was made again of what lies there."""

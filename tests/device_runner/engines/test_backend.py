@@ -25,7 +25,7 @@ def test_the_native_engine_comes_first_and_its_lack_has_a_reason(
     monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(tmp_path / "nothing.so"))
     try:
         fallen = choose("auto")
-        assert fallen.name == "torch" and "nothing.so, which is no file" in fallen.reason
+        assert fallen.name == "torch" and "nothing.so, which is not a file" in fallen.reason
     finally:
         native_runtime.interface.cache_clear()
 

@@ -258,7 +258,7 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     assert not any([*block_problems(chain, shapes, n)] for n in range(7))
     widths[1] = (64, 32)
     problems = [*block_problems(chain, shapes, 2)]
-    assert problems[0] == "it takes states of width 64, the block before gives 32"
+    assert problems[0] == "it takes states of width 64, the previous block has 32"
     widths[1] = (64, 64)
     for width in (0, LARGEST_SIZE + 1):
         saved[2]["residual.0"] = width

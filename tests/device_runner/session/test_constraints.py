@@ -167,9 +167,9 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     passed(5, own=2.0, others=0.4)  # what the run itself takes is no use of the device
     assert looked(gates)[0] == ""
     passed(5, own=2.0, others=1.5)
-    assert looked(gates)[0] == "in use: other programs take 1.5 cores, the limit is 0.5"
+    assert looked(gates)[0] == "in use: other programs use 1.5 cores, the limit is 0.5"
     passed(5, others=0.4)
-    assert looked(gates)[0] == "in use: other programs take 0.4 cores, the limit is 0.25"
+    assert looked(gates)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
     passed(5, others=0.2)
     assert looked(gates) == ("", ["going on after a pause of 0 s"])
 

@@ -150,4 +150,4 @@ def test_a_sensor_that_is_lost_is_told_once(system: Path) -> None:
     for _ in range(2):
         time.sleep(0.03)
         assert not gate.hold(told)
-    assert len(told.texts) == 1 and "the charger can't be read any more" in told.texts[0]
+    assert len(told.texts) == 1 and "the charger can no longer be read" in told.texts[0]
