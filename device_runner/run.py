@@ -2,7 +2,7 @@
 
 config.yaml      the settings                     checkpoints/step-N/   PEFT folder and optimizer state
 journal.jsonl    what each step learnt            final/                PEFT folder of the best step
-metrics.jsonl    metrics to plot                  run.json, log.txt     description, machine, outcome
+metrics.jsonl    metrics to plot                  run.json, log.txt     description, machine, end
 samples.jsonl    the model's answers to prompts
 reference.json   preferences: scores of the rows with the start adapter; computed again if missing
 trunk_cache/     outputs of the lower blocks for training rows; may be deleted at any time

@@ -440,9 +440,9 @@ class ChainSpeaker:
             if number:
                 self._blocks.release(state)
             state = outputs["hidden_states"]
-            for name, cache in known.items():
+            for name, past in known.items():
                 if name in outputs:
-                    cache[:, chunk] = outputs[name]
+                    past[:, chunk] = outputs[name]
                     self._blocks.release(outputs[name])
             for name, array in recurrent.items():
                 array[slot] = outputs[name][0]

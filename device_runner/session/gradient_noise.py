@@ -70,7 +70,7 @@ def noise_note(
     """
     queries, name = settings.queries or DEFAULT_QUERIES, settings.estimator or "antithetic"
     epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
-    values, reference = (
+    reference, values = (
         np.stack(
             [
                 Differences(slopes(queries, epsilon)[name])
@@ -83,7 +83,7 @@ def noise_note(
         )
         for epsilon in epsilons
     )
-    r = compare(reference, values).r
+    r = compare(values, reference).r
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
     note = f"int8 activations: finite differences at epsilon {sizes} agree with r = {r:.2f}"
     return f"{note}; --estimator tangent has no such noise" if r < POOR else note
