@@ -219,10 +219,10 @@ def by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """Open a generator on the engine that the flags choose; raises BundleError, EngineError."""
-    speaker = open_speaker_within(
+    engine = open_speaker_within(
         bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, tell=note
     )
-    return Generator(speaker, tokenizer)
+    return Generator(engine, tokenizer)
 
 
 def open_speaker_within(

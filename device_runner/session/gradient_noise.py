@@ -25,10 +25,10 @@ STEPS_OF_A_NOTE = 4
 
 @dataclass(frozen=True)
 class GradientAgreement:
-    """How well projected gradients follow a reference: values = slope * reference + residual.
+    """How well projected gradients follow a reference, by a linear regression through zero.
 
     `r` is their correlation about zero. Directions have no sign of their own, so the true mean is zero, and
-    another mean is an error like any other. `r` is 0 if there is nothing to compare.
+    another mean is an error like any other. `r` is 0 without values that differ from zero.
     """
 
     r: float
