@@ -1,4 +1,4 @@
-"""A kind of two blocks, lowered without its weights: one program, a weights file for each block."""
+"""Two blocks of one type, lowered without weights: one program, and a weights file for each block."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from prge.engine import Array
 WIDTH, HIDDEN, RANK = 32, 64, 4
 MOST_ROWS, MOST_TOKENS = 6, 12
 METHODS = ("score", "backward")
-# Of the largest value: rounding, and what activations in int8 make of it.
+# As a share of the largest value: rounding, and its effect with int8 activations.
 TOLERANCE = {"fp32": 2e-6, "8da4w": 5e-3}
 
 
 class Block(nn.Module):
-    """Attention of a state to itself, a gated layer and an adapter; `role` says what a call computes."""
+    """Self-attention, a gated layer and an adapter; `role` selects what a call computes."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -61,31 +61,31 @@ class Kind:
     eager: tuple[dict[str, nn.Module], dict[str, nn.Module]]
 
     def expected(self, block: int, method: str, inputs: list[Array]) -> list[Array]:
-        """What PyTorch computes."""
+        """Return the outputs of PyTorch."""
         with torch.no_grad():
             found = self.eager[block][method](*map(torch.from_numpy, inputs))
         return [value.numpy() for value in (found if isinstance(found, tuple) else (found,))]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and tokens that its methods take."""
+        """Yield the rows and tokens that the methods take."""
         largest = (MOST_ROWS, MOST_TOKENS)
         return [largest, (1, 2), (3, 7), largest] if self.dynamic else [largest]
 
     def assert_right(self, block: int, method: str, inputs: list[Array], found: list[Array]) -> None:
-        """Compare with PyTorch."""
+        """Compare outputs with PyTorch."""
         for array, want in zip(found, self.expected(block, method, inputs), strict=True):
             assert array.shape == want.shape
             np.testing.assert_allclose(array, want, rtol=0, atol=TOLERANCE[self.scheme] * np.abs(want).max())
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file."""
+    """Return the hash of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def example(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed: int = 0) -> list[Array]:
-    """Inputs of a method; those of the largest shape unless told otherwise."""
+    """Return inputs of a method, by default of the largest shape."""
     random = np.random.default_rng([seed, rows, tokens])
     state = random.standard_normal((rows, tokens, WIDTH), np.float32)
     lora_b = random.standard_normal((RANK, WIDTH), np.float32)
@@ -94,7 +94,7 @@ def example(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed:
 
 
 def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[Array]:
-    """Memory for a method's outputs."""
+    """Allocate memory for a method's outputs."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": [(rows, tokens, WIDTH)],
         "backward": [(rows, tokens, WIDTH), (RANK, WIDTH)],
@@ -103,7 +103,7 @@ def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[
 
 
 def answers(kind: Kind, blocks: list[dict[str, Any]]) -> list[bytes]:
-    """Those of the loaded methods of both blocks in turns, at every shape, compared with PyTorch's."""
+    """Return the outputs of both blocks' methods at every shape, after comparing them with PyTorch."""
     found = []
     for shape in kind.shapes:
         for name in METHODS:
@@ -116,12 +116,12 @@ def answers(kind: Kind, blocks: list[dict[str, Any]]) -> list[bytes]:
 
 
 def make_kinds(folder: Path, scheme: str) -> dict[bool, Kind]:
-    """Lower two blocks; by whether rows and tokens are dynamic.
+    """Lower two blocks; returns them by whether rows and tokens are dynamic.
 
-    A program is the first block's without its data, under whose keys both blocks have a weights file.
+    The program is the first block's without its data; both blocks have a weights file with the same keys.
     """
     blocks = _block(1, scheme), _block(2, scheme)
-    # A block's score reads all of its constants.
+    # A block's forward pass reads all of its constants.
     first, second = _lower(blocks[0], dynamic=True), _lower({"score": blocks[1]["score"]}, dynamic=True)
     keys = [(key, layout) for key, _, layout in _constants(first)]
     assert len({key for key, _ in keys}) == len(keys)
@@ -185,7 +185,7 @@ def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
 
 
 def _constants(lowered: Any) -> list[tuple[str, bytes, Any]]:
-    """Key, content and layout of every constant, in an order that blocks of one graph share."""
+    """Return key, content and layout of every constant, in an order that blocks of one graph share."""
     named = lowered._named_data
     found = [
         (key, bytes(named.buffers[entry.buffer_index]), entry.tensor_layout)

@@ -1,4 +1,4 @@
-"""Exported chains, calls of them, and what PyTorch computes of the same calls."""
+"""Exported chains, calls of them, and PyTorch's outputs for the same calls."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
 TOKENS = 16
-# More than a call computes at once.
+# More than one call computes.
 POSITIONS = 224
 
 
 def export_chain(
     folder: Path, architecture: str, layers: int = 0, positions: int = 0, **settings: Any
 ) -> Path:
-    """A folder with `model` and `bundle`: a tiny model for rows of TOKENS, with all roles if none are given.
+    """Return a folder with `model` and `bundle`: a tiny model for rows of TOKENS, by default with all roles.
 
-    It has two blocks, or so many layers of a Llama, and 64 positions, or so many. Its vocabulary is read in
-    four pieces, as a large one is.
+    It has two blocks, or the given number of Llama layers, and by default 64 positions. Its vocabulary is
+    read in four shards, like a large one.
     """
     from server_export.export import ExportConfig, export
 
@@ -60,13 +60,13 @@ def export_chain(
 
 
 def oracle_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchEngine:
-    """What PyTorch computes of the model and the bundle that `export_chain` wrote."""
+    """Return PyTorch's outputs of the model and bundle that `export_chain` wrote."""
     bundle = open_bundle(folder / "bundle")
     return TorchEngine.of(bundle, load_base_model(bundle, str(folder / "model"))).to(dtype)
 
 
 def logits_of(oracle: TorchEngine, adapter: Adapter, tokens: Sequence[int]) -> FloatArray:
-    """Logits [tokens, vocabulary] of what follows each token of a text."""
+    """Return the logits [tokens, vocabulary] after each token of a text."""
     values = torch.from_numpy(adapter.values).to(oracle.dtype)
     with torch.no_grad():
         found: FloatArray = oracle.logits(torch.tensor([tokens]), values)[0].numpy()
@@ -74,13 +74,13 @@ def logits_of(oracle: TorchEngine, adapter: Adapter, tokens: Sequence[int]) -> F
 
 
 def loss_of(outputs: torch.Tensor) -> torch.Tensor:
-    """Some loss of outputs, in their precision: every one counts, and not in a line."""
+    """Return a nonlinear loss of all outputs, in their precision."""
     weights = torch.rand(outputs.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     return (weights.to(outputs.dtype) * torch.sin(outputs)).sum() / len(outputs)
 
 
 def slope_of(outputs: Array) -> Array:
-    """Derivative of `loss_of` by the outputs."""
+    """Return the gradient of `loss_of` with respect to the outputs."""
     given = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
     loss_of(given).backward()
     assert given.grad is not None
@@ -88,7 +88,7 @@ def slope_of(outputs: Array) -> Array:
 
 
 def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]:
-    """Outputs [..., targets] or [..., sequences, width] of each sequence."""
+    """Split outputs [..., targets] or [..., sequences, width] by sequence."""
     if model.is_encoder:
         return [outputs[..., number : number + 1, :] for number in range(len(call.sequences))]
     ends = np.cumsum([len(sequence.targets) for sequence in call.sequences])
@@ -96,7 +96,7 @@ def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]
 
 
 def computed(engine: Engine, role: str, call: Call) -> tuple[FloatArray, ...]:
-    """What an engine answers to a call in a role, along `directions_of` or with `slope_of`."""
+    """Return an engine's outputs of a call in a role, along `directions_of` or with `slope_of`."""
     if role == FORWARD:
         return (engine.forward(call),)
     if role == JVP:
@@ -105,26 +105,26 @@ def computed(engine: Engine, role: str, call: Call) -> tuple[FloatArray, ...]:
 
 
 def bits(arrays: Iterable[Array]) -> list[bytes]:
-    """Of each array."""
+    """Return the bits of each array."""
     return [array.tobytes() for array in arrays]
 
 
 def opened(bundle: Bundle, role: str, engine: str = "native", **more: Any) -> OpenEngine:
-    """The engine of a bundle for a role."""
+    """Open the engine of a bundle for a role."""
     return open_engine(bundle, role, engine=engine, **more)  # type: ignore[arg-type]
 
 
 def call_of(
     model: ModelSpec, sequences: int, copies: int = 1, lengths: Sequence[int] = (), seed: int = 0
 ) -> Call:
-    """Sequences with targets that repeat, and copies of an adapter.
+    """Return a call of sequences with repeated targets, and copies of an adapter.
 
     Args:
-        model: of the engine.
-        sequences: how many.
-        copies: of the adapter.
-        lengths: of the sequences, over and over; by default any, the first one's as long as can be.
-        seed: of all numbers.
+        model: spec of the engine's model.
+        sequences: number of sequences.
+        copies: number of copies of the adapter.
+        lengths: lengths of the sequences, repeated; by default random ones, the first as long as possible.
+        seed: seed of all random values.
     """
     random, longest = np.random.default_rng(seed), model.sequence_length
     sizes = np.resize(lengths, sequences) if lengths else random.integers(1, longest + 1, sequences)
@@ -143,7 +143,7 @@ def call_of(
 
 
 def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, FloatArray]:
-    """A direction for each query and sequence."""
+    """Return a direction for each query and sequence."""
     random = np.random.default_rng(5)
     return {
         name: random.standard_normal((queries, sequences, width), np.float32)
@@ -154,7 +154,7 @@ def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, F
 
 @contextmanager
 def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
-    """The blocks and roles that are loaded meanwhile."""
+    """Count the blocks and roles that are loaded in the meantime."""
     numbers = {id(file): number for number, file in engine.blocks.files.items()}
     found: list[tuple[int, str]] = []
 
@@ -172,7 +172,7 @@ def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
 
 
 def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:
-    """How far an exact gradient is from autograd's in double precision, as a part of its largest entry."""
+    """Return the error of a gradient against autograd in double precision, relative to its largest entry."""
     call = _call_up_to(bundle, longest, rows)
     _, expected = oracle_of(folder, torch.float64).vjp(call, slope_of)
     _, found = opened(bundle, BACKWARD).engine.vjp(call, slope_of)
@@ -180,7 +180,7 @@ def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3
 
 
 def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2, queries: int = 2) -> float:
-    """How far tangents are from the derivatives in double precision, as a part of the largest."""
+    """Return the error of tangents against derivatives in double precision, relative to the largest."""
     call, model = _call_up_to(bundle, longest, rows), bundle.chain.model
     directions = directions_of(model, queries, rows)
     tangents, exact = (
@@ -199,7 +199,7 @@ def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2,
 
 
 def _call_up_to(bundle: Bundle, longest: int, rows: int) -> Call:
-    """Sequences of all lengths, up to what the chain takes or `longest`."""
+    """Return a call of sequences of all lengths, up to the chain's limit or `longest`."""
     model = bundle.chain.model
     return call_of(replace(model, sequence_length=longest) if longest else model, rows)
 
@@ -207,7 +207,7 @@ def _call_up_to(bundle: Bundle, longest: int, rows: int) -> Call:
 def spoken_and_expected(
     folder: Path, bundle: Bundle, count: int, prompt: int = 5
 ) -> tuple[list[int], list[int]]:
-    """So many tokens that follow a prompt with a random adapter, of the engine and of transformers."""
+    """Generate tokens after a prompt with a random adapter, by the engine and by transformers."""
     adapter = random_adapter(bundle.chain.modules, 1, 0.3)
     start = np.random.default_rng(0).integers(3, bundle.chain.vocabulary_size, prompt).tolist()
     speaker = open_speaker(bundle)
@@ -217,7 +217,7 @@ def spoken_and_expected(
         written.append(int(logits.argmax()))
         logits = speaker.step({sequence: written[-1]})[sequence]
     oracle = oracle_of(folder)
-    # Without words that some models are made to begin or end with.
+    # Without the special tokens that some models start or end with.
     oracle.network.generation_config = type(oracle.network.generation_config)()
     with oracle.adapted(torch.from_numpy(adapter.values)):
         found = oracle.network.generate(
@@ -227,7 +227,7 @@ def spoken_and_expected(
 
 
 def published_error(folder: Path, bundle: Bundle) -> float:
-    """How far PEFT's answers with a published adapter are from the model's, as a part of the largest."""
+    """Return the error of PEFT's outputs with a published adapter, relative to the largest."""
     from peft import PeftModel
 
     from server_export.publish import publish
@@ -241,7 +241,7 @@ def published_error(folder: Path, bundle: Bundle) -> float:
         )
     )
     tokens = torch.arange(3, 12)[None]
-    # Of the weights as they are: an adapter is published for these.
+    # With the original weights, for which an adapter is published.
     plain, base = (load_model(str(folder / "model"), pooled=bundle.chain.is_encoder) for _ in range(2))
     oracle = TorchEngine.of(bundle, plain)
     network: Any = base.model
@@ -253,6 +253,6 @@ def published_error(folder: Path, bundle: Bundle) -> float:
 
 
 def _answers(output: Any) -> torch.Tensor:
-    """Logits or states of what a model returns."""
+    """Return logits or hidden states of a model's result."""
     found: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return found

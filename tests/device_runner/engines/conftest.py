@@ -1,4 +1,4 @@
-"""Kinds of blocks, lowered once."""
+"""Lowered block types and exported chains, made once per session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Kind]:
-    """A kind by its scheme and whether its shapes are dynamic, lowered when it is first asked for."""
+    """Return blocks by scheme and whether shapes are dynamic, lowered on first use."""
 
     @lru_cache
     def kinds(scheme: str) -> dict[bool, Kind]:
@@ -30,8 +30,10 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
 
 @pytest.fixture(scope="session")
 def make_chain(made_once: FolderBuilder) -> Callable[[str], Path]:
-    """The folder of an exported chain by its architecture, such as `llama`, or `llama lora` where both
-    matrices are trained; made when it is first asked for."""
+    """Return the folder of an exported chain by architecture, exported on first use.
+
+    The name is such as `llama`, or `llama lora` if both matrices are trained.
+    """
 
     def made(name: str) -> Path:
         from tests.device_runner.engines.chains import POSITIONS, export_chain

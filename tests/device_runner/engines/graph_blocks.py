@@ -1,4 +1,4 @@
-"""Blocks whose methods are graphs in PyTorch, as programs are lowered from: a driver without an engine."""
+"""Blocks whose methods are PyTorch graphs before lowering: tests of the driver without an engine."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from server_export.pipeline import build_chain
 
 
 class GraphBlocks:
-    """What `device_runner.engines.blocks.Blocks` is to the driver.
+    """Implements what the driver uses of `device_runner.engines.blocks.Blocks`.
 
     Args:
-        model: folder of a tiny model; of an encoder the first state is answered.
+        model: folder of a tiny model; of an encoder the first state is the output.
         lora_a: f32 [rank, in] by adapted layer.
-        bounds: of calls.
+        bounds: bounds of calls.
     """
 
     def __init__(self, model: Path, lora_a: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
@@ -101,7 +101,7 @@ class GraphBlocks:
         )  # fmt: skip
 
     def _width(self, number: int) -> int:
-        """Width of what a block answers."""
+        """Return the width of a block's output."""
         block = self._blocks[self._model.type_of[number]][FORWARD]
         return block.value(block.outputs[0]).shape[-1]
 
@@ -134,7 +134,7 @@ class GraphBlocks:
         return {name: shape[1:] for name, shape in shapes if name.startswith("recurrent_state.")}
 
     def _before(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a piece of a row is given."""
+        """Return the shapes of a chunk's inputs."""
         block = self._blocks[self._model.type_of[number]].get(PREFILL)
         inputs = block.inputs.items() if block else ()
         return {port.name: tuple(node.meta["val"].shape) for port, node in inputs}

@@ -1,4 +1,4 @@
-"""Checkpoints are kept as they are; residuals spare the backward pass work; neither changes a bit."""
+"""Checkpoints keep their values; residuals save recomputation; neither changes a bit."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from tests.tiers import second_tier
 from tests.workshop import FolderBuilder
 
 ENOUGH = 1 << 40
-# More than a tiny chain has, and than a call of it is divided into.
+# More than a tiny chain needs, and more than its calls are split into.
 MOST_BLOCKS, MOST_PARTS = 32, 64
 STATES = [np.random.default_rng(n).standard_normal((1, 2, 5, 3)).astype(np.float32) for n in range(6)]
 
 
 def new_store(**settings: Any) -> ActivationStore:
-    """One of a chain whose blocks save nothing."""
+    """Return a store for a chain whose blocks save nothing."""
     chain = SimpleNamespace(end=1, lowest_adapted=1, blocks=[None], bounds=Bounds())
     blocks: Any = SimpleNamespace(chain=chain)
     return ActivationStore(blocks, **settings)
 
 
 def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArray]:
-    """States of one part of a call, as its backward pass has them."""
+    """Return the hidden states of one part of a call as its backward pass reads them."""
     store.begin([state.size for state in states], [], 0)
     for state in states:
         store.save(0, {"hidden_states": state})
@@ -149,7 +149,7 @@ def bundle(
 
 
 def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], ActivationStore]:
-    """Outputs and gradient of the second of two steps with so much room."""
+    """Return outputs and gradient of the second of two steps with this memory for residuals."""
     store = ActivationStore(programs.blocks, residual_bytes=most)
     engine = ChainEngine(programs.blocks, 1, store)
     for _ in range(2):
@@ -158,7 +158,7 @@ def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], 
 
 
 def sizes(store: ActivationStore) -> dict[int, int]:
-    """Bytes of the arrays of each block that saves, the last block first."""
+    """Return the bytes of the arrays of each saving block, the last block first."""
     found = dict[int, int]()
     for number, part in product(reversed(range(MOST_BLOCKS)), range(MOST_PARTS)):
         with suppress(IndexError):
@@ -172,7 +172,7 @@ def sizes(store: ActivationStore) -> dict[int, int]:
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @needs_compiler
 def test_whatever_is_saved_the_gradient_has_the_same_bits(bundle: Bundle, rows: int, engine: str) -> None:
-    """None, then one block more at a time, from the last one down."""
+    """No block saves, then one more block at a time, from the last one down."""
     call = call_of(bundle.chain.model, rows)
     programs = opened(bundle, BACKWARD, engine)
     expected, store = gradient(opened(bundle, BACKWARD), call, 0)
@@ -212,7 +212,7 @@ def test_what_was_saved_is_not_computed_again(bundle: Bundle, monkeypatch: pytes
 
 @needs_compiler
 def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
-    """Room that a longer call has written to holds a shorter one, whose answers are smaller than the room."""
+    """Memory of a longer call is reused by a shorter one, whose outputs are smaller."""
     model, programs = bundle.chain.model, opened(bundle, BACKWARD)
     calls = call_of(model, 5), call_of(model, 5, lengths=[2])
     expected = [gradient(programs, call, 0)[0] for call in calls]
@@ -237,13 +237,13 @@ def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch
     assert store.residual_bytes == 1_000
     described = store.describe_residuals(2 * TOKENS, 10)
     assert "activations: 0 of " in described and "(0 of 0 MB)" in described
-    # The torch engine holds room for the largest answers of each method.
+    # The torch engine holds memory for the largest outputs of each method.
     assert opened(bundle, BACKWARD, "torch", loaded=1 << 30).store.residual_bytes == 0
 
 
 @needs_compiler
 def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
-    """Residuals of a forward pass aren't those of rounded checkpoints."""
+    """float16 checkpoints force recomputation."""
     assert opened(bundle, BACKWARD, checkpoint_dtype="float16").store.residual_bytes is None
     assert opened(bundle, BACKWARD).store.residual_bytes is not None
     assert opened(bundle, FORWARD).store.residual_bytes is None
@@ -264,7 +264,7 @@ def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_p
 
 @needs_compiler
 def test_one_question_takes_the_room_of_two(bundle: Bundle) -> None:
-    """What lies behind it is written later, or is nobody's."""
+    """The memory after a single target is written later, or unused."""
     call, programs = call_of(bundle.chain.model, 1), opened(bundle, BACKWARD)
     sequence = TokenSequence(call.sequences[0].tokens, (Target(3, 1, 1.0, 0),))
     call = replace(call, sequences=(sequence,))

@@ -1,4 +1,4 @@
-"""The native engine is the first choice and torch's module the fallback; neither drags a compiler along."""
+"""The native engine is preferred and torch's module is the fallback; neither needs a compiler at import."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(name: str) -> None:
-        # As an extension module of pybind11 answers.
+        # Behaves like an extension module of pybind11.
         raise ImportError("initialization failed") from KeyboardInterrupt()
 
     monkeypatch.setattr(importlib, "import_module", interrupted)

@@ -1,4 +1,4 @@
-"""What every engine does before it computes: calls are checked, and refusals are told apart."""
+"""All engines check calls before they compute, and explain errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.refusals import raises
 
 
 class Zeros(CheckedEngine):
-    """An engine that answers zeros, or with a first token 63 what the runtime says when it refuses."""
+    """An engine that outputs zeros, or raises the runtime's error for a first token of 63."""
 
     def _forward(self, call: Call) -> FloatArray:
         if call.sequences[0].tokens[0] == 63:
@@ -45,7 +45,7 @@ FIRST = TokenSequence((5,), (Target(0, 6, 1.0, 0),))
 
 
 def sequence(tokens: int = 4, token: int = 0, position: int = 0, target: int = 0) -> TokenSequence:
-    """One with a last token and a last target of a test's own."""
+    """Return a sequence with the given last token and last target."""
     return TokenSequence(
         (*[0] * (tokens - 1), *[token][:tokens]), (Target(0, 0, 1.0, 0), Target(position, target, 1.0, 0))
     )
@@ -64,7 +64,7 @@ def directions_of(model: ModelSpec, queries: int = 2, sequences: int = 1) -> dic
 
 
 def compute(engine: Zeros, method: str, call: Call) -> object:
-    """Call a method with arguments that fit."""
+    """Call a method with valid arguments."""
     if method == "forward":
         return engine.forward(call)
     if method == "jvp":
@@ -214,7 +214,7 @@ def test_the_pool_is_of_one_size_while_an_engine_is_used() -> None:
     assert not check_threads(None, 2) and not check_threads(2, 2)
     with raises(EngineError, "threads-differ", saying="2"):
         check_threads(1, 2)
-    # As a traceback that holds its own frame keeps it.
+    # Like a traceback that holds its own frame.
     cycle: list[Any] = [engine]
     cycle.append(cycle)
     del engine, cycle

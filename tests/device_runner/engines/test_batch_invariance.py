@@ -1,7 +1,7 @@
-"""A sequence has the same outputs and the same gradient, to the bit, whatever is computed with it.
+"""Outputs and gradients of a sequence have the same bits, whatever is computed with it.
 
-Alone, with longer and shorter ones, in another order, in one call or in several, with more copies of the
-adapter: the oracle is the same sequence alone.
+It is computed alone, with longer and shorter ones, in another order, in one call or several, and with more
+copies of the adapter; the reference is the same sequence alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tests.workshop import FolderBuilder
 
 pytestmark = needs_compiler
 
-# Kernels add up in another order from lengths on that are more than a few of their registers.
+# Kernels sum in another order above lengths of a few of their registers.
 TOKENS, QUERIES, COPIES, TARGETS = 64, 3, 3, 4
-# Of rows that the examples of a test choose from; some are equally long.
+# Lengths of rows in the examples of a test; some are equal.
 LENGTHS = (64, 33, 5, 20, 21, 41, 2, 50, 20, 64, 12)
 ROWS = st.lists(st.integers(0, len(LENGTHS) - 1), min_size=2, max_size=9)
 FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,7 +52,7 @@ CALL_NAMES = ["one adapter", "copies", "tangents", "gradient"]
 
 @dataclass
 class Scene:
-    """The blocks of a bundle, opened once, and sequences to make calls of."""
+    """The blocks of a bundle, opened once, and sequences for calls."""
 
     bundle: Bundle
     lengths: Sequence[int] = LENGTHS
@@ -67,7 +67,7 @@ class Scene:
 
     @cached_property
     def sequences(self) -> list[TokenSequence]:
-        """Their last tokens are read, so that each is as long as it is said to be."""
+        """Sequences whose last tokens have targets, so that each is computed in full length."""
         random = np.random.default_rng(0)
         tokens = [random.integers(3, self.model.vocabulary_size, length).tolist() for length in self.lengths]
         return [
@@ -87,7 +87,7 @@ class Scene:
 
     @cached_property
     def directions(self) -> Directions:
-        """Of each sequence."""
+        """Return the directions of each sequence."""
         random = np.random.default_rng(2)
         return {
             name: random.choice(np.array([-1, 1], np.float32), (QUERIES, len(self.lengths), width))
@@ -96,14 +96,14 @@ class Scene:
         }
 
     def call(self, rows: Sequence[int], copies: int = 1) -> Call:
-        """One of some sequences; each copy of the adapter has other values."""
+        """Return a call of some sequences; each copy of the adapter has other values."""
         values = np.stack([self.adapter.values * np.float32(1 + copy) for copy in range(copies)])
         return Call(tuple(self.sequences[row] for row in rows), values)
 
     def outputs(
         self, role: str, rows: Sequence[int], copies: int = 1, engine: Engine | None = None
     ) -> tuple[list[FloatArray], FloatArray]:
-        """Outputs of each row, [copies or 1 + queries, ...] of all that a call has for it; the gradient."""
+        """Return the outputs of each row, [copies or 1 + queries, ...], and the gradient."""
         engine, call = engine or self.opened.engine, self.call(rows, copies)
         gradient = np.zeros(0, np.float32)
         if role == FORWARD:
@@ -118,7 +118,7 @@ class Scene:
         return split(self.model, call, outputs), gradient
 
     def alone(self, role: str, row: int, copies: int = 1) -> tuple[FloatArray, FloatArray]:
-        """What a row is answered alone, and its gradient."""
+        """Return a row's outputs and gradient when it is computed alone."""
         key = role, row, copies
         if key not in self._known:
             (answer,), gradient = self.outputs(role, [row], copies)
@@ -130,7 +130,7 @@ class Scene:
         return {}
 
     def added(self, rows: Sequence[int]) -> FloatArray:
-        """Gradients of rows alone, added up in the order that docs/explanation/chain.md names."""
+        """Return the sum of gradients of rows alone, in the order that docs/explanation/chain.md specifies."""
         bounds = self.bundle.chain.bounds
         rows = sorted(rows, key=lambda row: padded_length(self.lengths[row], bounds))
         total = np.zeros(self.adapter.size, np.float32)
@@ -140,12 +140,12 @@ class Scene:
 
 
 def gradient_by_outputs(outputs: FloatArray) -> Array:
-    """Of some loss that has no curve in common with the model's: of each output by itself."""
+    """Return the gradient of a loss in which each output is independent."""
     return np.cos(3 * outputs) / 8
 
 
 def made(name: str, made_once: FolderBuilder) -> Path:
-    """The folder of `architecture scheme ...`, with the settings that come behind."""
+    """Return the folder of a bundle by `architecture scheme ...`, with the settings that follow."""
     architecture, scheme, *more = name.split()
     roles = [FORWARD, JVP, BACKWARD]
     changes: dict[str, Any] = {"sequence_length": TOKENS, "quantize": scheme, "roles": roles}
@@ -166,7 +166,7 @@ def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
 
 
 def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
-    """That every row is answered as it is alone, and the gradient is the sum of those of rows alone."""
+    """Check that each row's outputs and the sum of gradients equal those of rows alone."""
     found, gradient = scene.outputs(role, rows, copies)
     for place, row in enumerate(rows):
         assert found[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
@@ -190,7 +190,7 @@ def test_a_row_among_any_others_is_what_it_is_alone(
 
 
 def test_every_role_answers_the_same(scene: Scene) -> None:
-    """So a run begins with just the scores that are its reference."""
+    """So a run starts with exactly its reference scores."""
     for row in range(len(LENGTHS)):
         expected = scene.alone(FORWARD, row)[0][0].tobytes()
         for role, copies in CALLS[1:]:
@@ -230,7 +230,7 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
 
 
 def examples_of(scene: Scene) -> list[Example]:
-    """Examples of all kinds of candidates, some with more of them than others; or classification ones."""
+    """Return examples with all types of candidates, or classification examples."""
     tokens = [[*sequence.tokens] for sequence in scene.sequences]
     if scene.bundle.chain.is_encoder:
         return [classification(row, each, 3, row % 3) for row, each in enumerate(tokens)]
@@ -289,7 +289,7 @@ def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.mark.whole
 def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: FolderBuilder, smollm2: Path) -> None:
-    """Through 30 layers that round to int8 the last bit of a float comes to tenths of a nat."""
+    """Through 30 layers with int8 activations the last bit of a float grows to tenths of a nat."""
 
     def fill(folder: Path) -> None:
         from server_export.export import ExportConfig, export

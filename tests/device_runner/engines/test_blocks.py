@@ -1,4 +1,4 @@
-"""What is wrong with the files of a chain is told before a step; what is used is what the manifest names."""
+"""Damaged files of a chain are reported before a step, and only files of the manifest are used."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ pytestmark = needs_compiler
 BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head-00"))
 PROGRAM = "programs/block.pte"
 ENGINES = ["native", "torch"]
-# What the engine may say of a file that isn't for the program.
+# Possible messages of the engine about a file that isn't the program's.
 LOADING = ("program-refused", "program-of-other-version", "program-aborts")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one."""
+    """An empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/prge/packed"
 
 
 @pytest.fixture(autouse=True)
 def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled once for all tests."""
+    """Compile the native engine once for all tests."""
     from device_runner.engines.native import runtime
 
     runtime.prepare()
@@ -64,13 +64,13 @@ def flip(path: Path, share: float = 0.5) -> None:
 
 
 def answer(folder: Path, engine: str = "native") -> bytes:
-    """Of a call that is always the same."""
+    """Return the outputs of a fixed call."""
     bundle = open_bundle(folder)
     return opened(bundle, FORWARD, engine).engine.forward(call_of(bundle.chain.model, 32)).tobytes()
 
 
 def gradient(folder: Path) -> bytes:
-    """Of a call that is always the same, with answers."""
+    """Return outputs and gradient of a fixed call."""
     bundle = open_bundle(folder)
     return b"".join(bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call_of(bundle.chain.model, 2))))
 
@@ -81,7 +81,7 @@ def refused(folder: Path, *codes: str, saying: str, engine: str = "native") -> N
     assert error.value.remedy
 
 
-# Files that are not the manifest's
+# Files that differ from the manifest
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -89,7 +89,7 @@ def refused(folder: Path, *codes: str, saying: str, engine: str = "native") -> N
 def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
     folder: Path, engine: str, name: str
 ) -> None:
-    """The engine maps what it packed and takes the rest from the weights file."""
+    """The engine maps packed weights and reads the others from the weights file."""
     before, whole = answer(folder, engine), (folder / name).read_bytes()
     for share in (0.3, 0.9):
         flip(folder / name, share)
@@ -107,11 +107,11 @@ def test_a_weights_file_that_was_compared_is_not_read_again(
     monkeypatch.undo()
 
 
-# Bundles whose hashes are right
+# Bundles with correct hashes
 
 
 def test_blocks_of_one_kind_in_another_order_are_another_model(folder: Path) -> None:
-    """Nothing but the hashes can tell, and the manifest's own is what a run compares."""
+    """Only the hashes differ, and a run compares the manifest's hash."""
     before, identity = answer(folder), open_bundle(folder).sha256
     exchange(folder, BLOCK, OTHER)
     rehash(folder)
@@ -147,27 +147,27 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
 
 
 def exchange_saved(kind: dict[str, Any]) -> None:
-    """Values of other widths, by the names of each other."""
+    """Exchange the names of two residuals of different widths."""
     names = kind["methods"]["forward_save"]["outputs"]
     names[1:] = reversed(names[1:])
 
 
 def forget(method: dict[str, Any], what: str, name: str) -> None:
-    """An input or output less, by its name."""
+    """Remove an input or output by name."""
     place = method[f"{what}s"].index(name)
     for listed in (f"{what}s", f"{what}_specs"):
         method.get(listed, [])[place : place + 1] = []
 
 
 def forget_saved(kind: dict[str, Any]) -> None:
-    """One value less is saved, and taken."""
+    """Remove a residual from outputs and inputs."""
     name = kind["methods"]["forward_save"]["outputs"][-1]
     forget(kind["methods"]["forward_save"], "output", name)
     forget(kind["methods"]["backward_saved"], "input", name)
 
 
 def without_specs(chain: dict[str, Any]) -> None:
-    """As manifests of earlier versions are."""
+    """Return a manifest without specs, as in earlier versions."""
     for kind in chain["programs"]:
         for method in kind["methods"].values():
             del method["input_specs"], method["output_specs"]
@@ -223,7 +223,7 @@ def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, 
 
 
 def pieces(chain: dict[str, Any], count: int) -> None:
-    """Give a chain's head so many pieces, the first ones again where there are no more."""
+    """Give a chain's head this many shards, repeating the first ones if necessary."""
     blocks = chain["blocks"]
     end = len(blocks) - 4
     chain["blocks"] = blocks[:end] + [blocks[end + number % 4] for number in range(count)]
@@ -247,7 +247,7 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
-    """A head in the place of a block takes the state and gives none."""
+    """A head in place of a block takes hidden states and outputs none."""
     from device_runner.engines.shapes import MethodShapes, block_problems
     from device_runner.engines.tables import Tables
 
@@ -303,7 +303,7 @@ def test_a_tables_file_that_is_none_is_refused(folder: Path, content: bytes) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [PROGRAM, BLOCK, HEAD])
 def test_content_that_may_end_the_engine_ends_a_child_alone(folder: Path, engine: str, name: str) -> None:
-    """Half of a file is noise, and its hash is right; some such files are a model nevertheless."""
+    """Half of a file is noise with a correct hash; some of these files still load."""
     content, whole = (folder / name).read_bytes(), answer(folder, engine)
     for seed in range(3):
         noise = np.random.default_rng(seed).bytes(len(content) // 4)
@@ -328,7 +328,7 @@ def packed_of(cache: Path) -> list[Path]:
 def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
     folder: Path, cache: Path
 ) -> None:
-    """What reads the transposed weights alone must not be damaged unseen."""
+    """Damage of transposed weights, which only the backward pass reads, must be detected."""
     before = gradient(folder)
     whole = {path: path.read_bytes() for path in packed_of(cache)}
     for share in (0.02, 0.35, 0.65, 0.98):
@@ -339,7 +339,7 @@ def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
 
 
 def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
-    """With room for one block's weights each block is mapped again for every call, there and back."""
+    """With memory for one block's weights each block is mapped again in every call, in both directions."""
     bundle = open_bundle(folder)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
     engine, call = opened(bundle, BACKWARD, loaded=largest).engine, call_of(bundle.chain.model, 2)

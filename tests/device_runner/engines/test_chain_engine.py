@@ -1,4 +1,4 @@
-"""A chain of blocks answers as the whole model does, whatever a call's size, on both engines."""
+"""A chain of blocks computes what the whole model computes, for calls of any size, on both engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.tiers import second_tier
 
 pytestmark = needs_compiler
 
-# Copies, sequences, queries and targets beyond the bounds of programs, which are 8, 4, 8 and 128.
+# More copies, sequences, queries and targets than the bounds of programs: 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
 ROLES = [FORWARD, JVP, BACKWARD]
@@ -62,7 +62,7 @@ def oracle(folder: Path) -> TorchEngine:
 
 
 def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
-    """A call that a role computes, with copies where it takes them."""
+    """Return a call for a role, with copies if the role takes them."""
     return call_of(bundle.chain.model, sequences, 3 if role == FORWARD else 1)
 
 
@@ -92,7 +92,7 @@ def test_tangents_are_the_models_derivatives(
     assert close(found[0], outputs)
     tangents, expected = (split(model, call, each) for each in (found[1], exact))
     for query, number in [(0, 0), (queries - 1, sequences - 1), (queries - 1, 0)]:
-        # The reference's own rounding in float32 is 6e-5.
+        # The reference's own float32 rounding error is 6e-5.
         assert close(tangents[number][query], expected[number][query], 1e-4)
     assert bits(opened(bundle, JVP, "torch").engine.jvp(call, directions)) == bits(found)
 
@@ -114,7 +114,7 @@ def test_a_sequence_is_answered_alike_alone_and_among_others(bundle: Bundle) -> 
 
 
 def only(call: Call, *numbers: int) -> Call:
-    """A call of some of its sequences."""
+    """Return a call of some of its sequences."""
     return replace(call, sequences=tuple(call.sequences[number] for number in numbers))
 
 
@@ -170,7 +170,7 @@ def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
 
 
 def test_states_are_held_in_turns(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many sequences, copies and queries a call has; no bit changes."""
+    """Micro-batches of any number of sequences, copies and queries change no bit."""
     engine = opened(bundle, BACKWARD).engine
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
     before = [bits(computed(engine, role, call)) for role, call in calls]
@@ -202,7 +202,7 @@ def test_with_room_for_one_block_the_bits_are_the_same(bundle: Bundle, role: str
 
 
 def resident(programs: OpenEngine) -> set[int]:
-    """Blocks whose packed weights are in this process's memory."""
+    """Return the blocks whose packed weights are in this process's memory."""
     gc.collect()  # engines of before have them too
     numbers = {str(file.packed): number for number, file in programs.blocks.files.items()}
     found, path = set[int](), ""
@@ -330,7 +330,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
     monkeypatch.setattr(os, "posix_fadvise", advise)
     computed(programs.engine, BACKWARD, call)
     last = len(order) - 1
-    # Forward to the last block, and back from it.
+    # Forward to the last block, and backward from it.
     assert last in advised
     assert (
         advised

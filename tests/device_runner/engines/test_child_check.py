@@ -1,4 +1,4 @@
-"""A program is tried in a forked child: whatever becomes of the child, the parent tells of it and goes on."""
+"""A program is tried in a forked child: the parent reports whatever happens to the child, and continues."""
 
 from __future__ import annotations
 

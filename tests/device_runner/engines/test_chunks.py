@@ -1,6 +1,6 @@
-"""Rows that are longer than a call: in chunks with the same bits whatever else is computed, or refused.
+"""Rows longer than a call are computed in chunks with the same bits in any company, or refused.
 
-test_models.py compares what comes out with the model.
+test_models.py compares the outputs with the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKENS, CHUNK = 40, 8
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than two calls' tokens go in chunks, later ones in shorter chunks."""
+    """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
     monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 2 * CHUNK)
     monkeypatch.setattr(chain, "_SHORT", CHUNK)
     monkeypatch.setattr(chain, "_MOST_SCORES", 4 * CHUNK * 20)
@@ -62,7 +62,7 @@ def folder(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Path:
 
 
 def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
-    """Sequences of all lengths, the first the longest."""
+    """Return sequences of all lengths, the longest first."""
     lengths = [TOKENS, 5, 2 * CHUNK + 1, 27, CHUNK]
     return call_of(bundle.chain.model, sequences, copies, lengths=lengths)
 
@@ -75,7 +75,7 @@ def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
-    """Not from the rows beside it, the engine, or the weights that stay loaded."""
+    """They don't depend on other rows, the engine, or the loaded weights."""
     bundle = open_bundle(folder / "bundle")
     call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
     found = split(bundle.chain.model, call, engine.forward(call))
@@ -118,7 +118,7 @@ def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
 def test_a_block_of_a_real_shape_at_1024_tokens(
     made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen2.5-0.5B's block and a row of four chunks as an export cuts them, against autograd."""
+    """A block of Qwen2.5-0.5B and a row of four chunks as in an export, against autograd."""
     monkeypatch.undo()
 
     def make(place: Path) -> object:

@@ -1,4 +1,4 @@
-"""Experts on the engine: only those that tokens ask for are loaded, whatever a budget allows."""
+"""Only experts with tokens are loaded, for any memory budget."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bundle(folder: Path) -> Bundle:
 def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: Bundle) -> None:
     chain = bundle.chain
     layers = [turn for turn in chain.block_groups(range(chain.head_start)) if chain.is_expert(turn.start)]
-    # No padding, which asks for experts too.
+    # Without padding, which is routed to experts too.
     call = call_of(chain.model, 1, lengths=[8])
     (sequence,) = call.sequences
     call = replace(call, sequences=(replace(sequence, tokens=sequence.tokens[:2] * 4),))
@@ -61,7 +61,7 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
 
 
 def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
-    """The experts that transformers' routers choose for a sequence, by layer."""
+    """Return the experts that transformers' routers choose for a sequence, by layer."""
     chosen: list[list[int]] = []
 
     def keep(_router: object, _given: object, found: tuple[torch.Tensor, ...]) -> None:
@@ -75,7 +75,7 @@ def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
 
 
 def test_a_row_has_the_same_answers_among_other_tokens(bundle: Bundle) -> None:
-    """An expert's tokens are of many rows and copies, and more than a call of its program takes."""
+    """An expert's tokens come from many rows and copies, and exceed one call of its program."""
     call, engine = call_of(bundle.chain.model, 40, copies=3), opened(bundle, FORWARD).engine
     among = split(bundle.chain.model, call, engine.forward(call))
     for copy, number in ((0, 0), (0, 17), (2, 39)):

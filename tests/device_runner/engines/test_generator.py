@@ -1,4 +1,4 @@
-"""A speaker goes on with sequences as the whole model does that reads them from their beginning."""
+"""A generation engine continues sequences as the whole model does that reads them from the beginning."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tests.refusals import raises
 from tests.templates import random_adapter
 from tests.tiers import second_tier
 
-# What is different in the engine; tests/server_export/derive/test_past.py has the graphs of all.
+# Architectures that differ in the engine; tests/server_export/derive/test_past.py covers all graphs.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma4")
-# In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
+# In the model's float32 attention, relative to the largest logit; logits of these models reach 10.
 TOLERANCE = 2e-5
-# So many times what the model in float32 is away from itself in double precision, where that is more.
+# Multiple of the model's float32 error against double precision, if that is larger.
 CANCELLING = {"gemma4_text": 4}
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that grows again and again."""
+    """Let caches grow often."""
     monkeypatch.setattr(speaking, "GROWTH", 16)
 
 
 @pytest.fixture
 def bundle(make_chain: Callable[[str], Path]) -> Bundle:
-    """A Llama's; rows, and pieces of a prompt, have up to 16 tokens."""
+    """A Llama's bundle; rows and chunks of a prompt have up to 16 tokens."""
     return open_bundle(make_chain("llama") / "bundle")
 
 
@@ -66,7 +66,7 @@ def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) ->
 
 
 def test_logits_are_the_models_token_by_token(folder: Path) -> None:
-    """Grouped keys, sliding windows, rotations, learnt positions, soft caps, up to the last position."""
+    """Grouped keys, sliding windows, rotations, learned positions, soft caps, up to the last position."""
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
     expected, exact = (
@@ -81,7 +81,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     for place, token in enumerate(written, 21):
         assert difference(speaker.step({read: token})[read], expected[place]) < tolerance
     speaker.close(read)
-    # In pieces, with one token left over, and token by token from the first.
+    # In chunks, with one token left over, and token by token from the first.
     other = speaker.open(adapter)
     assert difference(speaker.feed(other, tokens[:1]), expected[0]) < tolerance
     assert difference(speaker.feed(other, tokens[1:3]), expected[2]) < tolerance
@@ -89,7 +89,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
 
 
 def test_a_prompt_is_read_alike_beside_a_long_text(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pieces are as short as those of a long text only if it is long itself."""
+    """Its chunks are only short if the prompt itself is long."""
     monkeypatch.setattr(speaking, "LONG", 48)
     monkeypatch.setattr(speaking, "CHUNK_OF_LONG", 8)
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
@@ -231,7 +231,7 @@ def test_no_token_is_no_question(bundle: Bundle) -> None:
 
 
 def test_a_sequence_may_have_an_adapter_from_elsewhere(bundle: Bundle, make_chain: Any) -> None:
-    """Another lora_a beside the bundle's own, in one step."""
+    """Sequences with the bundle's lora_a and with another one share a step."""
     folder = make_chain("llama")
     own, random = adapter_of(bundle, 1), np.random.default_rng(7)
     lora_a = {

@@ -1,4 +1,4 @@
-"""How far the engine's gradient is from autograd's: in float32, and through many int4 layers."""
+"""Errors of the engine's gradient against autograd: in float32, and through many int4 layers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.workshop import FolderBuilder
 
 pytestmark = needs_compiler
 
-# Of the largest entry; more where autograd in float32 is further from itself in double precision.
+# Relative to the largest entry; larger where autograd in float32 has a larger error itself.
 TOLERANCE = 4e-6
-# So many times as far, where long sums of large numbers cancel, or are of all layers, which share ALBERT's
-# adapter: the engine adds them in another order than autograd, which computes sequences one by one.
+# Multiple of the error where long sums of large values cancel, or add up all layers, which share ALBERT's
+# adapter: the engine sums in another order than autograd.
 CANCELLING = {"gemma4": 4, "mpnet": 8, "albert lora": 2}
 LAYERS = 30
-# What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
+# Architectures that differ in the engine; tests/server_export/derive/test_blocks.py covers all graphs.
 ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
 
 
@@ -57,7 +57,7 @@ ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
 def test_in_float32_it_is_autograds_but_for_rounding(
     architecture: str, pooling: str, make_chain: Callable[[str], Path]
 ) -> None:
-    """A question that is asked twice counts twice."""
+    """A target that occurs twice counts twice."""
     folder = make_chain(architecture)
     bundle = open_bundle(folder / "bundle")
     if pooling:
@@ -76,7 +76,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
             assert np.abs(outputs - want).max() <= 2e-5 * max(1, float(np.abs(want).max()))
             by_dtype.append(gradient)
         expected, rounded = by_dtype
-        # Gradients of lora_a are sums over a layer's outputs too.
+        # Gradients of lora_a also sum over a layer's outputs.
         own = np.abs(rounded - expected).max() * (2 if bundle.chain.trains_a else 1)
         own *= CANCELLING.get(architecture, 1)
         assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
@@ -84,7 +84,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
 
 @pytest.fixture(scope="module")
 def deep(made_once: FolderBuilder) -> Path:
-    """A narrow Llama of many layers, in int4."""
+    """A narrow Llama with many int4 layers."""
     settings: dict[str, Any] = {"layers": LAYERS, "roles": ["backward"], "quantize": "8da4w"}
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 
@@ -95,9 +95,9 @@ def deep(made_once: FolderBuilder) -> Path:
 def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     deep: Path, activations: str, scale: float
 ) -> None:
-    """Autograd goes through the same rounded weights; rounding of activations has the derivative 1.
+    """Autograd uses the same rounded weights; rounding of activations has derivative 1.
 
-    The median of five calls: where autograd's activations are not rounded, one call may be far off by chance.
+    The median of five calls counts: autograd's activations aren't rounded, so one call may differ by chance.
     """
     bundle = open_bundle(deep / "bundle")
     base = load_base_model(bundle, str(deep / "model"), rounds_activations=activations == "rounded")
@@ -129,7 +129,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
 def test_a_number_that_is_none_shows_through_layers_that_round(
     deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str
 ) -> None:
-    """Rounded to int8 it would be a number again, and the gradient wrong and finite."""
+    """Rounding NaN to int8 gives a number, and the gradient would be wrong but finite."""
     bundle = open_bundle(deep / "bundle")
     call = call_of(bundle.chain.model, 2)
     weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))

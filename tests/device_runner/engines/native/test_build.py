@@ -1,4 +1,4 @@
-"""One compiler call, kept in the cache; without a compiler, what to do about it."""
+"""The native engine is compiled once and cached; without a compiler the error says what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A program that stands where the compiler is looked for."""
+    """A program in place of the compiler."""
     folder.mkdir(exist_ok=True)
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -93,7 +93,7 @@ def test_a_cache_that_cant_be_written_is_named(
 
 
 def test_a_user_without_a_home_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Android, where a shell's user is in no table."""
+    """As on Android, where the shell's user has no entry."""
 
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -122,7 +122,7 @@ def test_a_library_built_elsewhere_is_taken(
 
 
 def test_the_command_builds_a_library_that_finds_its_neighbours(cache: Path, tmp_path: Path) -> None:
-    """As a bundle for a device has them: all in one folder."""
+    """All libraries are in one folder, as in a bundle for a device."""
     libraries = build.stock_package() / "lib"
     for name in build.LINKED:
         shutil.copy(libraries / f"lib{name}.so", tmp_path)
@@ -146,7 +146,7 @@ def test_any_compiler_and_package_can_be_named() -> None:
 def test_a_check_of_the_runtime_that_fails_ends_the_call_and_not_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the calling thread; the runtime's own way out would be to abort."""
+    """In the calling thread, where the runtime would abort."""
     source = tmp_path / "failing.cpp"
     source.write_text(f"""
         #include "{build.SOURCE}"

@@ -1,4 +1,4 @@
-"""One program runs with the weights of any block of its kind, at any shape, in memory that methods share."""
+"""One program runs with the weights of any block of its type, at any shape, in shared memory."""
 
 from __future__ import annotations
 
@@ -46,39 +46,39 @@ pytestmark = needs_compiler
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
 def scheme(request: pytest.FixtureRequest) -> str:
-    """Of the weights."""
+    """The weights' quantization scheme."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
 def kind(request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], Kind]) -> Kind:
-    """Each scheme with static and with dynamic shapes."""
+    """Blocks of each scheme, with static and dynamic shapes."""
     return make_kind(scheme, request.param)
 
 
 @pytest.fixture(scope="module")
 def dynamic(make_kind: Callable[[str, bool], Kind]) -> Kind:
-    """One with dynamic shapes."""
+    """Blocks with dynamic shapes."""
     return make_kind("fp32", True)
 
 
 def loaded(
     kind: Kind, arena: Arena | None = None, packed: list[Path] | None = None
 ) -> list[dict[str, Method]]:
-    """The methods of both blocks."""
+    """Load the methods of both blocks."""
     program = Program(kind.program)
     files = [WeightsFile(path, packed[index] if packed else None) for index, path in enumerate(kind.weights)]
     return [{name: program.load(name, weights=weights, arena=arena) for name in METHODS} for weights in files]
 
 
 def arena_for(kind: Kind) -> Arena:
-    """One that every method fits into."""
+    """Return an arena for all methods."""
     program = Program(kind.program)
     return Arena(max(map(program.arena_bytes, program.methods)))
 
 
 def pack(kind: Kind, folder: Path) -> list[Path]:
-    """Packed files of both blocks."""
+    """Write the packed files of both blocks."""
     program, paths = Program(kind.program), [folder / "0", folder / "1"]
     for weights, path in zip(kind.weights, paths, strict=True):
         packing = WeightsFile(weights, path, packing=True)
@@ -127,7 +127,7 @@ def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Pa
 
 
 def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tmp_path: Path) -> None:
-    """The backend maps a file once for a process; who unloads the last method ends that for all."""
+    """The backend maps a file once per process; unloading the last method unmaps it."""
     program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
     method = program.load(METHODS[0], weights=other)
@@ -139,7 +139,7 @@ def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tm
     libc = ctypes.CDLL(None)
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    # The system takes the place that it is asked for, if nothing lies there.
+    # The system uses the requested address if it is free.
     rights, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     assert libc.mmap(begin, end - begin, rights, kind, -1, 0) == begin
     try:
@@ -151,13 +151,13 @@ def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tm
 
 
 def mapped(path: Path) -> list[str]:
-    """Where this process has mapped a file."""
+    """Return where this process has mapped a file."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split()[0] for line in lines if line.endswith(str(path))]
 
 
 def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, tmp_path: Path) -> None:
-    """The engine alone would let only one have the file."""
+    """The engine alone would let only one process use the file."""
     packed = pack(dynamic, tmp_path)
     alone = answers(dynamic, loaded(dynamic))
 
@@ -186,7 +186,7 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, t
 
 
 def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: Kind) -> None:
-    """With room for the largest the engine writes there itself, else the answer is copied."""
+    """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
     inputs = example("score", 2, 5)
     large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
@@ -286,7 +286,7 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
 
 
 def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
-    """One axis beyond, even where the whole has no more elements than the largest."""
+    """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
     state, mask, lora_b = example("score", MOST_ROWS + 1, 2)
     for given in (state, np.empty((0, 2, WIDTH), np.float32)):
@@ -307,7 +307,7 @@ def test_an_arena_that_is_too_small_is_refused(dynamic: Kind) -> None:
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
-    """What can become of a weights file."""
+    """Yield damaged weights files."""
     inside = content.find(b"FH01")
     return {
         "empty": b"",
@@ -326,7 +326,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
 
 def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_path: Path) -> None:
-    """Of a header that still makes sense, the answers are compared by whoever knows the file's hash."""
+    """If the header is still valid, comparing the file's hash detects the damage."""
     content = dynamic.weights[0].read_bytes()
     path = tmp_path / "damaged.ptd"
     program = Program(dynamic.program)
@@ -365,7 +365,7 @@ def test_weights_of_another_kind_are_refused(
 
 
 def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: Kind, tmp_path: Path) -> None:
-    """The engine would keep such weights in memory, and leave a file that holds a part of them."""
+    """The engine would keep such weights in memory, and leave an incomplete file."""
 
     def attempt(limit: int) -> None:
         without_threads()
