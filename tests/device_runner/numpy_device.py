@@ -1,4 +1,4 @@
-"""A device without an engine: bundles whose programs are models in numpy, and what loads these."""
+"""A device without an engine: bundles whose programs are numpy models, and functions that open them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ QUERIES = 4
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 class Device:
-    """Stands for the engine: opens models in numpy, and ends the process after some calls.
+    """Replaces the engine: opens numpy models, and ends the process after a number of calls.
 
-    `has_tangents` and `has_back` say whether its bundles have these roles. `grid` rounds outputs of models to
-    its multiples, derivatives aside, as int8 activations would. `broken` takes the place of one derivative of
-    every call.
+    `has_tangents` and `has_back` select the roles of its bundles. `grid` rounds outputs, but not derivatives,
+    to its multiples, like int8 activations. `broken` replaces one derivative of every call.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class Device:
         self.broken: float | None = None
 
     def count(self) -> None:
-        """A call begins."""
+        """Count a call."""
         if self.calls_left is not None:
             self.calls_left -= 1
             if self.calls_left < 0:
                 raise Killed
 
     def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
-        """Stands for device_runner.engines.opening.open_engine."""
+        """Replaces device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
         blocks: Any = None  # nobody speaks
         engine: Any = _Engine(self, role)
@@ -63,12 +62,12 @@ class Device:
         return OpenEngine(engine, 1, "numpy", blocks, store)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
-        """Put this device where these modules open engines."""
+        """Make these modules open engines of this device."""
         for module in modules:
             monkeypatch.setattr(module, "open_engine", self.open_engine)
 
     def chain(self) -> Chain:
-        """The model as blocks whose programs are only names."""
+        """Return the model's chain, whose programs are only names."""
         model = _Engine(self, FORWARD).model
         state, targets = ("tokens",), ("hidden_states", "targets", "shift")
         roles = {
@@ -109,7 +108,7 @@ class Device:
         )
 
     def write_bundle(self, folder: Path, scheme: str = "fp32", chat_template: str = "") -> Path:
-        """A bundle of this model."""
+        """Write a bundle of this model."""
         (folder / TOKENIZER).mkdir(parents=True)
         self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
         if chat_template:
@@ -125,7 +124,7 @@ class Device:
 
 
 class _Engine(NumpyEngine):
-    """The model of a device, whose steps have one role."""
+    """Engine of a device's model, with one role for steps."""
 
     def __init__(self, device: Device, role: str) -> None:
         super().__init__(
@@ -162,11 +161,11 @@ class _Engine(NumpyEngine):
 
 
 def write_films(folder: Path) -> None:
-    """Write `train.jsonl` and `dev.jsonl`, whose texts have labels, and the task of them, `task.yaml`."""
+    """Write labelled texts `train.jsonl` and `dev.jsonl`, and their task `task.yaml`."""
     random = np.random.default_rng(0)
     words = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
     drawn = random.integers(0, 8, (60, 3)).tolist()
-    # The middle word tells the label, in nine rows of ten.
+    # The middle word determines the label in nine rows of ten.
     labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in drawn]
     rows = [
         {"text": " ".join(words[word] for word in row), "label": label}

@@ -1,4 +1,4 @@
-"""A bundle whose model is a speaker in numpy, for the verbs that write text."""
+"""A bundle whose generation engine is a numpy model, for the verbs that generate text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 class Speaking:
-    """A bundle in a folder, and the speakers that verbs have opened for it."""
+    """A bundle in a folder, and the generation engines that verbs have opened for it."""
 
     def __init__(self, folder: Path, chat_template: str = "", context: int = 400) -> None:
         self.folder = Device().write_bundle(folder, chat_template=chat_template)
@@ -33,24 +33,24 @@ class Speaking:
         self.speakers: list[NumpyGenerationEngine] = []
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
-        """Let these modules open speakers in numpy."""
+        """Make these modules open numpy generation engines."""
         for module in modules:
             monkeypatch.setattr(module, "open_generator", self.open_generator)
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
-        """Stands for device_runner.session.generation.open_generator."""
+        """Replaces device_runner.session.generation.open_generator."""
         self.speakers.append(NumpyGenerationEngine(bundle.chain.vocabulary_size, self.context, slots))
         return Generator(self.speakers[-1], tokenizer)
 
     def write_adapter(self, folder: Path, seed: int = 1) -> Path:
-        """A PEFT folder of the bundle with random values."""
+        """Write a PEFT folder for the bundle with random values."""
         write_peft(folder, random_adapter(self.bundle.chain.modules, seed), self.bundle.adapter)
         return folder
 
     def answers(
         self, text: str | list[dict[str, str]], adapter: Adapter | None = None, max_tokens: int = 16
     ) -> Completion:
-        """What the model says to a text or to messages, greedily, alone."""
+        """Return the model's greedy answer to a text or messages, computed alone."""
         prompts = Prompts(self.tokenizer)
         prompt = prompts.encode_text(text) if isinstance(text, str) else prompts.encode_messages(text)
         speaker = NumpyGenerationEngine(self.bundle.chain.vocabulary_size, self.context)

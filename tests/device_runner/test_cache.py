@@ -1,4 +1,4 @@
-"""`prge cache`: what packed weights and programs of exports take, and how they are removed."""
+"""`prge cache`: the size of packed weights and exported programs, and how they are removed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prge.cli.main import main
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's folder, not there yet."""
+    """The cache's folder, which doesn't exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "prge" / "packed"
 
 
 def fill(folder: Path) -> None:
-    """Two files of 3000 bytes, and the lock of who makes them."""
+    """Write two files of 3000 bytes and the lock file."""
     folder.mkdir(parents=True)
     (folder / "a").write_bytes(bytes(2990))
     (folder / "a.checksum").write_bytes(bytes(10))

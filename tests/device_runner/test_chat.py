@@ -1,4 +1,4 @@
-"""`prge chat`: a conversation through a pipe, with a model in numpy for the engine."""
+"""`prge chat`: a conversation through a pipe, with a numpy model instead of the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
 
 @pytest.fixture
 def talk(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
-    """Say lines, greedily; what was written to standard output. `talk.err` is what was noted."""
+    """Chat greedily; returns standard output. `talk.err` has the notes."""
 
     def call(*lines: str, flags: tuple[object, ...] = ()) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -49,7 +49,7 @@ def talk(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def conversation(
     speaking: Speaking, *lines: str, adapters: tuple[Adapter | None, ...] = (), system: str | None = None
 ) -> list[str]:
-    """Answers by the definition: every turn anew, from all messages before it."""
+    """Return the expected answers: every turn computed anew from all messages before it."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     answers = []
     for number, line in enumerate(lines):
@@ -149,7 +149,7 @@ def test_what_a_user_thinks_of_answers_is_kept(speaking: Speaking, talk: Talk, t
         {"role": "assistant", "content": first},
         {"role": "user", "content": "a cat"},
     ]
-    # The conversation goes on from what should have been said.
+    # The conversation continues from the correction.
     said = [*row["messages"], {"role": "assistant", "content": "a cow"}]
     third = speaking.answers([*said, {"role": "user", "content": "the town"}]).text
     assert out == written([first, second, third])

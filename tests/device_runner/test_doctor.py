@@ -1,4 +1,4 @@
-"""The doctor: what it finds here, and what it tells of machines that lack something."""
+"""`prge doctor`: its checks here, and on machines that lack something."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
-    """Let these packages look as if they weren't installed."""
+    """Make these packages appear as not installed."""
     version = importlib.metadata.version
 
     def look(name: str) -> str:
@@ -40,13 +40,13 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks by name and what `prge run` lacks, from what `--json` printed."""
+    """Return checks by name and what `prge run` lacks, from the output of `--json`."""
     content = json.loads(capsys.readouterr().out)
     return {check["name"]: check for check in content["checks"]}, content["run"]
 
 
 def check_of(name: str) -> Check:
-    """What the doctor says of one thing; what comes after it isn't looked at."""
+    """Return one check, without running later ones."""
     return next(check for check in doctor.examine() if check.name == name)
 
 
@@ -203,7 +203,7 @@ def test_torch_is_not_needed_to_run_where_the_native_engine_is() -> None:
 
 
 def test_works_without_any_package(tmp_path: Path) -> None:
-    """An isolated Python that sees only this repository's code still gets a report."""
+    """An isolated Python with only this repository's code prints a report."""
     repository = Path(__file__).resolve().parents[2]
     code = (
         f"import sys; sys.path.insert(0, {str(repository)!r})\n"

@@ -1,4 +1,4 @@
-"""Answers to questions: how `prge eval` comes to them, and what the model is asked."""
+"""`prge eval` of generated answers: how they are generated, and from which prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prge generate`, with a model in numpy for the engine."""
+"""`prge generate`, with a numpy model instead of the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
 
 
 class Told:
-    """What a verb wrote, and its exit code."""
+    """A verb's output and exit code."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], words: list[object]) -> None:
         self.code = main(["generate", *map(str, words)])

@@ -1,4 +1,4 @@
-"""`prge inspect`: everything of the manifest, what follows from its chain, and a check of every file."""
+"""`prge inspect`: the manifest, facts about its chain, and a check of every file."""
 
 from __future__ import annotations
 

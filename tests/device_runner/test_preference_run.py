@@ -1,4 +1,4 @@
-"""Runs on preferences, with a model in numpy for the engine."""
+"""Runs on preferences, with a numpy model instead of the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def pair(number: int) -> dict[str, Any]:
-    """The second of two words says which answer is preferred."""
+    """The second of two words determines which answer is preferred."""
     first, second = WORDS[number % 3], WORDS[2 + number % 2]
     chosen, rejected = (" Yes film", " No") if number % 2 else (" No", " Yes film")
     return {"prompt": f"{first} {second}", "chosen": chosen, "rejected": rejected}
@@ -53,7 +53,7 @@ def rating(number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def settings(device: Device, tmp_path: Path) -> RunSettings:
-    """A short run on pairs."""
+    """Return settings of a short run on pairs."""
     return RunSettings(
         bundle=device.write_bundle(tmp_path / "bundle"),
         train=write_rows(tmp_path / "train.jsonl", [pair(number) for number in range(24)]),
@@ -127,7 +127,7 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     assert told(settings.out).count("reference: 36 rows scored with the start adapter") == 1
 
     def resumed(content: bytes) -> bool:
-        """Whether the reference was made again of what lies there."""
+        """Return whether the reference was computed again from this content."""
         path.write_bytes(content)
         before = told(settings.out).count("was damaged, or of another run")
         run(replace(settings, steps=8, resume=settings.out))
@@ -147,7 +147,7 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
         json.dumps({**document, "scores": document["scores"][1:]}).encode(),
     ):
         assert resumed(damaged)
-    # Another bundle's, which is whole, is of no use either.
+    # The reference of another bundle is valid, but must not be used.
     other = replace(settings, bundle=Device().write_bundle(tmp_path / "other"))
     run(replace(other, out=tmp_path / "second"))
     assert resumed((tmp_path / "second/reference.json").read_bytes())
@@ -164,7 +164,7 @@ def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings
 
 
 def test_harm_to_what_is_chosen_is_said(settings: RunSettings, tmp_path: Path) -> None:
-    # Of two answers that begin alike, what is lowered with the rejected one is the chosen one too.
+    # If two answers start alike, lowering the rejected one also lowers the chosen one.
     rows = [{"prompt": "film", "chosen": " Yes good good", "rejected": " Yes good"} for _ in range(8)]
     changed = replace(
         settings,

@@ -1,4 +1,4 @@
-"""`prge report`: one page for runs of any kind and end, from which nothing of the rows breaks out."""
+"""`prge report`: one page for runs of any type and outcome, with all content of rows escaped."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_it_tells_samples_costs_data_and_settings(tmp_path: Path) -> None:
 def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "my run")
     text = report(run)
-    # Its bundle lies on another machine.
+    # Its bundle is on another machine.
     assert f"prge eval --bundle BUNDLE --adapter &#39;{run}&#39; --data TEST_ROWS" in text
     assert "prge generate" in text and "prge publish" in text
     edit(run / "run.json", run={"roles": ["backward"]})
@@ -171,7 +171,7 @@ def test_several_runs_are_compared_and_then_told_one_by_one(tmp_path: Path) -> N
     page = Page(text)
     assert page.headings[:3] == ["2 runs", "Run first", "Run second"]
     assert [row[0] for row in table(page, "run")[1:]] == ["first", "second"]
-    # Two of each run, then loss and perplexity of both against steps, rows and seconds.
+    # Two charts of each run, then loss and perplexity of both against steps, rows and seconds.
     assert text.count("<svg ") == 10
     for axis in ("steps", "rows computed", "seconds"):
         assert f"training loss against {axis}" in text and f"perplexity against {axis}" in text

@@ -1,4 +1,4 @@
-"""`prge rows`: feedback for a person to read, and to take rows out of."""
+"""`prge rows`: show feedback, and remove rows from it."""
 
 from __future__ import annotations
 

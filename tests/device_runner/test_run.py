@@ -1,4 +1,4 @@
-"""`prge run`, `replay` and `eval`, with a model in numpy for the engine."""
+"""`prge run`, `replay` and `eval`, with a numpy model instead of the engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 @pytest.fixture
 def settings(device: Device, tmp_path: Path) -> RunSettings:
-    """A short run; an encoder's is a classification, a decoder's learns texts."""
+    """Return settings of a short run: classification for encoders, text for decoders."""
     write_films(tmp_path)
     return RunSettings(
         bundle=device.write_bundle(tmp_path / "bundle"),
@@ -72,7 +72,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 def _run_to_its_end(
     device: Device, settings: RunSettings, calls: Sequence[int], after: Callable[[], None] = lambda: None
 ) -> int:
-    """Kill a run after so many calls of each process in turn, and resume it; says how often it was killed."""
+    """Kill a run after these numbers of calls in turn, and resume it; returns how often it was killed."""
     for kills in itertools.count():
         device.calls_left = calls[kills % len(calls)]
         try:
@@ -113,7 +113,7 @@ def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
         assert [each["prompt"].strip() for each in samples] == [row["text"] for row in rows[:3]]
         assert [each["right"] for each in samples] == [("No", "Yes")[row["label"]] for row in rows[:3]]
         assert all(each["text"] in ("No", "Yes") for each in samples)
-    # As an evaluation of the same adapter scores them.
+    # The same scores as an evaluation of the same adapter.
     told = tmp_path / "told.jsonl"
     words = ["--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task]
     assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(told)]) == 0
@@ -172,7 +172,7 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
 
 @pytest.mark.parametrize("place", ["config.yaml", "journal.jsonl"])
 def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, place: str) -> None:
-    """Its config.yaml, which isn't signed, or its journal have settings that this version lacks."""
+    """Its unsigned config.yaml or its journal has settings that this version lacks."""
     run(settings)
     path = settings.out / place
     if place == "config.yaml":
@@ -191,7 +191,7 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, place: st
 
 
 def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
-    """Its settings name rows of this machine; after they are named by its user once, it goes on as others."""
+    """Its settings name rows of this machine; once its user has named them, it continues like others."""
     private = tmp_path / "home/private.jsonl"
     private.parent.mkdir()
     shutil.copy(settings.train[0] if isinstance(settings.train, tuple) else settings.train, private)
@@ -203,7 +203,7 @@ def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: 
         if (tmp_path / name).exists():
             (tmp_path / name).rename(stranger / name)
     config = stranger / "config.yaml"
-    # All else comes with it.
+    # Everything else comes with the option.
     changed = (
         config.read_text()
         .replace(f"{tmp_path}/", f"{stranger}/")
@@ -217,7 +217,7 @@ def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: 
     assert f"--train {private}" in caught.value.remedy
     assert {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()} == before
     assert run_verb.main(["--resume", str(stranger), "--train", str(private)]) == 0
-    # It is the user's now, wherever it lies.
+    # The run belongs to the user now, in any folder.
     shutil.copytree(stranger, tmp_path / "moved")
     assert run_verb.main(["--resume", str(tmp_path / "moved")]) == 0
 
@@ -398,7 +398,7 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
 def test_told_so_a_run_goes_on_with_another_estimator(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its journal says since when, so that it resumes and replays to the same bits."""
+    """The journal records the step of the change, so the run resumes and replays to the same bits."""
     device.calls_left = 8
     with pytest.raises(Killed):
         run(settings)
@@ -435,7 +435,7 @@ def test_with_another_estimator_all_else_stays(settings: RunSettings) -> None:
 def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
-    """40 rows, 8 of them a step: one and a half epochs are 8 steps."""
+    """40 rows, 8 per step: one and a half epochs are 8 steps."""
     run(replace(settings, steps=8))
     epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
     device.calls_left = 6
@@ -471,7 +471,7 @@ def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path)
 def test_scores_of_cut_rows_say_so(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the figure: in what is told, in metrics.jsonl, and of `prge eval` in both forms."""
+    """With the score: in the log, in metrics.jsonl, and in both forms of `prge eval`."""
     assert settings.dev is not None
     asked, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
     short, long = {asked: "good film", **rest}, {asked: "good film " * 20, **rest}
@@ -479,7 +479,7 @@ def test_scores_of_cut_rows_say_so(
     if device.encoder:
         settings.train.write_text(f"{json.dumps(short)}\n{json.dumps({**short, 'label': 0})}\n" * 4)
     settings.dev.write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n")
-    # Two rows that differ are too few to leave any out.
+    # Two different rows are too few to hold any out.
     run(replace(settings, head_folds=0))
     evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
     assert {r["cut_examples"] for r in evaluations} == {1}
@@ -505,7 +505,7 @@ def _list_template(bundle: Path, source: str) -> None:
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
 def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tmp_path: Path) -> None:
-    """What decides the text that is learnt is part of what the run is."""
+    """The template determines the training text, so it is part of the run's identity."""
     turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "a good film"}]
     rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
     (tmp_path / "chat.jsonl").write_text(rows)
@@ -524,7 +524,7 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
 
 
 def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
-    """Let it be a day."""
+    """Set the current day."""
 
     class Today(date):
         @classmethod
@@ -543,7 +543,7 @@ def test_a_run_keeps_the_day_that_it_began_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its chat template writes the date: resumed on another day, it trains and scores the same tokens."""
+    """The chat template writes the date: resumed on another day, the run has the same tokens."""
     device.replaces(monkeypatch, evaluate_verb)
     _list_template(
         settings.bundle, "{% for m in messages %}{{ m.content }}{{ strftime_now(' %d') }}|{% endfor %}"
@@ -610,7 +610,7 @@ def test_evaluation_tells_what_the_run_did(
 
 @pytest.fixture
 def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
-    """A short run of a bundle that has the way back."""
+    """Return settings of a short run of a bundle with the role backward."""
     device.has_back = True
     bundle = device.write_bundle(tmp_path / "exact")
     return replace(settings, bundle=bundle, estimator="exact", checkpoint_every=100)
@@ -620,7 +620,7 @@ def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
 def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     exact: RunSettings, monkeypatch: pytest.MonkeyPatch, every: int, kept: int
 ) -> None:
-    """Below two even: of Qwen2.5-3B with rank 16 on queries and values, from what records take here."""
+    """Even below two: extrapolated from records here to Qwen2.5-3B with rank 16 on queries and values."""
     append, counts = Journal.append, []
 
     def counted(journal: Journal, record: dict[str, Any]) -> dict[str, Any]:
@@ -639,10 +639,10 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     rank, layers, width = 16, 36, 2048
     lora_a, lora_b = rank * layers * 2 * width, rank * layers * (width + 256)
     gradient = len(encode_array(np.zeros(lora_b, np.float32)))
-    # The step's number, and those of the rows, take a few digits more than here.
+    # The numbers of step and rows have a few digits more than here.
     steps = 10_000 * (max(plain) + 4 + 6 * EXAMPLES)
     journal = steps + 100 * evaluation + kept * gradient
-    # Beside `lora_a` and `lora_b` lie Adam's two moments.
+    # Adam's two moments, in addition to `lora_a` and `lora_b`.
     checkpoint = 4 * (lora_a + 3 * lora_b)
     assert journal < 2 * checkpoint
 
@@ -652,7 +652,7 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
 def test_a_gradient_that_is_not_finite_is_no_step(
     device: Device, exact: RunSettings, tmp_path: Path, bad: float, clip: float
 ) -> None:
-    """The run ends with the state before, and goes on from there to the same bits."""
+    """The run ends with the previous state, and resumes from there to the same bits."""
     exact = replace(exact, clip=clip)
     run(replace(exact, out=tmp_path / "whole"))
     device.calls_left = 8
@@ -677,7 +677,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
 def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
     settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what was wrong put right, the same command begins it."""
+    """Once the problem is fixed, the same command starts it."""
 
     def refuse(*_: object, **__: object) -> None:
         raise EngineError("no block may stay loaded")
@@ -712,7 +712,7 @@ def test_a_run_that_is_refused_leaves_nothing(settings: RunSettings, tmp_path: P
 def test_decay_and_normalisation_are_part_of_a_run(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed and resumed, and replayed, it has the same bits; with others it isn't gone on with."""
+    """Killed and resumed, or replayed, it has the same bits; with other values it can't be resumed."""
     changes: dict[str, Any] = {"weight_decay": 0.1}
     if not device.encoder:
         changes["loss_normalisation"] = "token"
@@ -737,7 +737,7 @@ def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings
 
 
 def test_a_run_whose_steps_had_other_examples_is_not_gone_on_with(settings: RunSettings) -> None:
-    """Earlier versions counted the sequences of a call; what they didn't know was as it is by default."""
+    """Earlier versions counted the sequences of a call; their missing settings have default values."""
     run(settings)
     path = settings.out / "journal.jsonl"
     with Journal(path, writable=False) as journal:

@@ -1,4 +1,4 @@
-"""`prge serve`: whom it lets ask, told before a model is opened."""
+"""`prge serve`: access rules, which are checked before a model is opened."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Listening:
-    """A server that has begun, and ends at once."""
+    """A server that starts and ends at once."""
 
     def __init__(self, app: object, worker: object, begun: Callable[[], None], ending: object) -> None:
         self.begun = begun
 
     def run(self, sockets: object) -> None:
-        """Begin."""
+        """Run the server."""
         self.begun()
 
 

@@ -130,7 +130,7 @@ class Scene:
         return {}
 
     def added(self, rows: Sequence[int]) -> FloatArray:
-        """Return the sum of gradients of rows alone, in the order that docs/explanation/chain.md specifies."""
+        """Return the sum of gradients of rows alone, in the order of docs/explanation/chain.md."""
         bounds = self.bundle.chain.bounds
         rows = sorted(rows, key=lambda row: padded_length(self.lengths[row], bounds))
         total = np.zeros(self.adapter.size, np.float32)

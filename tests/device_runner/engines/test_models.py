@@ -1,9 +1,9 @@
-"""A chain computes what transformers' own model computes, whatever the model and the rows.
+"""A chain computes what transformers' own model computes, for all models and rows.
 
-models      decoders, with values that several blocks read, with recurrences, of other designs; encoders
-            with a classification head of their own
+models      decoders, with shared values, with recurrences, of other designs; encoders with a classification
+            head of their own
 rows        whole, and in chunks
-computed    by graphs of the blocks in PyTorch, and by the engine
+computed    by PyTorch graphs of the blocks, and by the engine
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ torch.set_num_threads(1)
 
 CHUNK, CONTEXT, CLASSES = 8, 48, 3
 
-# Gemmas have streams or one state, inputs for each layer, and keys and values of layers before; with an
-# adapter on the last layer alone nothing changes what it takes. Zamba's layers share weights.
+# Gemmas have one or several residual streams, inputs per layer, and keys and values of earlier layers; with
+# an adapter on the last layer alone its inputs don't depend on the adapter. Zamba's layers share weights.
 SHARED = ["gemma4", "gemma3n", "gemma4 top", "zamba2"]
 DESIGNS = {
-    "doge": "each key has a number that is added to its scores",
-    "bigbird_pegasus": "what it looks up by position is brought to a place where it is",
+    "doge": "each key has a bias that is added to its scores",
+    "bigbird_pegasus": "it moves a table of positions to another device",
     "diffllama": "the same scores weigh two halves of the values",
-    "glm_moe_dsa": "an indexer chooses what tokens are seen, and of short texts all",
-    "qwen4_exp_text": "layers hand on streams, and have experts",
-    "git": "it has an encoder of images, and asks for its mask itself",
-    "rwkv": "a mean of what came before, and tokens that are moved by one",
-    "moshi": "it reads a word that it doesn't say",
+    "glm_moe_dsa": "an indexer selects the tokens to attend to, and of short texts all",
+    "qwen4_exp_text": "layers pass residual streams, and have experts",
+    "git": "it has an image encoder, and computes its mask itself",
+    "rwkv": "a weighted mean of past tokens, and tokens shifted by one",
+    "moshi": "its input vocabulary has a token that its output lacks",
 }
 CLASSIFIERS = [
     *("bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert", "albert"),
@@ -78,8 +78,11 @@ CLASSIFIERS = [
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may differ: outputs as a part of their largest number, or of 1; gradients and tangents as a
-    part of theirs; logits of texts as a part of theirs, or of 1."""
+    """Limits of differences.
+
+    Outputs are relative to their largest value or 1; gradients and tangents to their largest value; logits of
+    generation to their largest value or 1.
+    """
 
     outputs: float
     gradient: float
@@ -88,22 +91,22 @@ class Limits:
     is_relative: bool = False
 
     def scale(self, expected: Array) -> float:
-        """What outputs and logits may differ by, in units of the limits."""
+        """Return the limits of outputs and logits as multiples of these."""
         return float(np.abs(expected).max()) if self.is_relative else 1.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A chain, and what PyTorch computes of the whole model.
+    """A chain, and PyTorch's outputs of the whole model.
 
     Attributes:
-        engine: the chain's, by role.
-        oracle: the model; `rounded` is it in single precision, where that loses digits.
-        lengths: of sequences.
-        limits: of differences.
-        blocks: of the chain, where graphs compute them.
-        head: of an encoder for classes, which the oracle has inside.
-        seed: of calls.
+        engine: engine of the chain, by role.
+        oracle: the model; `rounded` is the model in single precision, if that loses digits.
+        lengths: lengths of the sequences.
+        limits: limits of differences.
+        blocks: blocks of the chain, if graphs compute them.
+        head: classification head of an encoder, which is part of the oracle.
+        seed: seed of calls.
     """
 
     engine: Callable[[str], Engine]
@@ -117,38 +120,38 @@ class Case:
 
     @property
     def model(self) -> ModelSpec:
-        """What the chain computes."""
+        """Spec of the chain's model."""
         return self.engine(FORWARD).model
 
     def call(self, sequences: int, copies: int = 1) -> Call:
-        """Sequences of more chunks than one, and of one."""
+        """Return a call with sequences of several chunks, and of one."""
         return call_of(self.model, sequences, copies, self.lengths, self.seed)
 
     def read(self, outputs: Array) -> Array:
-        """What the oracle has for outputs of the chain."""
+        """Return the oracle's counterpart of the chain's outputs."""
         if self.head is None:
             return outputs
         found: Array = self.head(torch.from_numpy(np.asarray(outputs, np.float64))).detach().numpy()
         return found
 
     def grad_fn(self, outputs: Array) -> Array:
-        """Derivative of a loss by outputs of the chain."""
+        """Return the gradient of a loss with respect to the chain's outputs."""
         by_output = slope_of(self.read(outputs))
         return by_output if self.head is None else by_output @ self.head.weight.detach().numpy()
 
     def changes(self, derivatives: Array) -> Array:
-        """What the oracle has for derivatives of outputs of the chain."""
+        """Return the oracle's counterpart of the chain's output tangents."""
         return derivatives if self.head is None else derivatives @ self.head.weight.detach().numpy().T
 
 
 def difference(found: Array, expected: Array) -> float:
-    """As a part of the largest number."""
+    """Return the difference relative to the largest value."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 @contextmanager
 def short_chunks() -> Iterator[None]:
-    """Rows of more than two calls' tokens go in chunks, later ones in shorter ones; memory grows often."""
+    """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
     numbers = {"MOST_WHOLE_TOKENS": 2 * CHUNK, "_SHORT": CHUNK, "_MOST_SCORES": 4 * CHUNK * 20}
     with pytest.MonkeyPatch.context() as patch:
         for name, number in {**numbers, "_SHORTEST_CHUNK": 2}.items():
@@ -158,7 +161,7 @@ def short_chunks() -> Iterator[None]:
 
 
 def lora_a_of(network: Any, names: Sequence[str], size: float) -> dict[str, torch.Tensor]:
-    """Random `lora_a` of rank 2 by layer."""
+    """Return random `lora_a` of rank 2 by layer."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: size * torch.randn(2, network.get_submodule(name).in_features, generator=generator)
@@ -167,7 +170,7 @@ def lora_a_of(network: Any, names: Sequence[str], size: float) -> dict[str, torc
 
 
 def graphs_of(folder: Path, lora_a: dict[str, torch.Tensor], tokens: int, limits: Limits) -> Case:
-    """Of a decoder in a folder, for rows of so many tokens in chunks; the oracle is in double precision."""
+    """Return a decoder computed by graphs, for rows in chunks; the oracle is in double precision."""
     blocks: Any = GraphBlocks(folder, lora_a, Bounds(tokens=tokens, context=CONTEXT, chunk=CHUNK))
     network: Any = load_model(str(folder)).model
     network.set_experts_implementation("eager")
@@ -187,7 +190,7 @@ def shared_values(folder: Path, name: str) -> Case:
     case = graphs_of(folder, lora_a, 40, limits)
     rounded = case.oracle
     oracle = TorchEngine(deepcopy(rounded.network), rounded.model, lora_a).to(torch.float64)
-    # Some other tokens give gradients that PyTorch is off of too, in single precision.
+    # With some other tokens PyTorch's gradients in single precision have large errors too.
     return replace(case, oracle=oracle, rounded=rounded, seed=1)
 
 
@@ -207,7 +210,7 @@ def design(folder: Path, name: str) -> Case:
     network: Any = load_meta_model(str(folder)).model
     unread = unread_modules(network)
     names = match_target_modules(network, default_target_modules(network, unread), unread)
-    # Layers for what an encoder made are never asked.
+    # Layers for the outputs of an encoder are never used.
     lora_a = lora_a_of(network, per_token_layers(network, names) or names, 0.3)
     limits = Limits(outputs=1e-5, gradient=1e-4, tangents=1e-4, logits=1e-4)
     case = graphs_of(folder, lora_a, 24, limits)
@@ -216,7 +219,7 @@ def design(folder: Path, name: str) -> Case:
 
 
 def classifier(folder: Path, name: str) -> Case:
-    """An encoder with a classification head; the oracle has the head too."""
+    """An encoder with a classification head, which the oracle has too."""
     architecture, *pooling = name.split()
     changes = {"classifier_pooling": "mean"} if pooling else {}
     make_classifier(architecture, CLASSES, **changes).save_pretrained(folder)
@@ -234,7 +237,7 @@ def classifier(folder: Path, name: str) -> Case:
 
 
 def chunks(made_once: FolderBuilder, name: str) -> Case:
-    """A bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter than one."""
+    """A bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter."""
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     settings |= {"sequence_length": 40, "context": 40, "roles": ["forward", "jvp", "backward"]}
@@ -260,12 +263,12 @@ ON_ENGINE = [
         ("llama lora", [needs_compiler, pytest.mark.whole]),
     )
 ]
-# One of each in the first tier.
+# One of each type in the first tier.
 FIRST = ["shared: gemma4", "recurrent: lfm2", "design: doge", "classifier: bert"]
 
 
 def cases(names: Sequence[str], *more: Any) -> Any:
-    """A test's parameter: the first of each sort of model, the others with everything."""
+    """Return a test's parameter: the first model of each type always runs, the others in the whole suite."""
     first = [name for name in names if name in FIRST]
     others = second_tier(*(name for name in names if name not in FIRST))
     return pytest.mark.parametrize("case", [*first, *others, *more], indirect=True)
@@ -314,7 +317,7 @@ def test_tangents(case: Case) -> None:
     parts = (split(case.oracle.model, call, each) for each in (found, exact, rounded))
     for ours, expected, single in zip(*parts, strict=True):
         for query in range(2):
-            # Streams that all but cancel lose digits in PyTorch's own single precision as well.
+            # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
             most = max(case.limits.tangents, difference(single[query], expected[query]))
             assert difference(ours[query], expected[query]) < most
 
@@ -325,15 +328,15 @@ def test_gradient_from_residuals(case: Case) -> None:
     _, found = case.engine(BACKWARD).vjp(call, slope_of)
     store = ActivationStore(blocks, residual_bytes=1 << 40)
     _, from_saved = ChainEngine(blocks, 1, store).vjp(call, slope_of)
-    # PyTorch's products have other last bits where their operands lie otherwise; test_activations.py has the
-    # engine's, which don't.
+    # PyTorch's products have other last bits when operands are stored elsewhere; test_activations.py tests
+    # the engine's, which don't.
     assert difference(from_saved, found) < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @cases(DECODERS)
 def test_texts(case: Case, precision: Any) -> None:
-    """Token by token, of two sequences at once, one of which moves to the other's place."""
+    """Two sequences at once, token by token; one of them moves to the other's slot."""
     chain_of = case.blocks.chain
     tokens = np.random.default_rng(0).integers(3, chain_of.vocabulary_size, chain_of.bounds.tokens).tolist()
     adapter = random_adapter(chain_of.modules, 1, 0.3)
@@ -363,7 +366,7 @@ def test_texts(case: Case, precision: Any) -> None:
 
 @cases([name for name in DECODERS if name.startswith("recurrent")])
 def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
-    """Its state can't go back: a sequence is read from its beginning again."""
+    """A recurrent state can't return to an earlier token: the sequence starts again from its beginning."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
     speaker = ChainSpeaker(case.blocks, slots=3)
 

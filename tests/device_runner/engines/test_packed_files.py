@@ -1,4 +1,4 @@
-"""Packed files are whole, right, of one block, and never needed."""
+"""Packed files are complete, correct, of one block, and never required."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ PROBES = {name: example(name) for name in METHODS}
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
 def kind(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], Kind]) -> Kind:
-    """One of each scheme, with dynamic shapes."""
+    """Blocks of each scheme, with dynamic shapes."""
     return make_kind(request.param, True)
 
 
 @pytest.fixture(scope="module")
 def fp32(make_kind: Callable[[str, bool], Kind]) -> Kind:
-    """One whose packed weights are as large as they are."""
+    """Blocks whose packed weights are as large as the originals."""
     return make_kind("fp32", True)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where packed files go."""
+    """Folder of packed files."""
     return tmp_path / "packed"
 
 
 class Use:
-    """The packed files of one process, as a chain of two blocks uses them; `told` is what it heard."""
+    """The packed files of one process, used like a chain of two blocks does; `told` has its messages."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind = kind
@@ -58,12 +58,12 @@ class Use:
         self.files = PackedFiles(self.told.append, folder)
 
     def open(self, block: int) -> WeightsFile:
-        """A block's weights."""
+        """Open a block's weights."""
         program, weights = (HashedFile(p, sha256(p)) for p in (self.kind.program, self.kind.weights[block]))
         return self.files.open(program, weights, PROBES)
 
     def assert_right(self) -> list[Path | None]:
-        """Both blocks in turns, compared with PyTorch; gives their packed files."""
+        """Compare both blocks with PyTorch; returns their packed files."""
         program = Program(self.kind.program)
         arena = Arena(max(map(program.arena_bytes, METHODS)))
         opened = [self.open(block) for block in range(2)]
@@ -80,7 +80,7 @@ class Use:
 
 
 def packed_of(folder: Path) -> list[Path]:
-    """The packed files themselves."""
+    """Return the packed files themselves."""
     return sorted(path for path in folder.iterdir() if path.suffix == "" and path.name != "lock")
 
 
@@ -98,10 +98,10 @@ def test_two_blocks_of_a_kind_have_a_file_each_and_a_second_start_makes_none(
 
 
 def test_a_file_holds_the_weights_of_all_methods(fp32: Kind, folder: Path) -> None:
-    """The first method to be loaded doesn't use all of them."""
+    """The first method that is loaded doesn't use all weights."""
     Use(fp32, folder).assert_right()
     values, page = fp32.eager[0]["score"].state_dict(), resource.getpagesize()
-    # Each begins on a page of its own and has room for a bias.
+    # Each weight starts on its own page and has room for a bias.
     pages = sum(values[f"{name}.weight"].nbytes // page + 1 for name in ("up", "gate", "down"))
     sizes = [path.stat().st_size for path in packed_of(folder)]
     assert len(sizes) == 2 and min(sizes) > pages * page
@@ -136,7 +136,7 @@ def _flip(path: Path) -> None:
 
 
 def _exchange(path: Path) -> None:
-    """With the other block's, checksums too."""
+    """Exchange a packed file with the other block's, with their checksums."""
     other = next(found for found in packed_of(path.parent) if found != path)
     for suffix in ("", ".checksum"):
         ours, theirs = (Path(f"{found}{suffix}") for found in (path, other))
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_made_again(kind: Kind, folder: Path, damage: Callable
 
 
 def in_a_child(kind: Kind, attempt: Callable[[], object]) -> None:
-    """Limits of a process end with it."""
+    """Run in a child, because limits of a process last until it ends."""
 
     def work() -> None:
         without_threads()
@@ -182,7 +182,7 @@ def in_a_child(kind: Kind, attempt: Callable[[], object]) -> None:
 def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
-    """A limit on the size of files stands for a full disk."""
+    """A limit on the size of files simulates a full disk."""
     if not asks:
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
 
@@ -214,7 +214,7 @@ def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: Kind, tmp_pat
 def test_an_engine_that_dies_while_it_packs_does_no_harm(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]
 ) -> None:
-    """A full disk shows as SIGBUS where it wasn't foreseen."""
+    """An unforeseen full disk causes SIGBUS."""
     monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
@@ -222,7 +222,7 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
 
 
 class Restless(Program):
-    """One whose methods give other outputs every time."""
+    """A program whose methods return other outputs every time."""
 
     def load(self, method: str, weights: WeightsFile, arena: Arena | None = None) -> Any:
         """See Program.load."""
@@ -345,7 +345,7 @@ def test_the_cache_tells_its_size_and_is_emptied_under_those_who_use_it(fp32: Ki
 
 
 def test_probes_reach_every_output(fp32: Kind) -> None:
-    """Otherwise a comparison of answers would say little."""
+    """Otherwise comparing outputs would prove little."""
     for name, inputs in PROBES.items():
         for value in fp32.expected(0, name, inputs):
             assert np.count_nonzero(value) == value.size

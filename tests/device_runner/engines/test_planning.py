@@ -1,4 +1,4 @@
-"""How the sequences of a call are laid out."""
+"""The layout of a call's sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lengths_of(counts: list[int]) -> IntArray:
 
 
 def some_of(counts: list[int], data: st.DataObject) -> IntArray:
-    """Numbers of some rows, as a turn has them."""
+    """Return the numbers of some rows, as in a micro-batch."""
     numbers = st.sets(st.integers(0, len(counts) - 1), min_size=1)
     return np.array(sorted(data.draw(numbers)))
 

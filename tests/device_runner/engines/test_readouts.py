@@ -1,4 +1,4 @@
-"""How long a sequence is computed by what is read of it."""
+"""The padded length of a sequence follows from its targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime's Python module gives the native bits for blocks, without packed files."""
+"""The runtime's Python module gives the same bits as the native engine, without packed files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.refusals import raises
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
 def kind(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], Kind]) -> Kind:
-    """One of each scheme, with dynamic shapes."""
+    """Blocks of each scheme, with dynamic shapes."""
     return make_kind(request.param, True)
 
 
 def loaded(kind: Kind, runtime: Any) -> list[dict[str, Any]]:
-    """The methods of both blocks."""
+    """Load the methods of both blocks."""
     program = runtime.Program(kind.program)
     files = [runtime.WeightsFile(path) for path in kind.weights]
     return [{name: program.load(name, weights=weights) for name in METHODS} for weights in files]

@@ -1,4 +1,4 @@
-"""What lower blocks made of rows comes back as it went in, or is made again."""
+"""Cached hidden states are returned unchanged, or computed again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def values(seed: int = 0, scale: float = 1.0) -> FloatArray:
 
 
 def asked(cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle") -> FloatArray:
-    """The states of a row, made of `made` where they aren't kept; without it they must be."""
+    """Return the states of a row, computed as `made` unless they are cached; without `made` they must be."""
 
     def compute() -> FloatArray:
         assert made is not None, "it isn't kept"
@@ -57,7 +57,7 @@ def test_bundles_rows_and_precisions_are_told_apart(cache: TrunkCache) -> None:
 
 
 def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> None:
-    """The first time too: what a run learns doesn't depend on what is kept."""
+    """The first time too: training must not depend on what is cached."""
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
     first, second = asked(cache, 1, values()), asked(cache, 1)
     assert first.dtype == second.dtype == np.float32

@@ -1,4 +1,4 @@
-"""`--when`: which words it takes, and what each of them waits for."""
+"""`--when`: which words it accepts, and what each of them waits for."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_flags_and_words_are_the_same_conditions() -> None:
 
 
 def looked(gates: Gates) -> tuple[str, list[str]]:
-    """Why to wait, and what is said."""
+    """Return why work must wait, and the messages."""
     told: list[str] = []
     return gates.closed(told.append), told
 
@@ -120,7 +120,7 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def dumpsys(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Android's dumpsys, which tells of its service `power` alone."""
+    """Android's dumpsys with only the service `power`."""
     script = folder / "dumpsys"
     script.write_text(f"#!/bin/sh\n[ $1 = power ] && echo '{text}'\n")
     script.chmod(0o755)

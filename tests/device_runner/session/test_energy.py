@@ -1,4 +1,4 @@
-"""Energy that a battery gives: from its counter and its power, or why it can't be told."""
+"""Energy drawn from a battery, by its counter and its power, or why it is unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from device_runner.session.sensors import Energy, Sensors
 
 
 class Clock:
-    """Seconds as a test sets them."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ def test_power_is_summed_over_time_and_the_counter_is_read_at_both_ends(
     write(battery, current_now=-1_000_000)
     energy.sample()
     clock.now = 20.0
-    # 10,000 microampere-hours are 36 coulombs; the voltage is the mean of both ends.
+    # 10,000 microampere-hours are 36 coulombs; the voltage is the mean of both readings.
     write(battery, charge_counter=2_990_000, voltage_now=3_800_000)
     found = energy.record()
     assert found["by_power"]["value"] == pytest.approx(10 * 3 + 10 * (4 + 3.8) / 2)

@@ -1,4 +1,4 @@
-"""How much of differences is signal: against derivatives, and what a new run says of its own."""
+"""Noise of finite differences: against derivatives, and as a new run reports it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL, LARGE = 1e-3, 1e-1
 
 @pytest.fixture
 def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], GradientAgreement]]:
-    """How differences on a device agree with derivatives, by estimator and epsilon."""
+    """Return the agreement of finite differences with derivatives, by estimator and epsilon."""
 
     def measured(device: Device) -> dict[tuple[str, float], GradientAgreement]:
         bundle = open_bundle(device.write_bundle(tmp_path / "bundle"))
@@ -73,19 +73,19 @@ def test_compare() -> None:
     noisy = compare(reference + noise / 2, reference)
     assert noisy.r**2 == pytest.approx(0.8, rel=0.01)
     assert compare(-reference, reference).r == pytest.approx(-1)
-    # The mean of true scalars is zero: a constant is noise too.
+    # The mean of true projected gradients is zero, so a constant is noise too.
     assert compare(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
     for nothing in (0 * reference, np.full_like(reference, np.nan), np.full_like(reference, np.inf)):
         assert compare(nothing, reference) == GradientAgreement(0, 0)
         assert compare(reference, nothing) == GradientAgreement(0, 0)
 
 
-# A new run on quantized activations says how noisy its differences are.
+# A new run on quantized activations reports the noise of its differences.
 
 
 @pytest.fixture
 def log_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The log of a run of a device's bundle, which is resumed once it has ended."""
+    """Return the log of a run of a device's bundle, which is resumed after it has ended."""
 
     def begin(device: Device, scheme: str = "8da4w", **changes: Any) -> str:
         write_films(tmp_path)

@@ -1,4 +1,4 @@
-"""What a machine tells of itself, as a phone is asked."""
+"""What a machine reports about itself, as a phone does."""
 
 from __future__ import annotations
 

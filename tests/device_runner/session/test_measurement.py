@@ -1,4 +1,4 @@
-"""A verb is run by another process, which tells what it took."""
+"""Another process runs a verb and reports what it took."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_error_and_a_kill_have_their_codes(tmp_path: Path, workshop: Path) ->
     while not (journal.is_file() and b'"kind":"step"' in journal.read_bytes()):
         assert time.monotonic() < until
         time.sleep(0.05)
-    # Told to stop, the run ends after its step.
+    # After the signal the run ends after its step.
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
     assert child.returncode == 130

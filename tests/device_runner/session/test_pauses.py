@@ -1,4 +1,4 @@
-"""A run pauses while it is too hot or has no charger, says why, and goes on by itself."""
+"""A run pauses while it is too hot or not charging, says why, and continues by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.refusals import raises
 
 
 class Told:
-    """Keeps what is said."""
+    """Collects messages."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -44,7 +44,7 @@ def write(system: Path, name: str, content: object) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
-    """What a phone's kernel tells: 40 degrees, 80 percent, no charger, and a mouse that is no battery."""
+    """A phone's kernel: 40 degrees, 80 percent, no charger, and a mouse with its own battery."""
     write(tmp_path, "thermal/thermal_zone0/temp", 31000)
     write(tmp_path, "thermal/thermal_zone1/temp", 40000)
     write(tmp_path, "thermal/thermal_zone2/temp", -273000)
@@ -66,7 +66,7 @@ def gates(system: Path, **changes: Any) -> Gates:
 
 
 def held(gate: Gates, told: Told, over: Any) -> None:
-    """Hold until `over` is called a moment later."""
+    """Wait until `over` is called a moment later."""
     thread = threading.Timer(0.2, over)
     thread.start()
     begin = time.monotonic()

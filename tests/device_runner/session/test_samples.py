@@ -1,4 +1,4 @@
-"""Samples of a run: what is asked, when, and that a resumed run writes none of them twice."""
+"""Samples of a run: prompts, steps, and that a resumed run writes none of them twice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_messages_without_a_template(tmp_path: Path) -> None:
 
 
 class Run:
-    """A run of which samples are taken; its adapter changes with every step."""
+    """A run that takes samples; its adapter changes with every step."""
 
     def __init__(self, folder: Path, prompts: list[SamplePrompt], every: int, step: int = 0) -> None:
         settings = RunSettings(bundle=folder, train=folder, out=folder / "run", steps=10, quiet=True)
@@ -134,7 +134,7 @@ def test_a_resumed_run_has_the_samples_of_one_that_never_stopped(
     path = run.watcher.settings.out / SAMPLES
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - lost])
-    # From the checkpoint of step 3, through steps that the journal holds.
+    # From the checkpoint of step 3, through steps in the journal.
     again = start(step=3)
     again.take_steps(6)
     again.samples.take()

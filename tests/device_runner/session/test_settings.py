@@ -127,7 +127,7 @@ def test_epochs_take_the_place_of_steps() -> None:
         return plan_run(CHAIN, examples, settings).settings
 
     found = planned(settings)
-    # 12 rows a step: 50 rows take 5 steps, of which the last goes beyond.
+    # 12 rows per step: 50 rows take 5 steps, of which the last exceeds one epoch.
     assert (found.epochs, found.steps) == (None, 5)
     assert planned(found) == found and found.warmup == 1
     assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
@@ -136,7 +136,7 @@ def test_epochs_take_the_place_of_steps() -> None:
 
 
 def test_the_name_of_a_data_set_is_no_path() -> None:
-    """For whoever resumes from another folder."""
+    """So that the run can be resumed from another folder."""
     found = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
     assert found.train == Path("nyu-mll/glue:sst2")
     assert found.dev is not None and found.dev.is_absolute() and found.out.is_absolute()
@@ -165,7 +165,7 @@ def test_estimators_have_what_the_settings_say() -> None:
         ({"estimator": "antithetic", "queries": 3}, "forward", (6, 4, 0)),
         ({"estimator": "fzoo", "batch_size": 2}, "forward", (5, 2, 0)),
         ({"estimator": "exact"}, "backward", (1, 4, 0)),
-        # Each example of these is computed alone.
+        # Each of these examples is computed alone.
         ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tupl
     [
         (1, {}, 4, 4),
         (1, {"batch_size": 6}, 6, 6),
-        # Pairs, and rows of six candidates: an example is one, however many sequences it takes.
+        # Pairs, and rows of six candidates: an example counts once, however many sequences it has.
         (2, {}, 2, 4),
         (2, {"batch_size": 4}, 4, 8),
         (3, {}, 1, 3),
@@ -219,7 +219,7 @@ def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:
 
 
 def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
-    """Its own settings, such as the queries of a tangent run, are no mistakes of who changes another one."""
+    """Stored settings, such as the queries of a tangent run, are no errors when another setting changes."""
     changes = {"estimator": "exact", "queries": 4}
     with raises(ConfigError, "settings-unusable", saying="--queries"):
         _settings(**changes)
