@@ -110,7 +110,7 @@ def _chain_facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
                 "file": program.file,
                 "bytes": size(program.file),
                 "roles": list(program.methods),
-                "blocks": [place for place, block in enumerate(chain.blocks) if block.program == number],
+                "blocks": [index for index, block in enumerate(chain.blocks) if block.program == number],
             }
             for number, program in enumerate(chain.programs)
         ],

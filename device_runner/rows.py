@@ -95,7 +95,7 @@ def _existing(path: Path) -> Path:
 
 
 def _matching(text: str | None) -> Callable[[int, Fields | None, str], bool]:
-    """Return a function that tells whether a row contains a text; an unreadable row is searched as a line."""
+    """Return a function that checks if a row contains a text; an unreadable row is searched as a line."""
     folded = (text or "").casefold()
 
     def matches(number: int, fields: Fields | None, line: str) -> bool:
@@ -113,10 +113,10 @@ def _format_row(fields: Fields | None, line: str) -> list[str]:
         return [f"{_short(name)}: {_short(value)}" for name, value in fields.items()]
     lines = [f"{_short(fields.get('time', ''))} {_short(fields.get('model', ''))}"]
     messages = fields.get("messages")
-    turns = messages if isinstance(messages, list) else [{"role": "asked", "content": fields.get("prompt")}]
-    for turn in turns:
-        turn = turn if isinstance(turn, Mapping) else {"role": "?", "content": turn}
-        lines.append(f"{_short(turn.get('role', '?')):<10}{_short(turn.get('content', ''))}")
+    entries = messages if isinstance(messages, list) else [{"role": "asked", "content": fields.get("prompt")}]
+    for entry in entries:
+        message = entry if isinstance(entry, Mapping) else {"role": "?", "content": entry}
+        lines.append(f"{_short(message.get('role', '?')):<10}{_short(message.get('content', ''))}")
     lines.append(f"{'answered':<10}{_short(fields['answer'])}")
     for name, called in (("rating", "rated"), ("correction", "better")):
         lines += [f"{called:<10}{_short(fields[name])}"] if name in fields else []

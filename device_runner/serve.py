@@ -98,7 +98,7 @@ def serve(settings: ServeSettings) -> None:
                 slots=settings.slots,
                 context=settings.context,
                 precision=settings.cache_dtype,
-                tell=note,
+                log=note,
             )
         generator = Generator(engine, load_bundle_tokenizer(bundle))
         stack.callback(storage.shutdown, cancel_futures=True)
@@ -176,7 +176,7 @@ def _open_learning(
         slots=settings.slots,
         context=context,
         precision=settings.cache_dtype,
-        tell=note,
+        log=note,
     )
     return learning, engine
 

@@ -51,7 +51,7 @@ class Blocks:
         backend: the engine.
         roles: roles that will be run.
         loaded: bytes of weights that may stay loaded; by default all. See `spare_bytes`.
-        tell: called with messages for the user.
+        log: called with messages for the user.
 
     Raises:
         BundleError: the engine refuses a file or aborts on it, or a file isn't the one in the manifest.
@@ -64,7 +64,7 @@ class Blocks:
         backend: Backend,
         roles: Iterable[str],
         loaded: int | None = None,
-        tell: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._bundle = bundle
         self._runtime = backend.runtime
@@ -97,7 +97,7 @@ class Blocks:
             if problems := [*block_problems(self.chain, self._shapes, number)]:
                 raise program_mismatch(bundle.file(self.chain.programs[block.program].file), problems)
         is_native = backend.name == "native"
-        self._packed = PackedFiles(tell) if is_native else None
+        self._packed = PackedFiles(log) if is_native else None
         self.files = {number: self._open_weights(number) for number in dict.fromkeys(self._first)}
         """Weights files by the first block that uses each."""
         for number, file in self.files.items():

@@ -501,7 +501,7 @@ def open_speaker(
     slots: int = 1,
     context: int | None = None,
     precision: Precision = "float32",
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> ChainSpeaker:
     """Open the blocks of a bundle for generation; each is tried in a child process before it is used.
 
@@ -513,7 +513,7 @@ def open_speaker(
         slots: largest number of open sequences.
         context: largest number of tokens of a sequence.
         precision: dtype of keys and values.
-        tell: called with messages for the user.
+        log: called with messages for the user.
 
     Raises:
         BundleError, EngineError: see ChainSpeaker and device_runner.engines.blocks.Blocks.
@@ -521,7 +521,7 @@ def open_speaker(
     backend = choose(engine)
     backend.runtime.prepare()
     if backend.reason:
-        tell(f"using the torch engine: {backend.reason}")
-    blocks = Blocks(bundle, backend, {PREFILL, DECODE}, loaded, tell)
+        log(f"using the torch engine: {backend.reason}")
+    blocks = Blocks(bundle, backend, {PREFILL, DECODE}, loaded, log)
     backend.runtime.set_threads(threads)
     return ChainSpeaker(blocks, slots, context, precision)

@@ -64,15 +64,15 @@ class PackedFiles:
     """The packed files of this device.
 
     Args:
-        tell: called at most once, with the reason why weights stay in memory.
+        log: called at most once, with the reason why weights stay in memory.
         folder: folder of the files; by default in the user's cache.
 
     Raises:
         EngineError: the engine's libraries are missing.
     """
 
-    def __init__(self, tell: Callable[[str], None], folder: Path | None = None) -> None:
-        self._tell = tell
+    def __init__(self, log: Callable[[str], None], folder: Path | None = None) -> None:
+        self._log = log
         self._folder = user_cache(PACKED) if folder is None else folder
         self._machine = f"{backend_sha256()}\n{_processor()}"
         self._refused = False
@@ -83,7 +83,7 @@ class PackedFiles:
     ) -> WeightsFile:
         """Open a weights file for a program, with its packed file if there can be one.
 
-        A missing or damaged packed file is made before its first use in this process. If that fails, `tell`
+        A missing or damaged packed file is made before its first use in this process. If that fails, `log`
         gets the reason and the weights stay in memory.
 
         Args:
@@ -141,7 +141,7 @@ class PackedFiles:
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
-            self._tell(f"weights stay in memory instead of packed files: {reason}")
+            self._log(f"weights stay in memory instead of packed files: {reason}")
         self._refused = True
 
 

@@ -220,7 +220,7 @@ def by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """Open a generator on the engine that the flags choose; raises BundleError, EngineError."""
     engine = open_speaker_within(
-        bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, tell=note
+        bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, log=note
     )
     return Generator(engine, tokenizer)
 
@@ -232,7 +232,7 @@ def open_speaker_within(
     slots: int,
     context: int | None,
     precision: Precision,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> ChainSpeaker:
     """Open a generation engine within `--memory`; without --context its context is as long as that allows.
 
@@ -248,7 +248,7 @@ def open_speaker_within(
         and context_limit is not None
         and context_limit < bundle.chain.bounds.context
     ):
-        tell(
+        log(
             f"--memory {format_megabytes(budget.limit)} allows {context_limit:,} tokens of context; "
             "use --context to set another number"
         )
@@ -261,7 +261,7 @@ def open_speaker_within(
         slots=slots,
         context=context_limit,
         precision=precision,
-        tell=tell,
+        log=log,
     )
 
 

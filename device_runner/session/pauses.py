@@ -1,4 +1,4 @@
-"""Pauses: work waits until its constraints are met, tells why, and then continues by itself."""
+"""Pauses: work waits until its constraints are met, reports why, and then continues by itself."""
 
 from __future__ import annotations
 

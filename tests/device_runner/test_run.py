@@ -203,7 +203,7 @@ def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: 
         if (tmp_path / name).exists():
             (tmp_path / name).rename(stranger / name)
     config = stranger / "config.yaml"
-    # Everything else comes with the option.
+    # All other paths are copied with the run.
     changed = (
         config.read_text()
         .replace(f"{tmp_path}/", f"{stranger}/")

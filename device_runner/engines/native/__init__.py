@@ -1,4 +1,4 @@
-"""The stock ExecuTorch libraries behind a small C interface: an engine in a process without torch.
+"""The stock ExecuTorch libraries through a small C interface: an engine in a process without torch.
 
 engine.cpp   the C interface
 build.py     compiles it on first use, with one compiler call, into the user's cache

@@ -1,4 +1,4 @@
-// The stock ExecuTorch runtime behind a few C functions: programs, weights files, arenas, methods, one call.
+// The stock ExecuTorch runtime through a few C functions: programs, weights files, arenas, methods, one call.
 //
 //     program   a memory-mapped and verified file; counts its users
 //     weights   a memory-mapped file of constants for a program that has none, and the file of their packed form
@@ -351,9 +351,9 @@ struct Weights {
     while (std::fgets(line, sizeof line, maps.get()) != nullptr) {
       unsigned long first = 0, last = 0, inode = 0;
       unsigned int high = 0, low = 0;
-      const int found =
+      const int fields =
           std::sscanf(line, "%lx-%lx %*4c %*x %x:%x %lu", &first, &last, &high, &low, &inode);
-      if (found == 5 && inode == facts.st_ino && makedev(high, low) == facts.st_dev) {
+      if (fields == 5 && inode == facts.st_ino && makedev(high, low) == facts.st_dev) {
         mapped.emplace_back(reinterpret_cast<uint8_t*>(first), last - first);
       }
     }
@@ -668,7 +668,7 @@ et::Error run(MethodHandle& handle, const Request& request) {
 extern "C" {
 
 // Gets the size of the process's thread pool; a count above 0 sets it first, before any method is loaded.
-int prge_threads(int count, int* found, char* text, size_t capacity) {
+int prge_threads(int count, int* size, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     auto* pool = executorch::extension::threadpool::get_threadpool();
     if (pool == nullptr) {
@@ -677,7 +677,7 @@ int prge_threads(int count, int* found, char* text, size_t capacity) {
     if (count > 0) {
       pool->_unsafe_reset_threadpool(static_cast<uint32_t>(count));
     }
-    *found = static_cast<int>(pool->get_thread_count());
+    *size = static_cast<int>(pool->get_thread_count());
     return et::Error::Ok;
   });
 }

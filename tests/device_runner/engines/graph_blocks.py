@@ -95,7 +95,9 @@ class GraphBlocks:
         return manifest.Chain(
             readout, pooling, self._width(model.head_start - 1), model.vocabulary_size, model.modules, bounds,
             tuple(tables), tuple(
-                manifest.BlockProgram(f"{first}.pte", _methods(self._blocks[first]), model.blocks[first].is_expert)
+                manifest.BlockProgram(
+                    f"{first}.pte", _methods(self._blocks[first]), model.blocks[first].is_expert
+                )
                 for first in types
             ), tuple(blocks), tuple(model.shared),
         )  # fmt: skip
