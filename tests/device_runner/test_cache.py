@@ -27,7 +27,7 @@ def fill(folder: Path) -> None:
     (folder / "lock").touch()
 
 
-def test_files_and_bytes_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_bytes_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(folder)
     programs = folder.with_name("programs")
     fill(programs)
@@ -37,7 +37,7 @@ def test_files_and_bytes_are_told(folder: Path, capsys: pytest.CaptureFixture[st
     assert (folder / "a").is_file()
 
 
-def test_clearing_tells_what_was_freed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clearing_reports_what_was_freed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = folder.with_name("programs")
     fill(folder)
     fill(programs)

@@ -122,7 +122,7 @@ def test_quit_ends_and_so_does_the_end_of_the_input(speaking: Speaking, talk: Ta
     assert talk() == ""
 
 
-def test_what_a_user_thinks_of_answers_is_kept(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
+def test_ratings_of_answers_are_saved(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     first, second = conversation(speaking, "a dog", "a cat")
     out = talk(
@@ -179,7 +179,7 @@ def test_two_slashes_say_one_and_empty_lines_say_nothing(speaking: Speaking, tal
     assert talk("//reset", "", "  ") == written(conversation(speaking, "/reset"))
 
 
-def test_the_oldest_turns_are_forgotten_when_the_context_is_full(speaking: Speaking, talk: Talk) -> None:
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(speaking: Speaking, talk: Talk) -> None:
     speaking.context = 120
     lines = [f"the film was {word}" for word in ("bad", "good", "great", "terrible", "bad")]
     out = talk(*lines, flags=("--system", "the town"))
@@ -190,7 +190,7 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(speaking: Speak
     assert "the context is 120 for prompt and answer together" in talk.err
 
 
-def test_without_a_template_the_text_of_all_lines_is_gone_on_from(
+def test_without_a_template_the_text_of_all_lines_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     speaking = Speaking(tmp_path / "plain")

@@ -71,7 +71,7 @@ def test_everything_present(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("engine")
-def test_missing_packages_are_all_told_with_commands(
+def test_missing_packages_are_all_reported_with_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "transformers", "jinja2")
@@ -146,7 +146,7 @@ def test_package_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("engine")
-def test_check_that_fails_is_told_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_fails_is_reported_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> dict[str, int]:
         raise RuntimeError("unforeseen")
 

@@ -47,7 +47,7 @@ def generate(speaking: Speaking, capsys: pytest.CaptureFixture[str]) -> Any:
     return call
 
 
-def test_one_prompt_is_gone_on_from_and_the_speed_is_told_apart(speaking: Speaking, generate: Any) -> None:
+def test_one_prompt_is_continued_and_the_speed_is_reported(speaking: Speaking, generate: Any) -> None:
     told = generate("--prompt", "the film")
     expected = speaking.answers("the film")
     assert told.out.removesuffix("\n") == expected.text.removesuffix("\n")
@@ -153,7 +153,9 @@ def test_rows_are_answered_by_their_task_prompt_messages_or_text(
     assert line["text"] == expected[0]
 
 
-def test_forms_of_rows_are_told_and_become_prompts(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
+def test_forms_of_rows_are_reported_and_become_prompts(
+    speaking: Speaking, generate: Any, tmp_path: Path
+) -> None:
     rows = [
         {"instruction": MESSAGES[-1]["content"], "output": "b", "id": 1},
         {
@@ -275,7 +277,9 @@ def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: A
     assert "the adapter says rank 5" in told.err
 
 
-def test_an_adapter_with_another_lora_a_speaks_too(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
+def test_an_adapter_with_another_lora_a_generates_too(
+    speaking: Speaking, generate: Any, tmp_path: Path
+) -> None:
     other = Speaking(tmp_path / "other")
     path = other.folder / "adapter/adapter_model.safetensors"
     save_file({name: array + 1 for name, array in load_file(path).items()}, path, {"format": "pt"})
@@ -287,7 +291,7 @@ def test_an_adapter_with_another_lora_a_speaks_too(speaking: Speaking, generate:
     assert all((adapter.lora_a[name] > matrix).all() for name, matrix in own.items())
 
 
-def test_an_encoder_writes_no_text(
+def test_an_encoder_cannot_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = Device(encoder=True).write_bundle(tmp_path / "encoder")

@@ -62,7 +62,7 @@ OUTLINE = ModelSizes(
 )
 
 
-def test_memory_of_runs_is_told_by_estimator_and_bound(
+def test_memory_of_runs_is_reported_by_estimator_and_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_bundle(tmp_path / "bundle", outline=OUTLINE.to_json())
@@ -125,7 +125,7 @@ def test_every_damaged_file_is_shown_and_the_code_is_2(
 
 
 @pytest.mark.parametrize("name", ["programs/block.pte", "weights/000.ptd"])
-def test_other_content_is_told_in_the_json_too(
+def test_other_content_is_reported_in_the_json_too(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_bundle(tmp_path / "bundle")

@@ -163,7 +163,7 @@ def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings
     assert best["pairs_right"] == 1
 
 
-def test_harm_to_what_is_chosen_is_said(settings: RunSettings, tmp_path: Path) -> None:
+def test_harm_to_chosen_answers_is_reported(settings: RunSettings, tmp_path: Path) -> None:
     # If two answers start alike, lowering the rejected one also lowers the chosen one.
     rows = [{"prompt": "film", "chosen": " Yes good good", "rejected": " Yes good"} for _ in range(8)]
     changed = replace(
@@ -202,14 +202,14 @@ def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp
         assert found[name] == pytest.approx(best[name], rel=1e-6, abs=1e-9), name
 
 
-def test_a_run_goes_on_with_its_objective_alone(settings: RunSettings) -> None:
+def test_a_run_resumes_with_its_objective_alone(settings: RunSettings) -> None:
     run(replace(settings, steps=4))
     for name, value in (("objective", "ipo"), ("beta", 0.5)):
         with raises(ConfigError, "settings-changed", saying=name):
             run(replace(settings, steps=4, resume=settings.out, **{name: value}))
 
 
-def test_a_run_of_an_earlier_version_goes_on(settings: RunSettings) -> None:
+def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
     texts = replace(settings, train=settings.train.with_name("texts.jsonl"), dev=None)
     write_rows(texts.train, [{"text": f"{word} cat film"} for word in WORDS])
     run(replace(texts, steps=4))
@@ -254,7 +254,7 @@ def test_settings_that_have_no_meaning(
     assert not (settings.out / "journal.jsonl").exists()
 
 
-def test_the_development_rows_are_of_the_same_kind(settings: RunSettings, tmp_path: Path) -> None:
+def test_the_development_rows_are_of_the_same_type(settings: RunSettings, tmp_path: Path) -> None:
     dev = write_rows(tmp_path / "d.jsonl", [rating(number) for number in range(4)])
     with raises(DataError, "objective-does-not-fit", saying="dpo"):
         run(replace(settings, dev=dev))

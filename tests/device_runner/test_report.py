@@ -56,7 +56,7 @@ def test_it_begins_with_what_came_out(tmp_path: Path) -> None:
     ]
 
 
-def test_it_tells_samples_costs_data_and_settings(tmp_path: Path) -> None:
+def test_it_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
     text = report(write_run(tmp_path / "run"))
     page = Page(text)
     assert text.index(" upon a time 0<") < text.index(" upon a time 20<")
@@ -117,14 +117,14 @@ def test_a_run_without_a_result_has_a_report_too(tmp_path: Path, ending: str) ->
     assert "prge publish" not in text
 
 
-def test_a_run_that_goes_on_is_told_as_that(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_reported_as_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "running", steps=30)
     with run_lock(run):
         text = report(run)
     assert "It is running. 30 of 40 steps" in text and "--resume" not in text
 
 
-def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
+def test_decisions_are_reported_where_somebody_made_them(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert "What was chosen" not in report(run)
     decisions = [{"name": "learning rate", "value": 0.003, "why": "best of 4"}, "no decision"]
@@ -135,7 +135,7 @@ def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
     assert "tune.json can&#39;t be read: not JSON" in text and "best of 4" in text
 
 
-def test_an_estimator_that_was_changed_on_the_way_is_told_too(tmp_path: Path) -> None:
+def test_an_estimator_that_was_changed_during_the_run_is_reported_too(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     stretches = [{"since": 0, "estimator": "tangent"}, {"since": 30, "estimator": "exact"}]
     edit(run / "run.json", run={"estimators": stretches})
@@ -165,7 +165,7 @@ def test_a_damaged_file_takes_nothing_but_itself_along(tmp_path: Path, name: str
     assert "60 before, 41.5 at best" in report(run)
 
 
-def test_several_runs_are_compared_and_then_told_one_by_one(tmp_path: Path) -> None:
+def test_several_runs_are_compared_and_then_described_one_by_one(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("first", "second")]
     text = report(*runs)
     page = Page(text)
@@ -221,7 +221,7 @@ def test_neither_the_page_nor_a_table_scrolls_sideways(tmp_path: Path) -> None:
     check_widths(report(run, write_run(tmp_path / "other", "running")), tmp_path)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with raises(RunError, "not-a-run", saying=str(tmp_path)):
         main([str(tmp_path)])
     with raises(ConfigError, "settings-unusable", saying="report.pdf"):

@@ -32,9 +32,7 @@ def test_rows_are_shown_with_their_numbers(path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("row 2")
 
 
-def test_rows_are_forgotten_by_a_text_or_their_numbers(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_removed_by_a_text_or_their_numbers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rows", "forget", str(path), "--match", "ann"]) == 0
     assert "1 row removed" in capsys.readouterr().out
     assert [row["id"] for row in read_feedback(path)] == ["2"]

@@ -98,7 +98,7 @@ def test_it_learns_and_its_journal_makes_the_same_bits_again(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
+def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
     device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.replaces(monkeypatch, evaluate_verb)
@@ -127,7 +127,7 @@ def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -
         run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
 
 
-def test_the_journal_says_what_was_settled(settings: RunSettings) -> None:
+def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
     run(settings)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         start = journal.first("start")
@@ -255,7 +255,7 @@ def _journal(settings: RunSettings) -> list[dict[str, Any]]:
         return journal.records
 
 
-def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) -> None:
+def test_its_summary_describes_the_rows_and_of_the_result(settings: RunSettings) -> None:
     run(settings)
     summary = json.loads((settings.out / "run.json").read_text())
     data = summary["train"]["data"]
@@ -345,7 +345,7 @@ LIES: list[tuple[str, dict[str, Any]]] = [
     indirect=["device"],
 )
 @pytest.mark.timeout(20)
-def test_a_journal_that_says_what_no_run_says_is_an_error(
+def test_a_journal_with_impossible_records_is_an_error(
     settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
@@ -373,7 +373,7 @@ def test_a_replay_compares_the_head_too(
     assert "DIFFERENT" in capsys.readouterr().out
 
 
-def test_figures_that_no_run_says_are_an_error(settings: RunSettings) -> None:
+def test_impossible_figures_are_an_error(settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     for record in records:
@@ -395,7 +395,7 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
         run(stored)
 
 
-def test_told_so_a_run_goes_on_with_another_estimator(
+def test_on_request_a_run_continues_with_another_estimator(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The journal records the step of the change, so the run resumes and replays to the same bits."""
@@ -425,7 +425,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_with_another_estimator_all_else_stays(settings: RunSettings) -> None:
+def test_with_another_estimator_everything_else_stays(settings: RunSettings) -> None:
     run(settings)
     with raises(ConfigError, "settings-changed", saying="seed") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
@@ -457,7 +457,7 @@ def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings)
     assert not (settings.out / "journal.jsonl").exists()
 
 
-def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
+def test_a_run_reports_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text"', '"review"'))
@@ -592,7 +592,7 @@ def test_one_process_holds_its_folder(settings: RunSettings) -> None:
         run(settings)
 
 
-def test_evaluation_tells_what_the_run_did(
+def test_evaluation_reports_what_the_run_did(
     device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(settings)
@@ -736,7 +736,7 @@ def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings
             run(replace(settings, loss_normalisation="token"))
 
 
-def test_a_run_whose_steps_had_other_examples_is_not_gone_on_with(settings: RunSettings) -> None:
+def test_a_run_whose_steps_had_other_examples_is_not_resumed(settings: RunSettings) -> None:
     """Earlier versions counted the sequences of a call; their missing settings have default values."""
     run(settings)
     path = settings.out / "journal.jsonl"

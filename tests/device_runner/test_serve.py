@@ -60,7 +60,7 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
-def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
+def test_others_may_connect_with_a_key_or_where_that_was_requested(host: str) -> None:
     settings = ServeSettings(Path("nothing"), host=host)
     with raises(ConfigError, "settings-unusable", saying=f"--host {host}"):
         settings.access((), True)

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Kind:
+class LoweredBlocks:
     """A lowered program, the weights files of two blocks, and the blocks themselves by role."""
 
     scheme: str
@@ -102,20 +102,20 @@ def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[
     return [np.full(shape, np.nan, np.float32) for shape in shapes[method]]
 
 
-def answers(kind: Kind, blocks: list[dict[str, Any]]) -> list[bytes]:
+def answers(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> list[bytes]:
     """Return the outputs of both blocks' methods at every shape, after comparing them with PyTorch."""
     found = []
-    for shape in kind.shapes:
+    for shape in programs.shapes:
         for name in METHODS:
             for block, methods in enumerate(blocks):
                 inputs, outputs = example(name, *shape), room(name, *shape)
                 assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
-                kind.assert_right(block, name, inputs, outputs)
+                programs.assert_right(block, name, inputs, outputs)
                 found += [output.tobytes() for output in outputs]
     return found
 
 
-def make_kinds(folder: Path, scheme: str) -> dict[bool, Kind]:
+def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
     """Lower two blocks; returns them by whether rows and tokens are dynamic.
 
     The program is the first block's without its data; both blocks have a weights file with the same keys.
@@ -137,7 +137,7 @@ def make_kinds(folder: Path, scheme: str) -> dict[bool, Kind]:
         program = folder / f"{'dynamic' if dynamic else 'static'}.pte"
         file = PTEFile(program=lowered.executorch_program, mutable_data=None, named_data=None)
         program.write_bytes(bytes(serialize_pte_binary(file, segment_alignment=128)))
-        kinds[dynamic] = Kind(scheme, dynamic, program, (weights[0], weights[1]), blocks)
+        kinds[dynamic] = LoweredBlocks(scheme, dynamic, program, (weights[0], weights[1]), blocks)
     return kinds
 
 

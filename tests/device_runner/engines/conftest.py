@@ -12,15 +12,15 @@ import pytest
 from tests.workshop import FolderBuilder
 
 if TYPE_CHECKING:
-    from tests.device_runner.engines.blocks import Kind
+    from tests.device_runner.engines.blocks import LoweredBlocks
 
 
 @pytest.fixture(scope="session")
-def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Kind]:
+def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], LoweredBlocks]:
     """Return blocks by scheme and whether shapes are dynamic, lowered on first use."""
 
     @lru_cache
-    def kinds(scheme: str) -> dict[bool, Kind]:
+    def kinds(scheme: str) -> dict[bool, LoweredBlocks]:
         from tests.device_runner.engines.blocks import make_kinds
 
         return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
@@ -38,8 +38,8 @@ def make_chain(made_once: FolderBuilder) -> Callable[[str], Path]:
     def made(name: str) -> Path:
         from tests.device_runner.engines.chains import POSITIONS, export_chain
 
-        architecture, _, kind = name.partition(" ")
-        settings = {"adapter": kind or "lora-fa", "positions": POSITIONS}
+        architecture, _, adapter = name.partition(" ")
+        settings = {"adapter": adapter or "lora-fa", "positions": POSITIONS}
         return made_once(name, lambda folder: export_chain(folder, architecture, **settings))
 
     return made

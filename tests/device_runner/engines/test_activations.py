@@ -100,7 +100,7 @@ def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
     [(None, None, False), (None, 1000, True), (0, None, True)],
     ids=["in memory", "beside room for residuals", "in a file"],
 )
-def test_memory_is_given_back_after_a_call(
+def test_memory_is_released_after_a_call(
     tmp_path: Path, most: int | None, residual_bytes: int | None, is_left: bool
 ) -> None:
     store = new_store(folder=tmp_path, checkpoint_bytes=most, residual_bytes=residual_bytes)
@@ -121,7 +121,7 @@ def test_a_larger_call_follows_a_smaller_one(tmp_path: Path) -> None:
     assert all(np.array_equal(f, s) for f, s in zip(restored(store, STATES), STATES, strict=True))
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -139,10 +139,10 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def bundle(
     request: pytest.FixtureRequest, make_chain: Callable[[str], Path], made_once: FolderBuilder
 ) -> Bundle:
-    name, _, kind = request.param.partition(" ")
-    if not kind.startswith("8"):
+    name, _, scheme = request.param.partition(" ")
+    if not scheme.startswith("8"):
         return open_bundle(make_chain(request.param) / "bundle")
-    settings: dict[str, Any] = {"quantize": kind, "roles": [BACKWARD]}
+    settings: dict[str, Any] = {"quantize": scheme, "roles": [BACKWARD]}
     return open_bundle(
         made_once(f"saved {request.param}", lambda folder: export_chain(folder, name, **settings)) / "bundle"
     )
@@ -228,7 +228,9 @@ def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
 
 
 @needs_compiler
-def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_is_what_is_left_next_to_all_weights(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
     for memory, left in ((max(loaded), 0), (sum(loaded), 0), (sum(loaded) + 12_345, 12_345)):
         assert opened(bundle, BACKWARD, loaded=memory).store.residual_bytes == left
@@ -242,7 +244,7 @@ def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch
 
 
 @needs_compiler
-def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
+def test_rounded_checkpoints_force_recomputation(bundle: Bundle) -> None:
     """float16 checkpoints force recomputation."""
     assert opened(bundle, BACKWARD, checkpoint_dtype="float16").store.residual_bytes is None
     assert opened(bundle, BACKWARD).store.residual_bytes is not None
@@ -253,9 +255,9 @@ def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
 def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     manifest = read_manifest(folder)
-    for kind in manifest["chain"]["programs"]:
+    for program in manifest["chain"]["programs"]:
         for role in RESIDUAL_ROLES:
-            kind["methods"].pop(role, None)
+            program["methods"].pop(role, None)
     write_manifest(folder, manifest)
     call = call_of(bundle.chain.model, 3)
     found, store = gradient(opened(open_bundle(folder), BACKWARD), call, ENOUGH)
@@ -263,7 +265,7 @@ def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_p
 
 
 @needs_compiler
-def test_one_question_takes_the_room_of_two(bundle: Bundle) -> None:
+def test_one_target_takes_the_memory_of_two(bundle: Bundle) -> None:
     """The memory after a single target is written later, or unused."""
     call, programs = call_of(bundle.chain.model, 1), opened(bundle, BACKWARD)
     sequence = TokenSequence(call.sequences[0].tokens, (Target(3, 1, 1.0, 0),))

@@ -37,7 +37,7 @@ def test_a_number_of_threads_that_cant_be_is_refused(name: str, threads: int) ->
         Backend(name).runtime.set_threads(threads)
 
 
-def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
+def test_an_interrupt_while_the_runtime_is_imported_is_not_reported_as_a_missing_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(name: str) -> None:
@@ -53,7 +53,7 @@ def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
         torch_runtime.runtime.cache_clear()
 
 
-def test_a_missing_runtime_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 

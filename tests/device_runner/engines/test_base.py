@@ -140,7 +140,7 @@ ADAPTERS = call_with(FIRST).adapters
         (np.float32(0), "float32 []"),
     ],
 )
-def test_adapters_that_dont_fit_are_told_and_the_engine_stays_usable(
+def test_adapters_that_dont_fit_are_reported_and_the_engine_stays_usable(
     method: str, adapters: Any, value: str
 ) -> None:
     engine = Zeros(DECODER, 1)
@@ -177,7 +177,7 @@ def test_a_call_without_sequences_is_refused(method: str) -> None:
         ("v.layers.0.v_proj", np.zeros((2, 6), np.float32), "float32 [2, 6]"),
     ],
 )
-def test_directions_that_dont_fit_are_told_and_the_engine_stays_usable(
+def test_directions_that_dont_fit_are_reported_and_the_engine_stays_usable(
     name: str, value: Any, found: str
 ) -> None:
     engine, call = Zeros(DECODER, 1), call_with(FIRST)
@@ -202,7 +202,7 @@ def test_a_gradient_of_another_shape_than_the_outputs_is_refused() -> None:
     assert gradient.dtype == np.float32
 
 
-def test_what_the_runtime_refuses_is_told_in_words() -> None:
+def test_what_the_runtime_refuses_is_explained() -> None:
     engine = Zeros(DECODER, 1)
     with raises(EngineError, "engine-failed", saying="0x12"):
         engine.forward(call_with(TokenSequence((63,))))

@@ -198,7 +198,7 @@ def test_every_role_answers_the_same(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
-def test_a_copy_of_the_adapter_is_answered_alike_with_any_number_of_others(scene: Scene, copies: int) -> None:
+def test_a_copy_of_the_adapter_is_computed_alike_with_any_number_of_others(scene: Scene, copies: int) -> None:
     rows = [3, 0, 5]
     few, _ = scene.outputs(FORWARD, rows, copies)
     many, _ = scene.outputs(FORWARD, rows, copies=9)

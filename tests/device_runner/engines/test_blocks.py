@@ -110,7 +110,7 @@ def test_a_weights_file_that_was_compared_is_not_read_again(
 # Bundles with correct hashes
 
 
-def test_blocks_of_one_kind_in_another_order_are_another_model(folder: Path) -> None:
+def test_blocks_of_one_type_in_another_order_are_another_model(folder: Path) -> None:
     """Only the hashes differ, and a run compares the manifest's hash."""
     before, identity = answer(folder), open_bundle(folder).sha256
     exchange(folder, BLOCK, OTHER)
@@ -120,7 +120,7 @@ def test_blocks_of_one_kind_in_another_order_are_another_model(folder: Path) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("other", [HEAD, EMBEDDING, PROGRAM, TABLES])
-def test_a_weights_file_of_another_kind_is_refused(folder: Path, engine: str, other: str) -> None:
+def test_a_weights_file_of_another_type_is_refused(folder: Path, engine: str, other: str) -> None:
     shutil.copy(folder / other, folder / BLOCK)
     rehash(folder)
     refused(folder, *LOADING, saying="000.ptd", engine=engine)
@@ -128,7 +128,7 @@ def test_a_weights_file_of_another_kind_is_refused(folder: Path, engine: str, ot
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["programs/head.pte", "programs/embedding.pte"])
-def test_a_program_of_another_kind_is_refused(folder: Path, engine: str, name: str) -> None:
+def test_a_program_of_another_type_is_refused(folder: Path, engine: str, name: str) -> None:
     shutil.copy(folder / name, folder / PROGRAM)
     rehash(folder)
     refused(folder, "program-of-other-signature", saying="block.pte", engine=engine)
@@ -146,9 +146,9 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
     write_manifest(folder, manifest)
 
 
-def exchange_saved(kind: dict[str, Any]) -> None:
+def exchange_saved(program: dict[str, Any]) -> None:
     """Exchange the names of two residuals of different widths."""
-    names = kind["methods"]["forward_save"]["outputs"]
+    names = program["methods"]["forward_save"]["outputs"]
     names[1:] = reversed(names[1:])
 
 
@@ -159,23 +159,23 @@ def forget(method: dict[str, Any], what: str, name: str) -> None:
         method.get(listed, [])[place : place + 1] = []
 
 
-def forget_saved(kind: dict[str, Any]) -> None:
+def forget_saved(program: dict[str, Any]) -> None:
     """Remove a residual from outputs and inputs."""
-    name = kind["methods"]["forward_save"]["outputs"][-1]
-    forget(kind["methods"]["forward_save"], "output", name)
-    forget(kind["methods"]["backward_saved"], "input", name)
+    name = program["methods"]["forward_save"]["outputs"][-1]
+    forget(program["methods"]["forward_save"], "output", name)
+    forget(program["methods"]["backward_saved"], "input", name)
 
 
 def without_specs(chain: dict[str, Any]) -> None:
     """Return a manifest without specs, as in earlier versions."""
-    for kind in chain["programs"]:
-        for method in kind["methods"].values():
+    for program in chain["programs"]:
+        for method in program["methods"].values():
             del method["input_specs"], method["output_specs"]
 
 
 def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
     chain = open_bundle(folder).chain
-    assert all(method.has_specs for kind in chain.programs for method in kind.methods.values())
+    assert all(method.has_specs for program in chain.programs for method in program.methods.values())
     before, learned = answer(folder), gradient(folder)
     change(folder, without_specs)
     assert not open_bundle(folder).chain.programs[0].methods[FORWARD].has_specs
@@ -238,7 +238,7 @@ def pieces(chain: dict[str, Any], count: int) -> None:
         (2, "program-of-other-signature", "float32 [16, 1, 64]"),
     ],
 )
-def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
+def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
     folder: Path, count: int, code: str, value: str
 ) -> None:
     change(folder, lambda chain: pieces(chain, count))
@@ -294,7 +294,7 @@ def test_tables_that_dont_fit_are_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"no tables", b"\xff" * 100])
-def test_a_tables_file_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+def test_an_invalid_tables_file_is_refused(folder: Path, content: bytes) -> None:
     (folder / TABLES).write_bytes(content)
     rehash(folder)
     refused(folder, "file-unreadable", saying=Path(TABLES).name)
@@ -325,7 +325,7 @@ def packed_of(cache: Path) -> list[Path]:
     return sorted(path for path in cache.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
+def test_a_packed_file_of_the_backward_pass_is_made_again_wherever_it_is_damaged(
     folder: Path, cache: Path
 ) -> None:
     """Damage of transposed weights, which only the backward pass reads, must be detected."""

@@ -104,7 +104,7 @@ def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle)
     assert computed(engine, BACKWARD, call)
 
 
-def test_a_sequence_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
+def test_a_sequence_is_computed_alike_alone_and_among_others(bundle: Bundle) -> None:
     call, model = call_of(bundle.chain.model, 7), bundle.chain.model
     engine = opened(bundle, FORWARD).engine
     among = engine.forward(call)
@@ -141,7 +141,7 @@ def test_a_decoders_sequence_without_targets_adds_nothing(decoder: Bundle) -> No
     assert not gradient.any()
 
 
-def test_what_lies_behind_a_decoders_last_target_changes_nothing(decoder: Bundle) -> None:
+def test_tokens_after_a_decoders_last_target_change_nothing(decoder: Bundle) -> None:
     engine, call = opened(decoder, BACKWARD).engine, call_of(decoder.chain.model, 3)
     cut = [
         replace(each, tokens=each.tokens[: 1 + max(target.position for target in each.targets)])
@@ -155,7 +155,7 @@ def test_what_lies_behind_a_decoders_last_target_changes_nothing(decoder: Bundle
     assert found[0] == found[1]
 
 
-def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
+def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> None:
     model = bundle.chain.model
     call, directions = call_of(model, 3, 2), directions_of(model, 2, 3)
     engine = opened(bundle, BACKWARD).engine
@@ -169,7 +169,7 @@ def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
     assert bits(found) == bits(computed(engine, BACKWARD, call))
 
 
-def test_states_are_held_in_turns(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_held_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of any number of sequences, copies and queries change no bit."""
     engine = opened(bundle, BACKWARD).engine
     calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
@@ -223,7 +223,7 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
     assert len(loads) == len(set(loads))
 
 
-def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
+def test_a_bound_below_the_largest_block_names_the_minimum(bundle: Bundle) -> None:
     with raises(EngineError, "memory-too-little", saying="1000"):
         opened(bundle, FORWARD, loaded=1000)
 
@@ -276,7 +276,7 @@ def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
         assert bits(computed(engine, BACKWARD, short)) == expected
 
 
-def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
+def test_outputs_are_not_changed_by_later_calls(bundle: Bundle) -> None:
     engine, model = opened(bundle, BACKWARD).engine, bundle.chain.model
     first = computed(engine, BACKWARD, call_of(model, 5))
     before = bits(first)
@@ -291,7 +291,7 @@ def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
     assert np.abs(after - before).max() > 1e-3
 
 
-def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bundle) -> None:
+def test_a_failure_of_the_engine_is_reported_and_the_engine_stays_usable(bundle: Bundle) -> None:
     programs, call = opened(bundle, FORWARD), call_of(bundle.chain.model, 2)
     want = programs.engine.forward(call).tobytes()
     method: Any = programs.blocks.method(1, FORWARD)

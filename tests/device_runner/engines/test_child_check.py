@@ -35,7 +35,7 @@ def dies_of(code: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), code)
 
 
-def test_a_child_that_comes_through_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_succeeds_reports_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     check_in_child(PROGRAM, lambda: None)
     assert capfd.readouterr() == ("", "")
 
@@ -51,7 +51,7 @@ def test_a_child_that_comes_through_says_nothing(capfd: pytest.CaptureFixture[st
         (fails_with(MemoryError()), EngineError, "out-of-memory", "block.pte"),
     ],
 )
-def test_what_becomes_of_a_child_is_told(
+def test_the_end_of_a_child_is_reported(
     attempt: Callable[[], None], error: type[PrgeError], code: str, value: str
 ) -> None:
     with raises(error, code, saying=value) as caught:

@@ -74,7 +74,7 @@ def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
     return chosen
 
 
-def test_a_row_has_the_same_answers_among_other_tokens(bundle: Bundle) -> None:
+def test_a_row_has_the_same_outputs_among_other_tokens(bundle: Bundle) -> None:
     """An expert's tokens come from many rows and copies, and exceed one call of its program."""
     call, engine = call_of(bundle.chain.model, 40, copies=3), opened(bundle, FORWARD).engine
     among = split(bundle.chain.model, call, engine.forward(call))

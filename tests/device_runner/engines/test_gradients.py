@@ -126,7 +126,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
         (BACKWARD_SAVED, "hidden_states"),
     ],
 )
-def test_a_number_that_is_none_shows_through_layers_that_round(
+def test_nan_passes_layers_with_int8_activations(
     deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str
 ) -> None:
     """Rounding NaN to int8 gives a number, and the gradient would be wrong but finite."""

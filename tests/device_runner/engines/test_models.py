@@ -281,12 +281,12 @@ every = cases([*DECODERS, *CLASSES_OF_ROWS], *ON_ENGINE)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, made_once: FolderBuilder
 ) -> Iterator[Case]:
-    kind, _, name = request.param.partition(": ")
+    case_type, _, name = request.param.partition(": ")
     with short_chunks():
-        if kind == "engine":
+        if case_type == "engine":
             yield chunks(made_once, name)
         else:
-            yield MAKERS[kind](tmp_path_factory.mktemp(kind) / "model", name)
+            yield MAKERS[case_type](tmp_path_factory.mktemp(case_type) / "model", name)
 
 
 @every

@@ -24,7 +24,7 @@ from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in
 from prge.engine import Array
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256
+from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, example, room, sha256
 from tests.refusals import raises
 
 pytestmark = needs_compiler
@@ -32,13 +32,13 @@ PROBES = {name: example(name) for name in METHODS}
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
-def kind(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], Kind]) -> Kind:
+def lowered(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
     """Blocks of each scheme, with dynamic shapes."""
     return make_kind(request.param, True)
 
 
 @pytest.fixture(scope="module")
-def fp32(make_kind: Callable[[str, bool], Kind]) -> Kind:
+def fp32(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
     """Blocks whose packed weights are as large as the originals."""
     return make_kind("fp32", True)
 
@@ -52,30 +52,32 @@ def folder(tmp_path: Path) -> Path:
 class Use:
     """The packed files of one process, used like a chain of two blocks does; `told` has its messages."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
-        self.kind = kind
+    def __init__(self, lowered: LoweredBlocks, folder: Path) -> None:
+        self.lowered = lowered
         self.told: list[str] = []
         self.files = PackedFiles(self.told.append, folder)
 
     def open(self, block: int) -> WeightsFile:
         """Open a block's weights."""
-        program, weights = (HashedFile(p, sha256(p)) for p in (self.kind.program, self.kind.weights[block]))
+        program, weights = (
+            HashedFile(p, sha256(p)) for p in (self.lowered.program, self.lowered.weights[block])
+        )
         return self.files.open(program, weights, PROBES)
 
     def assert_right(self) -> list[Path | None]:
         """Compare both blocks with PyTorch; returns their packed files."""
-        program = Program(self.kind.program)
+        program = Program(self.lowered.program)
         arena = Arena(max(map(program.arena_bytes, METHODS)))
         opened = [self.open(block) for block in range(2)]
         methods = [
             {name: program.load(name, weights=weights, arena=arena) for name in METHODS} for weights in opened
         ]
-        for shape in self.kind.shapes:
+        for shape in self.lowered.shapes:
             for name in METHODS:
                 for block in range(2):
                     inputs, outputs = example(name, *shape), room(name, *shape)
                     methods[block][name].run(inputs, outputs)
-                    self.kind.assert_right(block, name, inputs, outputs)
+                    self.lowered.assert_right(block, name, inputs, outputs)
         return [weights.packed for weights in opened]
 
 
@@ -84,20 +86,20 @@ def packed_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_two_blocks_of_a_kind_have_a_file_each_and_a_second_start_makes_none(
-    kind: Kind, folder: Path
+def test_two_blocks_of_one_type_have_a_file_each_and_a_second_start_makes_none(
+    lowered: LoweredBlocks, folder: Path
 ) -> None:
-    first = Use(kind, folder)
+    first = Use(lowered, folder)
     paths = first.assert_right()
     assert len(set(paths)) == 2 and set(paths) == set(packed_of(folder))
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
-    second = Use(kind, folder)
+    second = Use(lowered, folder)
     assert second.assert_right() == first.assert_right() == paths
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
     assert first.told == second.told == []
 
 
-def test_a_file_holds_the_weights_of_all_methods(fp32: Kind, folder: Path) -> None:
+def test_a_file_holds_the_weights_of_all_methods(fp32: LoweredBlocks, folder: Path) -> None:
     """The first method that is loaded doesn't use all weights."""
     Use(fp32, folder).assert_right()
     values, page = fp32.eager[0]["score"].state_dict(), resource.getpagesize()
@@ -108,7 +110,7 @@ def test_a_file_holds_the_weights_of_all_methods(fp32: Kind, folder: Path) -> No
 
 
 def test_a_name_is_of_program_weights_engine_and_processor(
-    fp32: Kind, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(program: Path = fp32.program, weights: Path = fp32.weights[0]) -> Path | None:
         told: list[str] = []
@@ -159,28 +161,30 @@ def _exchange(path: Path) -> None:
     ],
     ids=["flipped", "exchanged", "truncated", "empty", "gone", "no checksum", "other checksum", "zeros"],
 )  # fmt: skip
-def test_a_damaged_file_is_made_again(kind: Kind, folder: Path, damage: Callable[[Path], object]) -> None:
-    Use(kind, folder).assert_right()
+def test_a_damaged_file_is_made_again(
+    lowered: LoweredBlocks, folder: Path, damage: Callable[[Path], object]
+) -> None:
+    Use(lowered, folder).assert_right()
     whole = {path: path.read_bytes() for path in packed_of(folder)}
     damage(packed_of(folder)[0])
-    use = Use(kind, folder)
+    use = Use(lowered, folder)
     assert set(use.assert_right()) == set(whole) and use.told == []
     assert {path: path.read_bytes() for path in packed_of(folder)} == whole
 
 
-def in_a_child(kind: Kind, attempt: Callable[[], object]) -> None:
+def in_a_child(lowered: LoweredBlocks, attempt: Callable[[], object]) -> None:
     """Run in a child, because limits of a process last until it ends."""
 
     def work() -> None:
         without_threads()
         attempt()
 
-    check_in_child(kind.program, work)
+    check_in_child(lowered.program, work)
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["asking before", "while packing"])
-def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
-    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """A limit on the size of files simulates a full disk."""
     if not asks:
@@ -198,21 +202,21 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
     in_a_child(fp32, attempt)
 
 
-def test_a_folder_that_cant_be_written_does_no_harm(fp32: Kind, tmp_path: Path) -> None:
+def test_a_folder_that_cant_be_written_does_no_harm(fp32: LoweredBlocks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     use = Use(fp32, tmp_path / "file" / "packed")
     assert use.assert_right() == [None, None]
     assert len(use.told) == 1 and "file/packed can't be written: Not a directory" in use.told[0]
 
 
-def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: Kind, tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: LoweredBlocks, tmp_path: Path) -> None:
     use = Use(fp32, tmp_path / ("long" * 30) / ("longer" * 20))
     assert use.assert_right() == [None, None] and len(use.told) == 1
 
 
 @pytest.mark.parametrize("end", [os.abort, lambda: os.kill(os.getpid(), signal.SIGBUS), lambda: 1 / 0])
 def test_an_engine_that_dies_while_it_packs_does_no_harm(
-    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]
 ) -> None:
     """An unforeseen full disk causes SIGBUS."""
     monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
@@ -238,7 +242,7 @@ class Restless(Program):
 
 
 def test_a_file_that_changes_answers_is_not_kept(
-    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_files, "Program", Restless)
     use = Use(fp32, folder)
@@ -246,8 +250,8 @@ def test_a_file_that_changes_answers_is_not_kept(
     assert "its outputs change" in use.told[0] and bytes_in(folder) == 0
 
 
-def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
-    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die() -> None:
         (path,) = folder.glob("*.partial")
@@ -268,7 +272,7 @@ def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
 
 
 def test_processes_at_once_make_a_file_once(
-    fp32: Kind, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "made"
 
@@ -300,8 +304,8 @@ def test_processes_at_once_make_a_file_once(
     assert failures == [] and made.read_text() == "one\n" * 2
 
 
-def test_a_process_that_waits_too_long_goes_on_without(
-    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_waits_too_long_continues_without(
+    fp32: LoweredBlocks, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_files, "WAIT_SECONDS", 0.1)
     folder.mkdir()
@@ -314,7 +318,7 @@ def test_a_process_that_waits_too_long_goes_on_without(
 
 
 def test_weights_that_are_not_those_of_their_hash_are_an_error(
-    fp32: Kind, folder: Path, tmp_path: Path
+    fp32: LoweredBlocks, folder: Path, tmp_path: Path
 ) -> None:
     program = HashedFile(fp32.program, sha256(fp32.program))
     content = bytearray(fp32.weights[0].read_bytes())
@@ -328,7 +332,9 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 
-def test_the_cache_tells_its_size_and_is_emptied_under_those_who_use_it(fp32: Kind, folder: Path) -> None:
+def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
+    fp32: LoweredBlocks, folder: Path
+) -> None:
     assert bytes_in(folder) == remove_files(folder) == 0
     use = Use(fp32, folder)
     program = Program(fp32.program)
@@ -344,7 +350,7 @@ def test_the_cache_tells_its_size_and_is_emptied_under_those_who_use_it(fp32: Ki
     assert None not in Use(fp32, folder).assert_right()
 
 
-def test_probes_reach_every_output(fp32: Kind) -> None:
+def test_probes_reach_every_output(fp32: LoweredBlocks) -> None:
     """Otherwise comparing outputs would prove little."""
     for name, inputs in PROBES.items():
         for value in fp32.expected(0, name, inputs):

@@ -46,7 +46,7 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
 
 
 @given(COUNTS, st.integers(1, 400))
-def test_every_sequence_has_its_turn_shorter_ones_first(counts: list[int], passes: int) -> None:
+def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
     found = [*micro_batches(lengths, passes)]
     order = np.concatenate(found).tolist()

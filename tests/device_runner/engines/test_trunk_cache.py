@@ -47,7 +47,7 @@ def test_another_process_finds_them(cache: TrunkCache) -> None:
     assert np.array_equal(asked(TrunkCache(cache.folder, 1 << 20), 1), values())
 
 
-def test_bundles_rows_and_precisions_are_told_apart(cache: TrunkCache) -> None:
+def test_bundles_rows_and_precisions_are_distinguished(cache: TrunkCache) -> None:
     half = TrunkCache(cache.folder, 1 << 20, "float16")
     for number, (of, bundle, row) in enumerate(
         [(cache, "bundle", 1), (cache, "other", 1), (cache, "bundle", 2), (half, "bundle", 1)]
@@ -84,7 +84,7 @@ def test_states_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
     ],
     ids=["empty", "shorter", "longer", "another bit", "zeros", "gone"],
 )
-def test_a_damaged_file_is_forgotten_and_made_again(
+def test_a_damaged_file_is_removed_and_computed_again(
     cache: TrunkCache, damage: Callable[[Path], object]
 ) -> None:
     asked(cache, 1, values())
@@ -108,7 +108,7 @@ def test_what_is_no_file_is_not_waited_for(cache: TrunkCache, make: Callable[[st
     assert len(again) <= 1
 
 
-def test_a_file_under_another_name_is_not_believed(cache: TrunkCache) -> None:
+def test_a_file_under_another_name_is_rejected(cache: TrunkCache) -> None:
     asked(cache, 1, values(1))
     (first,) = cache.folder.iterdir()
     asked(cache, 2, values(2))

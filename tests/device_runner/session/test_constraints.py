@@ -84,7 +84,7 @@ def test_other_words_are_refused_with_what_is_allowed(word: str) -> None:
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when=word)
 
 
-def test_one_word_of_a_kind() -> None:
+def test_one_word_of_each_type() -> None:
     with raises(ConfigError, "settings-unusable", saying="12:00-13:00"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when="22:00-07:00,12:00-13:00")
 

@@ -71,7 +71,7 @@ def test_nothing_is_made_up(tmp_path: Path, battery: Path, clock: Clock) -> None
     assert all(each["value"] is None and each["reason"] for each in none.values())
 
 
-def test_android_tells_millivolts_and_a_counter(
+def test_android_reports_millivolts_and_a_counter(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "dumpsys"

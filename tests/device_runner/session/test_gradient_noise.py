@@ -60,7 +60,7 @@ def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any
     assert found["fzoo", LARGE].r < found["fzoo", SMALL].r
 
 
-def test_rounding_is_found_to_drown_small_steps(agreements: Any) -> None:
+def test_rounding_drowns_small_steps(agreements: Any) -> None:
     found = agreements(Device(has_back=True, grid=0.1))
     assert found["antithetic", SMALL].r < 0.5 < 0.8 < found["antithetic", LARGE].r
 
@@ -100,7 +100,7 @@ def log_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 
 
 @pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
-def test_noise_is_told_once(log_of: Callable[..., str], changes: dict[str, Any]) -> None:
+def test_noise_is_reported_once(log_of: Callable[..., str], changes: dict[str, Any]) -> None:
     log = log_of(Device(has_tangents=False, grid=0.05), epsilon=SMALL, **changes)
     (line,) = (line for line in log.splitlines() if "int8 activations" in line)
     assert "differences at epsilon 0.001 and 0.00141 agree with r = " in line
@@ -112,13 +112,13 @@ def test_differences_without_noise_need_no_other_program(log_of: Callable[..., s
 
 
 @pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
-def test_nothing_is_told_where_there_is_no_noise(
+def test_nothing_is_reported_where_there_is_no_noise(
     log_of: Callable[..., str], has_tangents: bool, scheme: str
 ) -> None:
     assert "int8" not in log_of(Device(has_tangents=has_tangents), scheme)
 
 
-def test_a_run_goes_on_where_noise_cant_be_measured(
+def test_a_run_continues_where_noise_cant_be_measured(
     log_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> str:

@@ -143,7 +143,7 @@ def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
         gates(tmp_path, only_charging=True)
 
 
-def test_a_sensor_that_is_lost_is_told_once(system: Path) -> None:
+def test_a_sensor_that_is_lost_is_reported_once(system: Path) -> None:
     told = Told()
     gate = gates(system, only_charging=True)
     (system / "class/power_supply/battery/status").unlink()

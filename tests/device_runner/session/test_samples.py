@@ -101,7 +101,7 @@ def written(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_samples_before_on_the_way_and_after(start: Callable[..., Run]) -> None:
+def test_samples_before_during_and_after(start: Callable[..., Run]) -> None:
     run = start()
     run.take_steps(5)
     run.samples.take()
@@ -118,7 +118,7 @@ def test_samples_before_on_the_way_and_after(start: Callable[..., Run]) -> None:
     assert run.generator.engine.open_count == 0  # type: ignore[attr-defined]
 
 
-def test_none_on_the_way(start: Callable[..., Run]) -> None:
+def test_none_during_training(start: Callable[..., Run]) -> None:
     run = start(every=0)
     run.take_steps(5)
     assert {each["step"] for each in written(run)} == {0}

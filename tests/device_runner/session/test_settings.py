@@ -103,7 +103,7 @@ def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None
         _settings(**changes)
 
 
-def test_a_default_that_is_given_is_no_mistake() -> None:
+def test_a_default_that_is_set_is_accepted() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
     given = parse_settings(RunSettings, words, "prge run")
     assert settled(given, with_roles({FORWARD, JVP})).estimator == "tangent"
@@ -218,7 +218,7 @@ def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:
         plan_run(CHAIN, long, _settings())
 
 
-def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
+def test_what_changed_in_a_resumed_run_is_reported_by_the_run() -> None:
     """Stored settings, such as the queries of a tangent run, are no errors when another setting changes."""
     changes = {"estimator": "exact", "queries": 4}
     with raises(ConfigError, "settings-unusable", saying="--queries"):

@@ -55,7 +55,7 @@ def test_a_library_outlives_its_compiler(cache: Path, monkeypatch: pytest.Monkey
     assert build.library() == first
 
 
-def test_without_a_compiler_the_remedies_are_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_remedies_are_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.delenv("CXX", raising=False)
     with raises(EngineError, "compiler-missing", saying="g++, c++, clang++"):
@@ -92,7 +92,7 @@ def test_a_cache_that_cant_be_written_is_named(
         build.library()
 
 
-def test_a_user_without_a_home_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Android, where the shell's user has no entry."""
 
     def nowhere() -> Path:
@@ -104,13 +104,13 @@ def test_a_user_without_a_home_is_told(cache: Path, monkeypatch: pytest.MonkeyPa
         build.library()
 
 
-def test_a_package_without_libraries_is_told(tmp_path: Path) -> None:
+def test_a_package_without_libraries_is_reported(tmp_path: Path) -> None:
     with raises(EngineError, "libraries-missing", saying="libexecutorch.so"):
         build.build("g++", tmp_path, tmp_path / "out.so", "$ORIGIN")
     assert not (tmp_path / "out.so").exists()
 
 
-def test_a_library_built_elsewhere_is_taken(
+def test_a_library_built_elsewhere_is_accepted(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = tmp_path / "given.so"

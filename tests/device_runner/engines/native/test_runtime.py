@@ -34,7 +34,7 @@ from tests.device_runner.engines.blocks import (
     MOST_ROWS,
     MOST_TOKENS,
     WIDTH,
-    Kind,
+    LoweredBlocks,
     answers,
     example,
     room,
@@ -51,56 +51,62 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
-def kind(request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], Kind]) -> Kind:
+def lowered(
+    request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], LoweredBlocks]
+) -> LoweredBlocks:
     """Blocks of each scheme, with static and dynamic shapes."""
     return make_kind(scheme, request.param)
 
 
 @pytest.fixture(scope="module")
-def dynamic(make_kind: Callable[[str, bool], Kind]) -> Kind:
+def dynamic(make_kind: Callable[[str, bool], LoweredBlocks]) -> LoweredBlocks:
     """Blocks with dynamic shapes."""
     return make_kind("fp32", True)
 
 
 def loaded(
-    kind: Kind, arena: Arena | None = None, packed: list[Path] | None = None
+    lowered: LoweredBlocks, arena: Arena | None = None, packed: list[Path] | None = None
 ) -> list[dict[str, Method]]:
     """Load the methods of both blocks."""
-    program = Program(kind.program)
-    files = [WeightsFile(path, packed[index] if packed else None) for index, path in enumerate(kind.weights)]
+    program = Program(lowered.program)
+    files = [
+        WeightsFile(path, packed[index] if packed else None) for index, path in enumerate(lowered.weights)
+    ]
     return [{name: program.load(name, weights=weights, arena=arena) for name in METHODS} for weights in files]
 
 
-def arena_for(kind: Kind) -> Arena:
+def arena_for(lowered: LoweredBlocks) -> Arena:
     """Return an arena for all methods."""
-    program = Program(kind.program)
+    program = Program(lowered.program)
     return Arena(max(map(program.arena_bytes, program.methods)))
 
 
-def pack(kind: Kind, folder: Path) -> list[Path]:
+def pack(lowered: LoweredBlocks, folder: Path) -> list[Path]:
     """Write the packed files of both blocks."""
-    program, paths = Program(kind.program), [folder / "0", folder / "1"]
-    for weights, path in zip(kind.weights, paths, strict=True):
+    program, paths = Program(lowered.program), [folder / "0", folder / "1"]
+    for weights, path in zip(lowered.weights, paths, strict=True):
         packing = WeightsFile(weights, path, packing=True)
         methods = [program.load(name, weights=packing) for name in METHODS]
         del methods, packing
     return paths
 
 
-def test_both_blocks_of_a_kind_are_right_however_they_are_loaded(kind: Kind, tmp_path: Path) -> None:
-    alone = answers(kind, loaded(kind))
-    assert answers(kind, loaded(kind, arena_for(kind))) == alone
-    packed = pack(kind, tmp_path)
+def test_both_blocks_of_one_type_are_right_however_they_are_loaded(
+    lowered: LoweredBlocks, tmp_path: Path
+) -> None:
+    alone = answers(lowered, loaded(lowered))
+    assert answers(lowered, loaded(lowered, arena_for(lowered))) == alone
+    packed = pack(lowered, tmp_path)
     before = [path.read_bytes() for path in packed]
-    first = loaded(kind, arena_for(kind), packed)
-    assert answers(kind, first) == alone
-    again = loaded(kind, arena_for(kind), packed)
+    first = loaded(lowered, arena_for(lowered), packed)
+    assert answers(lowered, first) == alone
+    again = loaded(lowered, arena_for(lowered), packed)
     del first
-    assert answers(kind, again) == alone
+    assert answers(lowered, again) == alone
     assert [path.read_bytes() for path in packed] == before
 
 
-def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Path) -> None:
+def test_methods_stay_when_their_weights_are_released(lowered: LoweredBlocks, tmp_path: Path) -> None:
     def resident(path: Path) -> int:
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
         found = [
@@ -109,24 +115,24 @@ def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Pa
         assert found
         return sum(int(line.split()[1]) for line in found)
 
-    program, (packed, _) = Program(kind.program), pack(kind, tmp_path)
-    weights = WeightsFile(kind.weights[0], packed)
+    program, (packed, _) = Program(lowered.program), pack(lowered, tmp_path)
+    weights = WeightsFile(lowered.weights[0], packed)
     methods = {name: program.load(name, weights=weights) for name in METHODS}
-    before = answers(kind, [methods])
+    before = answers(lowered, [methods])
     assert resident(packed) > 0
     assert weights.release_pages()
     assert resident(packed) == 0
-    assert answers(kind, [methods]) == before
+    assert answers(lowered, [methods]) == before
     assert weights.release_pages() and resident(packed) == 0
     methods["again"] = program.load(METHODS[0], weights=weights)
-    assert answers(kind, [methods]) == before
+    assert answers(lowered, [methods]) == before
     assert weights.release_pages() and resident(packed) == 0
     methods.clear()
     assert not weights.release_pages()
-    assert not WeightsFile(kind.weights[0]).release_pages()
+    assert not WeightsFile(lowered.weights[0]).release_pages()
 
 
-def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tmp_path: Path) -> None:
+def test_pages_are_released_where_the_packed_file_still_lies(dynamic: LoweredBlocks, tmp_path: Path) -> None:
     """The backend maps a file once per process; unloading the last method unmaps it."""
     program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
@@ -140,8 +146,8 @@ def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tm
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
     # The system uses the requested address if it is free.
-    rights, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    assert libc.mmap(begin, end - begin, rights, kind, -1, 0) == begin
+    rights, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    assert libc.mmap(begin, end - begin, rights, flags, -1, 0) == begin
     try:
         ctypes.memset(begin, 7, end - begin)
         assert not one.release_pages()
@@ -156,7 +162,9 @@ def mapped(path: Path) -> list[str]:
     return [line.split()[0] for line in lines if line.endswith(str(path))]
 
 
-def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, tmp_path: Path) -> None:
+def test_packed_weights_are_mapped_by_several_processes_at_once(
+    dynamic: LoweredBlocks, tmp_path: Path
+) -> None:
     """The engine alone would let only one process use the file."""
     packed = pack(dynamic, tmp_path)
     alone = answers(dynamic, loaded(dynamic))
@@ -185,7 +193,7 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, t
         os.close(writing)
 
 
-def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: Kind) -> None:
+def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: LoweredBlocks) -> None:
     """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
     inputs = example("score", 2, 5)
@@ -196,7 +204,7 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
     assert np.isnan(large[small.size :]).all()
 
 
-def test_read_only_inputs_are_taken_and_read_only_outputs_refused(dynamic: Kind) -> None:
+def test_read_only_inputs_are_accepted_and_read_only_outputs_refused(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     inputs, outputs = example("score", 2, 3), room("score", 2, 3)
     inputs[0].flags.writeable = False
@@ -207,7 +215,7 @@ def test_read_only_inputs_are_taken_and_read_only_outputs_refused(dynamic: Kind)
         method.run(inputs, outputs)
 
 
-def test_blocks_hand_a_state_on(dynamic: Kind) -> None:
+def test_blocks_hand_a_state_on(dynamic: LoweredBlocks) -> None:
     first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
     state, mask, lora_b = example("score", 3, 4)
     between, last = room("score", 3, 4)[0], room("score", 3, 4)[0]
@@ -219,7 +227,7 @@ def test_blocks_hand_a_state_on(dynamic: Kind) -> None:
     np.testing.assert_allclose(last, want[0], rtol=1e-5, atol=1e-5)
 
 
-def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
+def test_calls_in_a_row_read_the_current_arrays(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
     inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
     lora = inputs[1:]
@@ -244,13 +252,13 @@ def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
     assert outputs[1][0].tobytes() == expected[1]
 
 
-def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: Kind) -> None:
+def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: LoweredBlocks) -> None:
     method = loaded(dynamic)[0]["score"]
     with pytest.raises(EngineRefusalError):
         bind_calls([(method, [], room("score", 2, 5))])
 
 
-def test_memory_that_no_call_touches_is_not_taken(dynamic: Kind) -> None:
+def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -260,7 +268,7 @@ def test_memory_that_no_call_touches_is_not_taken(dynamic: Kind) -> None:
     assert resident() - before < 1 << 26
 
 
-def test_methods_outlive_what_they_were_loaded_from(dynamic: Kind) -> None:
+def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
     assert len(answers(dynamic, blocks)) == len(dynamic.shapes) * 6
 
@@ -277,7 +285,9 @@ def test_methods_outlive_what_they_were_loaded_from(dynamic: Kind) -> None:
     ],
 )  # fmt: skip
 def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
-    dynamic: Kind, change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]], told: str
+    dynamic: LoweredBlocks,
+    change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]],
+    told: str,
 ) -> None:
     blocks = loaded(dynamic)
     with pytest.raises(EngineRefusalError, match=told):
@@ -285,7 +295,7 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
     answers(dynamic, blocks)
 
 
-def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
+def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     """One axis is too large, even if the total number of elements isn't."""
     blocks = loaded(dynamic)
     state, mask, lora_b = example("score", MOST_ROWS + 1, 2)
@@ -299,7 +309,7 @@ def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
     answers(dynamic, blocks)
 
 
-def test_an_arena_that_is_too_small_is_refused(dynamic: Kind) -> None:
+def test_an_arena_that_is_too_small_is_refused(dynamic: LoweredBlocks) -> None:
     program = Program(dynamic.program)
     with pytest.raises(EngineRefusalError) as caught:
         program.load("score", weights=WeightsFile(dynamic.weights[0]), arena=Arena(1000))
@@ -325,7 +335,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
     }
 
 
-def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_path: Path) -> None:
+def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: LoweredBlocks, tmp_path: Path) -> None:
     """If the header is still valid, comparing the file's hash detects the damage."""
     content = dynamic.weights[0].read_bytes()
     path = tmp_path / "damaged.ptd"
@@ -352,8 +362,8 @@ def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_p
     assert f"{path}: No such file" in caught.value.log
 
 
-def test_weights_of_another_kind_are_refused(
-    make_kind: Callable[[str, bool], Kind], dynamic: Kind, tmp_path: Path
+def test_weights_of_another_type_are_refused(
+    make_kind: Callable[[str, bool], LoweredBlocks], dynamic: LoweredBlocks, tmp_path: Path
 ) -> None:
     program = Program(dynamic.program)
     other = make_kind("8da4w", True).weights[0]
@@ -364,7 +374,7 @@ def test_weights_of_another_kind_are_refused(
     answers(dynamic, loaded(dynamic))
 
 
-def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: Kind, tmp_path: Path) -> None:
+def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
     """The engine would keep such weights in memory, and leave an incomplete file."""
 
     def attempt(limit: int) -> None:
@@ -379,7 +389,7 @@ def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: Kind, tmp_pat
 
 
 def test_a_packed_file_that_is_missing_locked_or_of_too_long_a_name_is_refused(
-    dynamic: Kind, tmp_path: Path
+    dynamic: LoweredBlocks, tmp_path: Path
 ) -> None:
     import fcntl
 
