@@ -154,10 +154,10 @@ class _Engine(NumpyEngine):
         return (np.round(outputs / grid) * grid if grid else outputs).astype(np.float32)
 
     def _derived(self, derivatives: Array) -> FloatArray:
-        found = derivatives.astype(np.float32)
+        result = derivatives.astype(np.float32)
         if self._device.broken is not None:
-            found.ravel()[-1] = self._device.broken
-        return found
+            result.ravel()[-1] = self._device.broken
+        return result
 
 
 def write_films(folder: Path) -> None:

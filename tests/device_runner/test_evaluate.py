@@ -32,13 +32,13 @@ def examples(*questions: str) -> list[Example]:
     return build_examples(rows, TOKENIZER, SPEC, task, training=False)[0]
 
 
-def texts(found: Sequence[Any]) -> list[str]:
-    return [answer.text for answer in found]
+def texts(result: Sequence[Any]) -> list[str]:
+    return [answer.text for answer in result]
 
 
 def test_the_model_is_asked_the_question_without_its_answer() -> None:
     asked = ["the film", "on mat"]
-    found = write_answers(
+    result = write_answers(
         Generator(NumpyGenerationEngine(), TOKENIZER),
         examples(*asked),
         make_adapter(1),
@@ -50,7 +50,7 @@ def test_the_model_is_asked_the_question_without_its_answer() -> None:
     direct = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
         [Request(prompt, make_adapter(1), wanted) for prompt in prompts]
     )
-    assert texts(found) == texts(direct) and len(found[0].tokens) == 9
+    assert texts(result) == texts(direct) and len(result[0].tokens) == 9
 
 
 def test_an_answer_ends_before_a_stop_text() -> None:
@@ -67,8 +67,8 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
     context = len(asked[0].prompt)
     for overflow, cut in (("truncate", 8),):
         generator = Generator(NumpyGenerationEngine(context=context), TOKENIZER)
-        (found,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
-        assert found.cut_tokens == cut and found.prompt_tokens == context - cut
+        (result,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
+        assert result.cut_tokens == cut and result.prompt_tokens == context - cut
     with raises(DataError, "prompt-too-long"):
         write_answers(generator, asked, make_adapter(), Generate(8), "error")
 

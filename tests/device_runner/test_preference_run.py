@@ -155,10 +155,10 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
 
 def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings) -> None:
     run(replace(settings, steps=120, beta=2.0, learning_rate=0.05))
-    found = evaluations(settings.out)
-    best = max(found, key=lambda each: each["value"])
-    assert found[-1]["loss"] < best["loss"]
-    assert best["step"] < found[-1]["step"]
+    result = evaluations(settings.out)
+    best = max(result, key=lambda each: each["value"])
+    assert result[-1]["loss"] < best["loss"]
+    assert best["step"] < result[-1]["step"]
     assert best["value"] <= -0.1
     assert best["pairs_right"] == 1
 
@@ -196,10 +196,10 @@ def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp
     run(replace(settings, steps=60))
     words = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
     assert evaluate_verb.main([*map(str, words), str(tmp_path / "scores.json")]) == 0
-    found = json.loads((tmp_path / "scores.json").read_text())
+    result = json.loads((tmp_path / "scores.json").read_text())
     best = max(evaluations(settings.out), key=lambda each: each["value"])
     for name in ("loss", "pairs_right", "margin", "chosen_change", "rejected_change"):
-        assert found[name] == pytest.approx(best[name], rel=1e-6, abs=1e-9), name
+        assert result[name] == pytest.approx(best[name], rel=1e-6, abs=1e-9), name
 
 
 def test_a_run_resumes_with_its_objective_alone(settings: RunSettings) -> None:

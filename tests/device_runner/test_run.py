@@ -598,11 +598,11 @@ def test_evaluation_reports_what_the_run_did(
     run(settings)
     device.replaces(monkeypatch, evaluate_verb)
     assert settings.dev is not None
-    found = evaluate_verb.run(
+    result = evaluate_verb.run(
         EvaluateSettings(settings.bundle, settings.dev, task=settings.task, adapter=settings.out)
     )
     evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
-    assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
+    assert result["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
 
 
 # Exact steps

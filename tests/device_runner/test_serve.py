@@ -55,8 +55,8 @@ def test_a_key_comes_from_a_file_before_the_environment(
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
 def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
-    found = refused(*words, code="api-key-in-command")
-    assert "--api-key-file" in found and "PRGE_API_KEY" in found and "secret" not in found
+    result = refused(*words, code="api-key-in-command")
+    assert "--api-key-file" in result and "PRGE_API_KEY" in result and "secret" not in result
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
@@ -71,10 +71,10 @@ def test_others_may_connect_with_a_key_or_where_that_was_requested(host: str) ->
 
 
 def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
-    found = refused("--replay", 0.1, "--kept", "rows.jsonl", "--when", "charging")
-    assert all(flag in found for flag in ("--replay", "--kept", "--when"))
-    found = refused("--learn", tmp_path, "--feedback", "feedback.jsonl", "--learn-every", 2)
-    assert "--feedback" in found and "--learn-every" in found
+    result = refused("--replay", 0.1, "--kept", "rows.jsonl", "--when", "charging")
+    assert all(flag in result for flag in ("--replay", "--kept", "--when"))
+    result = refused("--learn", tmp_path, "--feedback", "feedback.jsonl", "--learn-every", 2)
+    assert "--feedback" in result and "--learn-every" in result
 
 
 def test_this_machine_needs_no_key() -> None:

@@ -63,8 +63,8 @@ class LoweredBlocks:
     def expected(self, block: int, method: str, inputs: list[Array]) -> list[Array]:
         """Return the outputs of PyTorch."""
         with torch.no_grad():
-            found = self.eager[block][method](*map(torch.from_numpy, inputs))
-        return [value.numpy() for value in (found if isinstance(found, tuple) else (found,))]
+            result = self.eager[block][method](*map(torch.from_numpy, inputs))
+        return [value.numpy() for value in (result if isinstance(result, tuple) else (result,))]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -72,9 +72,9 @@ class LoweredBlocks:
         largest = (MOST_ROWS, MOST_TOKENS)
         return [largest, (1, 2), (3, 7), largest] if self.dynamic else [largest]
 
-    def assert_right(self, block: int, method: str, inputs: list[Array], found: list[Array]) -> None:
+    def assert_right(self, block: int, method: str, inputs: list[Array], result: list[Array]) -> None:
         """Compare outputs with PyTorch."""
-        for array, want in zip(found, self.expected(block, method, inputs), strict=True):
+        for array, want in zip(result, self.expected(block, method, inputs), strict=True):
             assert array.shape == want.shape
             np.testing.assert_allclose(array, want, rtol=0, atol=TOLERANCE[self.scheme] * np.abs(want).max())
 
@@ -102,17 +102,17 @@ def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[
     return [np.full(shape, np.nan, np.float32) for shape in shapes[method]]
 
 
-def answers(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> list[bytes]:
+def compute_outputs(programs: LoweredBlocks, blocks: list[dict[str, Any]]) -> list[bytes]:
     """Return the outputs of both blocks' methods at every shape, after comparing them with PyTorch."""
-    found = []
+    result = []
     for shape in programs.shapes:
         for name in METHODS:
             for block, methods in enumerate(blocks):
                 inputs, outputs = example(name, *shape), room(name, *shape)
                 assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
                 programs.assert_right(block, name, inputs, outputs)
-                found += [output.tobytes() for output in outputs]
-    return found
+                result += [output.tobytes() for output in outputs]
+    return result
 
 
 def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
@@ -187,14 +187,14 @@ def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
 def _constants(lowered: Any) -> list[tuple[str, bytes, Any]]:
     """Return key, content and layout of every constant, in an order that blocks of one graph share."""
     named = lowered._named_data
-    found = [
+    result = [
         (key, bytes(named.buffers[entry.buffer_index]), entry.tensor_layout)
         for key, entry in named.pte_data.items()
     ]
     for blob in lowered._tensor_data.values():
         payload = FlatTensorSerializer().deserialize(blob)
-        found += [
+        result += [
             (key, bytes(payload.buffers[entry.buffer_index]), entry.tensor_layout)
             for key, entry in payload.named_data.items()
         ]
-    return found
+    return result

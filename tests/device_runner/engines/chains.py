@@ -69,8 +69,8 @@ def logits_of(oracle: TorchEngine, adapter: Adapter, tokens: Sequence[int]) -> F
     """Return the logits [tokens, vocabulary] after each token of a text."""
     values = torch.from_numpy(adapter.values).to(oracle.dtype)
     with torch.no_grad():
-        found: FloatArray = oracle.logits(torch.tensor([tokens]), values)[0].numpy()
-    return found
+        result: FloatArray = oracle.logits(torch.tensor([tokens]), values)[0].numpy()
+    return result
 
 
 def loss_of(outputs: torch.Tensor) -> torch.Tensor:
@@ -156,11 +156,11 @@ def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, F
 def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
     """Count the blocks and roles that are loaded in the meantime."""
     numbers = {id(file): number for number, file in engine.blocks.files.items()}
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
 
     def noted(load: Callable[..., Any]) -> Callable[..., Any]:
         def loading(program: Any, role: str, weights: Any, arena: Any = None) -> Any:
-            found.append((numbers[id(weights)], role))
+            result.append((numbers[id(weights)], role))
             return load(program, role, weights, arena)
 
         return loading
@@ -168,15 +168,15 @@ def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
     with pytest.MonkeyPatch.context() as patch:
         for runtime in (native_runtime, torch_runtime):
             patch.setattr(runtime.Program, "load", noted(runtime.Program.load))
-        yield found
+        yield result
 
 
 def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:
     """Return the error of a gradient against autograd in double precision, relative to its largest entry."""
     call = _call_up_to(bundle, longest, rows)
     _, expected = oracle_of(folder, torch.float64).vjp(call, slope_of)
-    _, found = opened(bundle, BACKWARD).engine.vjp(call, slope_of)
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    _, result = opened(bundle, BACKWARD).engine.vjp(call, slope_of)
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2, queries: int = 2) -> float:
@@ -188,12 +188,12 @@ def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2,
         for engine in (opened(bundle, JVP).engine, oracle_of(folder, torch.float64))
     )
     error = largest = 0.0
-    for found, expected in zip(tangents, exact, strict=True):
+    for result, expected in zip(tangents, exact, strict=True):
         # One sum of all outputs, each with a weight of its own.
         weights = np.linspace(1, 2, expected[0].size).reshape(expected[0].shape)
         for query in range(queries):
             change = float((expected[query] * weights).sum())
-            error = max(error, abs(float((found[query] * weights).sum()) - change))
+            error = max(error, abs(float((result[query] * weights).sum()) - change))
             largest = max(largest, abs(change))
     return error / largest
 
@@ -210,20 +210,20 @@ def spoken_and_expected(
     """Generate tokens after a prompt with a random adapter, by the engine and by transformers."""
     adapter = random_adapter(bundle.chain.modules, 1, 0.3)
     start = np.random.default_rng(0).integers(3, bundle.chain.vocabulary_size, prompt).tolist()
-    speaker = open_speaker(bundle)
-    sequence = speaker.open(adapter)
-    logits, written = speaker.feed(sequence, start), list[int]()
+    generation_engine = open_speaker(bundle)
+    sequence = generation_engine.open(adapter)
+    logits, written = generation_engine.feed(sequence, start), list[int]()
     for _ in range(count):
         written.append(int(logits.argmax()))
-        logits = speaker.step({sequence: written[-1]})[sequence]
+        logits = generation_engine.step({sequence: written[-1]})[sequence]
     oracle = oracle_of(folder)
     # Without the special tokens that some models start or end with.
     oracle.network.generation_config = type(oracle.network.generation_config)()
     with oracle.adapted(torch.from_numpy(adapter.values)):
-        found = oracle.network.generate(
+        result = oracle.network.generate(
             torch.tensor([start]), max_new_tokens=count, do_sample=False, pad_token_id=0
         )
-    return written, found[0, prompt:].tolist()
+    return written, result[0, prompt:].tolist()
 
 
 def published_error(folder: Path, bundle: Bundle) -> float:
@@ -248,11 +248,11 @@ def published_error(folder: Path, bundle: Bundle) -> float:
     network.set_experts_implementation("eager")
     with torch.no_grad():
         expected = _answers(oracle.call(torch.from_numpy(adapter.values), input_ids=tokens))
-        found = _answers(PeftModel.from_pretrained(network, str(published)).eval()(input_ids=tokens))
-    return float((found - expected).abs().max() / expected.abs().max())
+        result = _answers(PeftModel.from_pretrained(network, str(published)).eval()(input_ids=tokens))
+    return float((result - expected).abs().max() / expected.abs().max())
 
 
 def _answers(output: Any) -> torch.Tensor:
     """Return logits or hidden states of a model's result."""
-    found: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return found
+    result: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    return result

@@ -126,10 +126,10 @@ class GraphBlocks:
         return {port.name: block.value(port).shape[-1] for port in saved if block}
 
     def heads(self, number: int) -> AttentionHeads:
-        found = self._before(number)
-        if PAST_KEYS not in found:
+        result = self._before(number)
+        if PAST_KEYS not in result:
             return AttentionHeads(0, 0, 0)
-        return AttentionHeads(found[PAST_KEYS][0], found[PAST_KEYS][2], found[PAST_VALUES][2])
+        return AttentionHeads(result[PAST_KEYS][0], result[PAST_KEYS][2], result[PAST_VALUES][2])
 
     def recurrent_states(self, number: int) -> dict[str, tuple[int, ...]]:
         shapes = self._before(number).items()
@@ -157,10 +157,10 @@ class GraphBlocks:
         block = self._blocks[self._model.type_of[number]][role]
         given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         answers = block.call(given, self._tensors(number))
-        found = {name: answer.contiguous().numpy() for name, answer in answers.items()}
+        result = {name: answer.contiguous().numpy() for name, answer in answers.items()}
         for name, memory in into.items():
-            memory[: found[name].size] = found[name].ravel()
-        return found
+            memory[: result[name].size] = result[name].ravel()
+        return result
 
     def bind_calls(
         self,
@@ -177,9 +177,9 @@ class GraphBlocks:
                     continue
                 given, answers = call
                 interface = self.interface(number, role)
-                found = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
+                result = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
                 for name, array in zip(interface.outputs, answers, strict=True):
-                    array[...] = found[name].reshape(array.shape)
+                    array[...] = result[name].reshape(array.shape)
 
         return compute
 

@@ -50,19 +50,19 @@ def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArra
     store.begin([state.size for state in states], [], 0)
     for state in states:
         store.save(0, {"hidden_states": state})
-    found = []
+    result = []
     for _ in states:
         with store.restore(0) as arrays:
-            found.insert(0, arrays["hidden_states"].copy())
-    return found
+            result.insert(0, arrays["hidden_states"].copy())
+    return result
 
 
 @pytest.mark.parametrize("most", [None, 0, 10**6], ids=["no bound", "in a file", "below the bound"])
 def test_checkpoints_are_kept_to_the_bit(tmp_path: Path, most: int | None) -> None:
     store = new_store(folder=tmp_path, checkpoint_bytes=most)
     for _ in range(2):
-        for found, state in zip(restored(store, STATES), STATES, strict=True):
-            assert found.dtype == np.float32 and np.array_equal(found, state)
+        for result, state in zip(restored(store, STATES), STATES, strict=True):
+            assert result.dtype == np.float32 and np.array_equal(result, state)
     assert os.listdir(tmp_path) == []
 
 
@@ -86,8 +86,8 @@ def test_parts_of_a_call_have_checkpoints_of_their_own() -> None:
 
 
 def test_half_the_memory_rounds() -> None:
-    for found, state in zip(restored(new_store(precision="float16"), STATES), STATES, strict=True):
-        assert found.dtype == np.float32 and np.array_equal(found, state.astype(np.float16))
+    for result, state in zip(restored(new_store(precision="float16"), STATES), STATES, strict=True):
+        assert result.dtype == np.float32 and np.array_equal(result, state.astype(np.float16))
 
 
 def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
@@ -153,18 +153,18 @@ def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], 
     store = ActivationStore(programs.blocks, residual_bytes=most)
     engine = ChainEngine(programs.blocks, 1, store)
     for _ in range(2):
-        found = computed(engine, BACKWARD, call)
-    return bits(found), store
+        result = computed(engine, BACKWARD, call)
+    return bits(result), store
 
 
 def sizes(store: ActivationStore) -> dict[int, int]:
     """Return the bytes of the arrays of each saving block, the last block first."""
-    found = dict[int, int]()
+    result = dict[int, int]()
     for number, part in product(reversed(range(MOST_BLOCKS)), range(MOST_PARTS)):
         with suppress(IndexError):
             for residual in store.residuals(number, part).values():
-                found[number] = found.get(number, 0) + residual.values.nbytes
-    return found
+                result[number] = result.get(number, 0) + residual.values.nbytes
+    return result
 
 
 @needs_compiler
@@ -182,8 +182,8 @@ def test_whatever_is_saved_the_gradient_has_the_same_bits(bundle: Bundle, rows: 
     assert [*taken] == [*reversed(range(chain.lowest_adapted, len(chain.blocks)))]
     for count in range(len(taken) + 1):
         most = sum([*taken.values()][:count])
-        found, store = gradient(programs, call, most)
-        assert found == expected
+        result, store = gradient(programs, call, most)
+        assert result == expected
         assert sizes(store) == dict([*taken.items()][:count])
 
 
@@ -260,8 +260,8 @@ def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_p
             program["methods"].pop(role, None)
     write_manifest(folder, manifest)
     call = call_of(bundle.chain.model, 3)
-    found, store = gradient(opened(open_bundle(folder), BACKWARD), call, ENOUGH)
-    assert sizes(store) == {} and found == gradient(opened(bundle, BACKWARD), call, ENOUGH)[0]
+    result, store = gradient(opened(open_bundle(folder), BACKWARD), call, ENOUGH)
+    assert sizes(store) == {} and result == gradient(opened(bundle, BACKWARD), call, ENOUGH)[0]
 
 
 @needs_compiler

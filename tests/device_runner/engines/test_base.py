@@ -178,13 +178,13 @@ def test_a_call_without_sequences_is_refused(method: str) -> None:
     ],
 )
 def test_directions_that_dont_fit_are_reported_and_the_engine_stays_usable(
-    name: str, value: Any, found: str
+    name: str, value: Any, result: str
 ) -> None:
     engine, call = Zeros(DECODER, 1), call_with(FIRST)
     directions = {**directions_of(DECODER), name: value}
     if value is None:
         del directions[name]
-    with raises(EngineError, "directions-of-other-shape", saying=found):
+    with raises(EngineError, "directions-of-other-shape", saying=result):
         engine.jvp(call, directions)
     with raises(EngineError, "directions-of-other-shape", saying="[0, 1, "):
         engine.jvp(call, directions_of(DECODER, queries=0))

@@ -113,8 +113,8 @@ class Scene:
             first, tangents = engine.jvp(call, mine)
             outputs = np.concatenate([first[None], tangents])
         else:
-            found, gradient = engine.vjp(call, gradient_by_outputs)
-            outputs = found[None]
+            result, gradient = engine.vjp(call, gradient_by_outputs)
+            outputs = result[None]
         return split(self.model, call, outputs), gradient
 
     def alone(self, role: str, row: int, copies: int = 1) -> tuple[FloatArray, FloatArray]:
@@ -167,9 +167,9 @@ def scene(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Scene:
 
 def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
     """Check that each row's outputs and the sum of gradients equal those of rows alone."""
-    found, gradient = scene.outputs(role, rows, copies)
+    result, gradient = scene.outputs(role, rows, copies)
     for place, row in enumerate(rows):
-        assert found[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
+        assert result[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
     if role == BACKWARD:
         assert gradient.tobytes() == scene.added(rows).tobytes()
 
@@ -222,9 +222,9 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
     engine = ChainEngine(scene.opened.blocks, 1, ActivationStore(scene.opened.blocks, trunk=cache))
     rows = [7, 2, 0, 3]
     for _ in range(2):
-        found, gradient = scene.outputs(BACKWARD, rows, engine=engine)
+        result, gradient = scene.outputs(BACKWARD, rows, engine=engine)
         for place, row in enumerate(rows):
-            assert found[place].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
+            assert result[place].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
         assert gradient.tobytes() == scene.added(rows).tobytes()
     assert cache.computed == len(rows) and cache.reused >= len(rows)
 
@@ -252,8 +252,8 @@ def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
     examples = examples_of(scene)
 
     def scored(some: Sequence[Example]) -> dict[int, tuple[bytes, float]]:
-        found = score(engine, adapter, some, head)
-        values = zip(found.scores, found.losses.tolist(), strict=True)
+        result = score(engine, adapter, some, head)
+        values = zip(result.scores, result.losses.tolist(), strict=True)
         return {each.row: (s.tobytes(), loss) for each, (s, loss) in zip(some, values, strict=True)}
 
     expected = {row: value for each in examples for row, value in scored([each]).items()}

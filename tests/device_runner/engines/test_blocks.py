@@ -311,11 +311,11 @@ def test_content_that_may_end_the_engine_ends_a_child_alone(folder: Path, engine
         (folder / name).write_bytes(content[:start] + noise + content[start + len(noise) :])
         rehash(folder)
         try:
-            found = answer(folder, engine)
+            result = answer(folder, engine)
         except PrgeError as error:
             assert error.remedy
         else:
-            assert len(found) == len(whole)
+            assert len(result) == len(whole)
 
 
 # Packed files

@@ -66,8 +66,8 @@ def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
     return call_of(bundle.chain.model, sequences, 3 if role == FORWARD else 1)
 
 
-def close(found: Array, expected: Array, tolerance: float = 2e-5) -> bool:
-    return bool(np.abs(found - expected).max() <= tolerance * max(1, float(np.abs(expected).max())))
+def close(result: Array, expected: Array, tolerance: float = 2e-5) -> bool:
+    return bool(np.abs(result - expected).max() <= tolerance * max(1, float(np.abs(expected).max())))
 
 
 @pytest.mark.parametrize(("copies", "sequences"), STACKS)
@@ -75,10 +75,10 @@ def test_outputs_are_the_models_with_every_copys_adapter(
     bundle: Bundle, oracle: TorchEngine, copies: int, sequences: int
 ) -> None:
     call = call_of(bundle.chain.model, sequences, copies)
-    found = opened(bundle, FORWARD).engine.forward(call)
-    assert len(found) == copies
-    assert all(close(*pair) for pair in zip(found, oracle.forward(call), strict=True))
-    assert opened(bundle, FORWARD, "torch").engine.forward(call).tobytes() == found.tobytes()
+    result = opened(bundle, FORWARD).engine.forward(call)
+    assert len(result) == copies
+    assert all(close(*pair) for pair in zip(result, oracle.forward(call), strict=True))
+    assert opened(bundle, FORWARD, "torch").engine.forward(call).tobytes() == result.tobytes()
 
 
 @pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
@@ -87,14 +87,14 @@ def test_tangents_are_the_models_derivatives(
 ) -> None:
     model = bundle.chain.model
     call, directions = call_of(model, sequences), directions_of(model, queries, sequences)
-    found = opened(bundle, JVP).engine.jvp(call, directions)
+    result = opened(bundle, JVP).engine.jvp(call, directions)
     outputs, exact = oracle.jvp(call, directions)
-    assert close(found[0], outputs)
-    tangents, expected = (split(model, call, each) for each in (found[1], exact))
+    assert close(result[0], outputs)
+    tangents, expected = (split(model, call, each) for each in (result[1], exact))
     for query, number in [(0, 0), (queries - 1, sequences - 1), (queries - 1, 0)]:
         # The reference's own float32 rounding error is 6e-5.
         assert close(tangents[number][query], expected[number][query], 1e-4)
-    assert bits(opened(bundle, JVP, "torch").engine.jvp(call, directions)) == bits(found)
+    assert bits(opened(bundle, JVP, "torch").engine.jvp(call, directions)) == bits(result)
 
 
 def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle) -> None:
@@ -109,8 +109,8 @@ def test_a_sequence_is_computed_alike_alone_and_among_others(bundle: Bundle) -> 
     engine = opened(bundle, FORWARD).engine
     among = engine.forward(call)
     for number, expected in enumerate(split(model, call, among)):
-        (found,) = split(model, alone := only(call, number), engine.forward(alone))
-        assert np.abs(found - expected).max() <= 1e-5 * np.abs(among).max()
+        (result,) = split(model, alone := only(call, number), engine.forward(alone))
+        assert np.abs(result - expected).max() <= 1e-5 * np.abs(among).max()
 
 
 def only(call: Call, *numbers: int) -> Call:
@@ -151,8 +151,10 @@ def test_tokens_after_a_decoders_last_target_change_nothing(decoder: Bundle) -> 
         replace(each, tokens=(each.tokens + (7,) * 16)[: decoder.chain.model.sequence_length]) for each in cut
     ]
     assert cut != longer
-    found = [bits(computed(engine, BACKWARD, replace(call, sequences=tuple(some)))) for some in (cut, longer)]
-    assert found[0] == found[1]
+    result = [
+        bits(computed(engine, BACKWARD, replace(call, sequences=tuple(some)))) for some in (cut, longer)
+    ]
+    assert result[0] == result[1]
 
 
 def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> None:
@@ -165,8 +167,8 @@ def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> No
     call, strange = (replace(each, adapters=each.adapters[1:]) for each in (call, strange))
     reordered = {name: np.asfortranarray(array) for name, array in reversed(directions.items())}
     assert bits(engine.jvp(strange, reordered)) == bits(engine.jvp(call, directions))
-    found = engine.vjp(strange, lambda outputs: np.asfortranarray(slope_of(outputs)))
-    assert bits(found) == bits(computed(engine, BACKWARD, call))
+    result = engine.vjp(strange, lambda outputs: np.asfortranarray(slope_of(outputs)))
+    assert bits(result) == bits(computed(engine, BACKWARD, call))
 
 
 def test_states_are_held_in_micro_batches(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +194,8 @@ def test_with_room_for_one_block_the_bits_are_the_same(bundle: Bundle, role: str
     for memory in (largest, 3 * largest // 2):
         programs = opened(bundle, role, engine, loaded=memory)
         with counted_loads(programs) as loads:
-            found = [bits(computed(programs.engine, role, call)) for _ in range(3)]
-        assert found == [want] * 3
+            result = [bits(computed(programs.engine, role, call)) for _ in range(3)]
+        assert result == [want] * 3
         if engine == "native":
             assert len(loads) == len(set(loads))
             assert 0 < sum(sizes_of_blocks[number] for number in resident(programs)) <= memory
@@ -205,14 +207,14 @@ def resident(programs: OpenEngine) -> set[int]:
     """Return the blocks whose packed weights are in this process's memory."""
     gc.collect()  # engines of before have them too
     numbers = {str(file.packed): number for number, file in programs.blocks.files.items()}
-    found, path = set[int](), ""
+    result, path = set[int](), ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):
             path = words[-1]
         elif words[0] == "Rss:" and path in numbers and int(words[1]):
-            found.add(numbers[path])
-    return found
+            result.add(numbers[path])
+    return result
 
 
 def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:

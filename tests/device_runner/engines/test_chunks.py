@@ -68,20 +68,20 @@ def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
 
 
 def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
-    found = open_bundle(folder / "bundle").chain
-    assert (found.bounds.tokens, found.bounds.chunk) == (TOKENS, CHUNK)
-    assert {PREFILL, PREFILL_JVP, PREFILL_BACKWARD} <= set(found.roles)
-    assert found.longest(BACKWARD) == found.model.sequence_length == TOKENS
+    result = open_bundle(folder / "bundle").chain
+    assert (result.bounds.tokens, result.bounds.chunk) == (TOKENS, CHUNK)
+    assert {PREFILL, PREFILL_JVP, PREFILL_BACKWARD} <= set(result.roles)
+    assert result.longest(BACKWARD) == result.model.sequence_length == TOKENS
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
     """They don't depend on other rows, the engine, or the loaded weights."""
     bundle = open_bundle(folder / "bundle")
     call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
-    found = split(bundle.chain.model, call, engine.forward(call))
+    result = split(bundle.chain.model, call, engine.forward(call))
     for number in (0, 3):
         one = replace(call, sequences=call.sequences[number : number + 1])
-        assert engine.forward(one).tobytes() == found[number].tobytes()
+        assert engine.forward(one).tobytes() == result[number].tobytes()
     call = calls_of(bundle, 2)
     whole = bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call))
     least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
@@ -109,9 +109,9 @@ def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
 
 
 def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
-    found = open_bundle(folder / "bundle").chain
+    result = open_bundle(folder / "bundle").chain
     with raises(BundleError, "chain-not-runnable", saying=str(TOKENS + 1)):
-        replace(found, bounds=replace(found.bounds, chunk=TOKENS + 1))
+        replace(result, bounds=replace(result.bounds, chunk=TOKENS + 1))
 
 
 @pytest.mark.whole
@@ -131,11 +131,11 @@ def test_a_block_of_a_real_shape_at_1024_tokens(
     folder = made_once("a real block in chunks", make)
     bundle = open_bundle(folder / "bundle")
     call = call_of(bundle.chain.model, 1)
-    _, found = computed(opened(bundle, BACKWARD).engine, BACKWARD, call)
+    _, result = computed(opened(bundle, BACKWARD).engine, BACKWARD, call)
     _, gradient = computed(oracle_of(folder), BACKWARD, call)
     start = 0
     for matrix in matrices(bundle.chain.modules):
-        expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, found))
+        expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, result))
         start += matrix.size
         assert ours @ expected / (np.linalg.norm(ours) * np.linalg.norm(expected)) > 0.999999
         np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())

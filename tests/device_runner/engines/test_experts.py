@@ -48,24 +48,24 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
     expected = _experts_of(oracle_of(folder), call)
     assert all(0 < len(experts) < 8 for experts in expected)
     least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    found = []
+    result = []
     for memory in (None, least):
         programs = opened(bundle, BACKWARD, loaded=memory)
         with counted_loads(programs) as loads:
-            found.append(bits(computed(programs.engine, BACKWARD, call)))
+            result.append(bits(computed(programs.engine, BACKWARD, call)))
         for layer, experts in zip(layers, expected, strict=True):
             for role in (FORWARD, BACKWARD):
                 loaded = [number - layer.start for number, each in loads if number in layer and each == role]
                 assert sorted(loaded) == experts
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
     """Return the experts that transformers' routers choose for a sequence, by layer."""
     chosen: list[list[int]] = []
 
-    def keep(_router: object, _given: object, found: tuple[torch.Tensor, ...]) -> None:
-        chosen.append(found[2].unique().tolist())
+    def keep(_router: object, _given: object, result: tuple[torch.Tensor, ...]) -> None:
+        chosen.append(result[2].unique().tolist())
 
     for name, module in oracle.network.named_modules():
         if name.endswith("mlp.gate"):

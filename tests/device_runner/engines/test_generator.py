@@ -56,8 +56,8 @@ def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
     return tokens
 
 
-def difference(found: FloatArray, expected: FloatArray) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def difference(result: FloatArray, expected: FloatArray) -> float:
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 @pytest.fixture(params=["llama", *second_tier("llama lora", *ARCHITECTURES)])
@@ -100,8 +100,8 @@ def test_a_prompt_is_read_alike_next_to_a_long_sequence(
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
     alone, crowded = open_speaker(bundle), open_speaker(bundle, slots=2)
     crowded.feed(crowded.open(adapter), tokens_of(bundle, 120, 1))
-    expected, found = (each.feed(each.open(adapter), tokens) for each in (alone, crowded))
-    assert found.tobytes() == expected.tobytes()
+    expected, result = (each.feed(each.open(adapter), tokens) for each in (alone, crowded))
+    assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
     wrong = [tokens[12], *tokens_of(bundle, 7, seed=5)]
     assert difference(generation_engine.check(text, wrong)[0], expected[12]) < bound
     generation_engine.rewind(text, 13)
-    found = generation_engine.check(text, tokens[13:20])
-    assert found.shape == (7, bundle.chain.vocabulary_size)
-    assert difference(found, expected[13:20]) < bound
+    result = generation_engine.check(text, tokens[13:20])
+    assert result.shape == (7, bundle.chain.vocabulary_size)
+    assert difference(result, expected[13:20]) < bound
     for place, token in enumerate(tokens[20:], 20):
         assert difference(generation_engine.step({text: token})[text], expected[place]) < bound
 
@@ -183,10 +183,10 @@ def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precisi
     def logits(**settings: Any) -> list[bytes]:
         generation_engine = open_speaker(bundle, slots=2, precision=precision, **settings)
         both = [generation_engine.open(adapter) for _ in range(2)]
-        found = [generation_engine.feed(sequence, tokens[:20]) for sequence in both]
+        result = [generation_engine.feed(sequence, tokens[:20]) for sequence in both]
         for token in tokens[20:]:
-            found += generation_engine.step(dict.fromkeys(both, token)).values()
-        return [array.tobytes() for array in found]
+            result += generation_engine.step(dict.fromkeys(both, token)).values()
+        return [array.tobytes() for array in result]
 
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     assert logits() == logits(loaded=largest)
@@ -252,9 +252,9 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
     for sequence, logits in zip(both, expected, strict=True):
         assert difference(generation_engine.feed(sequence, tokens[:20]), logits[19]) < TOLERANCE
     for place in range(20, 30):
-        found = generation_engine.step(dict.fromkeys(both, tokens[place]))
+        result = generation_engine.step(dict.fromkeys(both, tokens[place]))
         for sequence, logits in zip(both, expected, strict=True):
-            assert difference(found[sequence], logits[place]) < TOLERANCE
+            assert difference(result[sequence], logits[place]) < TOLERANCE
 
 
 def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
@@ -265,10 +265,10 @@ def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: Torc
     generation_engine.feed(sound, tokens[:5])
     assert not np.isfinite(generation_engine.feed(other, tokens)).any()
     expected = logits_of(oracle, adapter, tokens)
-    found = generation_engine.step({other: 5, sound: tokens[5]})
-    assert difference(found[sound], expected[5]) < TOLERANCE
+    result = generation_engine.step({other: 5, sound: tokens[5]})
+    assert difference(result[sound], expected[5]) < TOLERANCE
     generation_engine.close(other)
     generation_engine.feed(follower := generation_engine.open(adapter), tokens[:5])
-    found = generation_engine.step({follower: tokens[5], sound: tokens[6]})
-    assert difference(found[follower], expected[5]) < TOLERANCE
-    assert difference(found[sound], expected[6]) < TOLERANCE
+    result = generation_engine.step({follower: tokens[5], sound: tokens[6]})
+    assert difference(result[follower], expected[5]) < TOLERANCE
+    assert difference(result[sound], expected[6]) < TOLERANCE

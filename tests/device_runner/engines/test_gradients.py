@@ -64,10 +64,10 @@ def test_in_float32_it_is_autograds_but_for_rounding(
         bundle = replace(bundle, chain=replace(bundle.chain, pooling=pooling))
     for rows in (1, 3, 9):
         call = call_of(bundle.chain.model, rows)
-        (outputs, found), on_torch = (
+        (outputs, result), on_torch = (
             computed(opened(bundle, BACKWARD, name).engine, BACKWARD, call) for name in ("native", "torch")
         )
-        assert bits((outputs, found)) == bits(on_torch)
+        assert bits((outputs, result)) == bits(on_torch)
         by_dtype = []
         for dtype in (torch.float64, torch.float32):
             oracle = oracle_of(folder, dtype)
@@ -79,7 +79,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
         # Gradients of lora_a also sum over a layer's outputs.
         own = np.abs(rounded - expected).max() * (2 if bundle.chain.trains_a else 1)
         own *= CANCELLING.get(architecture, 1)
-        assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
+        assert np.abs(result - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +105,11 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     for seed in range(5):
         call = call_of(bundle.chain.model, 4, seed=seed)
         call = replace(call, adapters=np.float32(scale) * call.adapters)
-        (_, found), (_, expected) = (
+        (_, result), (_, expected) = (
             computed(engine, BACKWARD, call) for engine in (opened(bundle, BACKWARD).engine, oracle)
         )
-        cosines.append(float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)))
-        ratios.append(float(np.linalg.norm(found) / np.linalg.norm(expected)))
+        cosines.append(float(F.cosine_similarity(*map(torch.from_numpy, (result, expected)), dim=0)))
+        ratios.append(float(np.linalg.norm(result) / np.linalg.norm(expected)))
     assert np.median(cosines) >= 0.999
     assert np.median(ratios) == pytest.approx(1, rel=0.02)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from device_runner.engines import generator as speaking
+from device_runner.engines import generator as generation
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.generator import ChainSpeaker
@@ -131,8 +131,8 @@ class Case:
         """Return the oracle's counterpart of the chain's outputs."""
         if self.head is None:
             return outputs
-        found: Array = self.head(torch.from_numpy(np.asarray(outputs, np.float64))).detach().numpy()
-        return found
+        result: Array = self.head(torch.from_numpy(np.asarray(outputs, np.float64))).detach().numpy()
+        return result
 
     def grad_fn(self, outputs: Array) -> Array:
         """Return the gradient of a loss with respect to the chain's outputs."""
@@ -144,9 +144,9 @@ class Case:
         return derivatives if self.head is None else derivatives @ self.head.weight.detach().numpy().T
 
 
-def difference(found: Array, expected: Array) -> float:
+def difference(result: Array, expected: Array) -> float:
     """Return the difference relative to the largest value."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def short_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, number in {**numbers, "_SHORTEST_CHUNK": 2}.items():
             patch.setattr(chain, name, number)
-        patch.setattr(speaking, "GROWTH", 16)
+        patch.setattr(generation, "GROWTH", 16)
         yield
 
 
@@ -293,28 +293,28 @@ def case(
 def test_outputs_of_all_copies(case: Case) -> None:
     for copies, sequences in ((1, 5), (3, 2)):
         call = case.call(sequences, copies)
-        found = case.read(case.engine(FORWARD).forward(call))
-        for ours, expected in zip(found, case.oracle.forward(call), strict=True):
+        result = case.read(case.engine(FORWARD).forward(call))
+        for ours, expected in zip(result, case.oracle.forward(call), strict=True):
             assert np.abs(ours - expected).max() < case.limits.outputs * case.limits.scale(expected)
 
 
 @every
 def test_gradient(case: Case) -> None:
     call = case.call(max(len(case.lengths), 3))
-    outputs, found = case.engine(BACKWARD).vjp(call, case.grad_fn)
+    outputs, result = case.engine(BACKWARD).vjp(call, case.grad_fn)
     expected, gradient = case.oracle.vjp(call, slope_of)
     most = case.limits.outputs * case.limits.scale(expected)
     assert np.abs(case.read(outputs) - expected).max() < most
-    assert difference(found, gradient) < case.limits.gradient
+    assert difference(result, gradient) < case.limits.gradient
 
 
 @every
 def test_tangents(case: Case) -> None:
     call, directions = case.call(3), directions_of(case.model, 2, 3)
-    found = case.changes(case.engine(JVP).jvp(call, directions)[1])
+    result = case.changes(case.engine(JVP).jvp(call, directions)[1])
     exact = case.oracle.jvp(call, directions)[1]
     rounded = exact if case.rounded is None else case.rounded.jvp(call, directions)[1]
-    parts = (split(case.oracle.model, call, each) for each in (found, exact, rounded))
+    parts = (split(case.oracle.model, call, each) for each in (result, exact, rounded))
     for ours, expected, single in zip(*parts, strict=True):
         for query in range(2):
             # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
@@ -325,12 +325,12 @@ def test_tangents(case: Case) -> None:
 @cases([name for name in DECODERS if name.startswith("shared")])
 def test_gradient_from_residuals(case: Case) -> None:
     call, blocks = case.call(3), case.blocks
-    _, found = case.engine(BACKWARD).vjp(call, slope_of)
+    _, result = case.engine(BACKWARD).vjp(call, slope_of)
     store = ActivationStore(blocks, residual_bytes=1 << 40)
     _, from_saved = ChainEngine(blocks, 1, store).vjp(call, slope_of)
     # PyTorch's products have other last bits when operands are stored elsewhere; test_activations.py tests
     # the engine's, which don't.
-    assert difference(from_saved, found) < 1e-5
+    assert difference(from_saved, result) < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -341,7 +341,7 @@ def test_texts(case: Case, precision: Any) -> None:
     tokens = np.random.default_rng(0).integers(3, chain_of.vocabulary_size, chain_of.bounds.tokens).tolist()
     adapter = random_adapter(chain_of.modules, 1, 0.3)
     expected = logits_of(case.oracle, adapter, tokens)
-    speaker = ChainSpeaker(case.blocks, 2, precision=precision)
+    generation_engine = ChainSpeaker(case.blocks, 2, precision=precision)
 
     def check(logits: Array, place: int) -> None:
         if precision == "float32":
@@ -350,25 +350,27 @@ def test_texts(case: Case, precision: Any) -> None:
         else:
             assert difference(logits, expected[place]) < 2e-2
 
-    first, second = speaker.open(adapter), speaker.open(adapter)
-    check(speaker.feed(first, tokens[:9]), 8)
-    speaker.feed(second, tokens[:4])
+    first, second = generation_engine.open(adapter), generation_engine.open(adapter)
+    check(generation_engine.feed(first, tokens[:9]), 8)
+    generation_engine.feed(second, tokens[:4])
     for place in range(9, 16):
-        found = speaker.step({second: tokens[speaker.length(second)], first: tokens[place]})
-        check(found[first], place)
-        check(found[second], speaker.length(second) - 1)
-    speaker.close(first)
-    check(speaker.step({second: tokens[11]})[second], 11)
-    third = speaker.open(adapter)
-    speaker.feed(third, tokens[:1])
-    check(speaker.feed(third, tokens[1:]), -1)
+        result = generation_engine.step(
+            {second: tokens[generation_engine.length(second)], first: tokens[place]}
+        )
+        check(result[first], place)
+        check(result[second], generation_engine.length(second) - 1)
+    generation_engine.close(first)
+    check(generation_engine.step({second: tokens[11]})[second], 11)
+    third = generation_engine.open(adapter)
+    generation_engine.feed(third, tokens[:1])
+    check(generation_engine.feed(third, tokens[1:]), -1)
 
 
 @cases([name for name in DECODERS if name.startswith("recurrent")])
 def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
     """A recurrent state can't return to an earlier token: the sequence starts again from its beginning."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
-    speaker = ChainSpeaker(case.blocks, slots=3)
+    generation_engine = ChainSpeaker(case.blocks, slots=3)
 
     def check(logits: Array, tokens: list[int]) -> None:
         np.testing.assert_allclose(logits, logits_of(case.oracle, adapter, tokens)[-1], atol=2e-5)
@@ -377,20 +379,20 @@ def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
     open_ones = {}
     for prompt in prompts:
         if len(open_ones) == 3:
-            speaker.close(open_ones.popitem()[0])
-        sequence = speaker.open(adapter)
-        logits, tokens = speaker.feed(sequence, prompt), list(prompt)
+            generation_engine.close(open_ones.popitem()[0])
+        sequence = generation_engine.open(adapter)
+        logits, tokens = generation_engine.feed(sequence, prompt), list(prompt)
         for _ in range(4):
             check(logits, tokens)
             tokens.append(int(logits.argmax()))
-            logits = speaker.step({sequence: tokens[-1]})[sequence]
+            logits = generation_engine.step({sequence: tokens[-1]})[sequence]
         open_ones[sequence] = tokens
     first = next(iter(open_ones))
-    speaker.close(first)
+    generation_engine.close(first)
     del open_ones[first]
-    for sequence, logits in speaker.step(dict.fromkeys(reversed(open_ones), 9)).items():
+    for sequence, logits in generation_engine.step(dict.fromkeys(reversed(open_ones), 9)).items():
         check(logits, [*open_ones[sequence], 9])
     sequence, tokens = open_ones.popitem()
-    speaker.rewind(sequence, 4)
-    assert speaker.length(sequence) == 0
-    check(speaker.feed(sequence, tokens[:6]), tokens[:6])
+    generation_engine.rewind(sequence, 4)
+    assert generation_engine.length(sequence) == 0
+    check(generation_engine.feed(sequence, tokens[:6]), tokens[:6])

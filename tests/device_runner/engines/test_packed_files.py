@@ -50,12 +50,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Use:
-    """The packed files of one process, used like a chain of two blocks does; `told` has its messages."""
+    """The packed files of one process, used like a chain of two blocks does; `messages` are what it reported."""
 
     def __init__(self, lowered: LoweredBlocks, folder: Path) -> None:
         self.lowered = lowered
-        self.told: list[str] = []
-        self.files = PackedFiles(self.told.append, folder)
+        self.messages: list[str] = []
+        self.files = PackedFiles(self.messages.append, folder)
 
     def open(self, block: int) -> WeightsFile:
         """Open a block's weights."""
@@ -96,7 +96,7 @@ def test_two_blocks_of_one_type_have_a_file_each_and_a_second_start_makes_none(
     second = Use(lowered, folder)
     assert second.assert_right() == first.assert_right() == paths
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
-    assert first.told == second.told == []
+    assert first.messages == second.messages == []
 
 
 def test_a_file_holds_the_weights_of_all_methods(fp32: LoweredBlocks, folder: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_name_is_of_program_weights_engine_and_processor(
     fp32: LoweredBlocks, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(program: Path = fp32.program, weights: Path = fp32.weights[0]) -> Path | None:
-        told: list[str] = []
-        files = PackedFiles(told.append, folder)
+        messages: list[str] = []
+        files = PackedFiles(messages.append, folder)
         return files.open(
             HashedFile(program, sha256(program)), HashedFile(weights, sha256(weights)), {}
         ).packed
@@ -139,9 +139,9 @@ def _flip(path: Path) -> None:
 
 def _exchange(path: Path) -> None:
     """Exchange a packed file with the other block's, with their checksums."""
-    other = next(found for found in packed_of(path.parent) if found != path)
+    other = next(result for result in packed_of(path.parent) if result != path)
     for suffix in ("", ".checksum"):
-        ours, theirs = (Path(f"{found}{suffix}") for found in (path, other))
+        ours, theirs = (Path(f"{result}{suffix}") for result in (path, other))
         content = ours.read_bytes()
         ours.write_bytes(theirs.read_bytes())
         theirs.write_bytes(content)
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_made_again(
     whole = {path: path.read_bytes() for path in packed_of(folder)}
     damage(packed_of(folder)[0])
     use = Use(lowered, folder)
-    assert set(use.assert_right()) == set(whole) and use.told == []
+    assert set(use.assert_right()) == set(whole) and use.messages == []
     assert {path: path.read_bytes() for path in packed_of(folder)} == whole
 
 
@@ -194,9 +194,9 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
         use = Use(fp32, folder)
         assert use.assert_right() == [None, None]
-        (told,) = use.told
-        assert told.startswith("weights stay in memory instead of packed files: "), told
-        assert ("File too large" if asks else "ftruncate") in told, told
+        (messages,) = use.messages
+        assert messages.startswith("weights stay in memory instead of packed files: "), messages
+        assert ("File too large" if asks else "ftruncate") in messages, messages
         assert packed_of(folder) == [] and bytes_in(folder) == 0
 
     in_a_child(fp32, attempt)
@@ -206,12 +206,12 @@ def test_a_folder_that_cant_be_written_does_no_harm(fp32: LoweredBlocks, tmp_pat
     (tmp_path / "file").touch()
     use = Use(fp32, tmp_path / "file" / "packed")
     assert use.assert_right() == [None, None]
-    assert len(use.told) == 1 and "file/packed can't be written: Not a directory" in use.told[0]
+    assert len(use.messages) == 1 and "file/packed can't be written: Not a directory" in use.messages[0]
 
 
 def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: LoweredBlocks, tmp_path: Path) -> None:
     use = Use(fp32, tmp_path / ("long" * 30) / ("longer" * 20))
-    assert use.assert_right() == [None, None] and len(use.told) == 1
+    assert use.assert_right() == [None, None] and len(use.messages) == 1
 
 
 @pytest.mark.parametrize("end", [os.abort, lambda: os.kill(os.getpid(), signal.SIGBUS), lambda: 1 / 0])
@@ -222,7 +222,7 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
     monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert len(use.told) == 1 and bytes_in(folder) == 0
+    assert len(use.messages) == 1 and bytes_in(folder) == 0
 
 
 class Restless(Program):
@@ -247,7 +247,7 @@ def test_a_file_that_changes_answers_is_not_kept(
     monkeypatch.setattr(packed_files, "Program", Restless)
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert "its outputs change" in use.told[0] and bytes_in(folder) == 0
+    assert "its outputs change" in use.messages[0] and bytes_in(folder) == 0
 
 
 def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
@@ -267,7 +267,7 @@ def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert [path.read_bytes() for path in folder.glob("*.partial")] == [b"half"]
     use = Use(fp32, folder)
-    assert None not in use.assert_right() and use.told == []
+    assert None not in use.assert_right() and use.messages == []
     assert list(folder.glob("*.partial")) == []
 
 
@@ -284,9 +284,9 @@ def test_processes_at_once_make_a_file_once(
             without_threads()
 
         monkeypatch.setattr(packed_files, "without_threads", slow)
-        found = Use(fp32, folder)
-        if None in found.assert_right() or found.told:
-            raise EngineRefusalError(f"{found.told}")
+        result = Use(fp32, folder)
+        if None in result.assert_right() or result.messages:
+            raise EngineRefusalError(f"{result.told}")
 
     failures: list[BaseException] = []
 
@@ -313,7 +313,7 @@ def test_a_process_that_waits_too_long_continues_without(
         fcntl.flock(stream, fcntl.LOCK_EX)
         use = Use(fp32, folder)
         assert use.assert_right() == [None, None]
-    assert len(use.told) == 1 and "another process is making packed files" in use.told[0]
+    assert len(use.messages) == 1 and "another process is making packed files" in use.messages[0]
     assert None not in Use(fp32, folder).assert_right()
 
 
@@ -346,7 +346,7 @@ def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
     inputs, outputs = example("score"), room("score")
     method.run(inputs, outputs)
     fp32.assert_right(0, "score", inputs, outputs)
-    assert use.open(0).packed is None and len(use.told) == 1
+    assert use.open(0).packed is None and len(use.messages) == 1
     assert None not in Use(fp32, folder).assert_right()
 
 

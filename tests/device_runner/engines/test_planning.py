@@ -48,11 +48,11 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
 @given(COUNTS, st.integers(1, 400))
 def test_every_sequence_is_in_one_micro_batch_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
-    found = [*micro_batches(lengths, passes)]
-    order = np.concatenate(found).tolist()
+    result = [*micro_batches(lengths, passes)]
+    order = np.concatenate(result).tolist()
     assert order == sorted(range(len(counts)), key=lambda number: int(lengths[number]))
-    states = [int(lengths[numbers].sum()) * passes for numbers in found]
-    for numbers, held, following in zip(found, states, [*found[1:], None], strict=True):
+    states = [int(lengths[numbers].sum()) * passes for numbers in result]
+    for numbers, held, following in zip(result, states, [*result[1:], None], strict=True):
         assert len(numbers) == 1 or held <= STATES_AT_ONCE
         assert following is None or held + int(lengths[following[0]]) * passes > STATES_AT_ONCE
 
@@ -62,9 +62,9 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
     counts: list[int], data: st.DataObject
 ) -> None:
     lengths, mine = lengths_of(counts), some_of(counts, data)
-    found = [*length_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate(found).tolist()) == mine.tolist()
-    for rows in found:
+    result = [*length_groups(mine, lengths, BOUNDS)]
+    assert sorted(np.concatenate(result).tolist()) == mine.tolist()
+    for rows in result:
         assert len({*lengths[rows].tolist()}) == 1
         assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.chunk else 1)
         assert rows.tolist() == sorted(rows.tolist())
@@ -73,9 +73,9 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
 @given(COUNTS, st.data())
 def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], data: st.DataObject) -> None:
     lengths, mine = lengths_of(counts), some_of(counts, data)
-    found = [*single_adapter_groups(mine, lengths, BOUNDS)]
-    assert sorted(np.concatenate([rows.ravel() for rows in found]).tolist()) == mine.tolist()
-    for rows in found:
+    result = [*single_adapter_groups(mine, lengths, BOUNDS)]
+    assert sorted(np.concatenate([rows.ravel() for rows in result]).tolist()) == mine.tolist()
+    for rows in result:
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()
         assert len(rows) <= copies_together(length, BOUNDS)
@@ -84,10 +84,10 @@ def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], dat
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
 def test_slices_are_few_and_of_about_one_size(count: int, most: int, start: int) -> None:
-    found = [*slices(start + count, most, start)]
-    assert [place for some in found for place in range(some.stop)[some]] == [*range(start, start + count)]
-    assert len(found) == -(-count // most)
-    sizes = [some.stop - some.start for some in found]
+    result = [*slices(start + count, most, start)]
+    assert [place for some in result for place in range(some.stop)[some]] == [*range(start, start + count)]
+    assert len(result) == -(-count // most)
+    sizes = [some.stop - some.start for some in result]
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 

@@ -13,7 +13,7 @@ from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native import runtime as native_runtime
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, answers, example, room
+from tests.device_runner.engines.blocks import METHODS, LoweredBlocks, compute_outputs, example, room
 from tests.refusals import raises
 
 
@@ -33,7 +33,7 @@ def loaded(lowered: LoweredBlocks, runtime: Any) -> list[dict[str, Any]]:
 @needs_compiler
 def test_both_blocks_are_right_and_equal_to_the_native_engine(lowered: LoweredBlocks) -> None:
     native = loaded(lowered, native_runtime)
-    assert answers(lowered, loaded(lowered, torch_runtime)) == answers(lowered, native)
+    assert compute_outputs(lowered, loaded(lowered, torch_runtime)) == compute_outputs(lowered, native)
 
 
 def test_read_only_inputs_are_accepted(lowered: LoweredBlocks) -> None:

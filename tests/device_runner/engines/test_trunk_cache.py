@@ -20,7 +20,9 @@ def values(seed: int = 0, scale: float = 1.0) -> FloatArray:
     return (np.random.default_rng(seed).normal(size=SHAPE) * scale).astype(np.float32)
 
 
-def asked(cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle") -> FloatArray:
+def cached_states(
+    cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle"
+) -> FloatArray:
     """Return the states of a row, computed as `made` unless they are cached; without `made` they must be."""
 
     def compute() -> FloatArray:
@@ -36,15 +38,15 @@ def cache(tmp_path: Path) -> TrunkCache:
 
 
 def test_states_come_back_with_the_same_bits(cache: TrunkCache) -> None:
-    assert np.array_equal(asked(cache, 1, values()), values())
-    assert np.array_equal(asked(cache, 1), values())
+    assert np.array_equal(cached_states(cache, 1, values()), values())
+    assert np.array_equal(cached_states(cache, 1), values())
     assert (len(cache), cache.bytes_kept, cache.computed, cache.reused) == (1, BYTES, 1, 1)
     assert sum(path.stat().st_size for path in cache.folder.iterdir()) == BYTES
 
 
 def test_another_process_finds_them(cache: TrunkCache) -> None:
-    asked(cache, 1, values())
-    assert np.array_equal(asked(TrunkCache(cache.folder, 1 << 20), 1), values())
+    cached_states(cache, 1, values())
+    assert np.array_equal(cached_states(TrunkCache(cache.folder, 1 << 20), 1), values())
 
 
 def test_bundles_rows_and_precisions_are_distinguished(cache: TrunkCache) -> None:
@@ -52,14 +54,14 @@ def test_bundles_rows_and_precisions_are_distinguished(cache: TrunkCache) -> Non
     for number, (of, bundle, row) in enumerate(
         [(cache, "bundle", 1), (cache, "other", 1), (cache, "bundle", 2), (half, "bundle", 1)]
     ):
-        asked(of, row, values(number), bundle)
+        cached_states(of, row, values(number), bundle)
     assert len(TrunkCache(cache.folder, 1 << 20)) == 4
 
 
 def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> None:
     """The first time too: training must not depend on what is cached."""
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
-    first, second = asked(cache, 1, values()), asked(cache, 1)
+    first, second = cached_states(cache, 1, values()), cached_states(cache, 1)
     assert first.dtype == second.dtype == np.float32
     assert np.array_equal(first, second) and not np.array_equal(first, values())
     assert cache.bytes_kept == 32 + 1 + 2 * 12
@@ -68,8 +70,8 @@ def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> N
 def test_states_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
     large = values(scale=1e6)
-    assert np.array_equal(asked(cache, 1, large), large)
-    assert np.array_equal(asked(cache, 1), large)
+    assert np.array_equal(cached_states(cache, 1, large), large)
+    assert np.array_equal(cached_states(cache, 1), large)
 
 
 @pytest.mark.parametrize(
@@ -87,48 +89,48 @@ def test_states_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_damaged_file_is_removed_and_computed_again(
     cache: TrunkCache, damage: Callable[[Path], object]
 ) -> None:
-    asked(cache, 1, values())
+    cached_states(cache, 1, values())
     (path,) = cache.folder.iterdir()
     damage(path)
-    assert np.array_equal(asked(cache, 1, values(1)), values(1))
-    assert np.array_equal(asked(cache, 1), values(1))
+    assert np.array_equal(cached_states(cache, 1, values(1)), values(1))
+    assert np.array_equal(cached_states(cache, 1), values(1))
     assert len(cache) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 @pytest.mark.timeout(10)
 def test_what_is_no_file_is_not_waited_for(cache: TrunkCache, make: Callable[[str], None]) -> None:
-    asked(cache, 1, values())
+    cached_states(cache, 1, values())
     (path,) = cache.folder.iterdir()
     path.unlink()
     make(str(path))
     make(str(path.with_name(f".{path.name}.partial")))
     again = TrunkCache(cache.folder, 1 << 20)
-    assert np.array_equal(asked(again, 1, values()), values())
+    assert np.array_equal(cached_states(again, 1, values()), values())
     assert len(again) <= 1
 
 
 def test_a_file_under_another_name_is_rejected(cache: TrunkCache) -> None:
-    asked(cache, 1, values(1))
+    cached_states(cache, 1, values(1))
     (first,) = cache.folder.iterdir()
-    asked(cache, 2, values(2))
+    cached_states(cache, 2, values(2))
     (second,) = (path for path in cache.folder.iterdir() if path != first)
     os.replace(first, second)
-    assert np.array_equal(asked(cache, 2, values(2)), values(2))
+    assert np.array_equal(cached_states(cache, 2, values(2)), values(2))
     assert cache.reused == 0
 
 
 def test_a_full_cache_keeps_what_it_holds(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 2 * BYTES)
     for number in (0, 1, 2, 0, 1, 2):
-        asked(cache, number, values(number))
+        cached_states(cache, number, values(number))
     assert (cache.computed, cache.reused, cache.bytes_kept) == (4, 2, 2 * BYTES)
 
 
 def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 20)
     for number in range(4):
-        asked(cache, number, values(number))
+        cached_states(cache, number, values(number))
     (cache.folder / "note.txt").write_text("left alone")
     (cache.folder / ".abc.states.partial").write_bytes(b"left by a killed process")
     smaller = TrunkCache(cache.folder, 2 * BYTES + 1)
@@ -140,15 +142,15 @@ def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
 
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 0)
-    asked(cache, 1, values())
+    cached_states(cache, 1, values())
     assert len(cache) == 0
 
 
 def test_a_storage_that_refuses_only_costs_the_cache(cache: TrunkCache) -> None:
-    asked(cache, 1, values())
+    cached_states(cache, 1, values())
     (path,) = cache.folder.iterdir()
     path.unlink()
     path.with_name(f".{path.name}.partial").mkdir()
-    assert np.array_equal(asked(cache, 1, values()), values())
-    assert np.array_equal(asked(cache, 1, values()), values())
+    assert np.array_equal(cached_states(cache, 1, values()), values())
+    assert np.array_equal(cached_states(cache, 1, values()), values())
     assert cache.reused == 0

@@ -58,19 +58,19 @@ def test_the_day_may_end_at_24(now: int) -> None:
 @given(st.text(alphabet="0123456789:-,ab ", max_size=12))
 def test_a_text_is_conditions_or_refused(text: str) -> None:
     try:
-        found = parse_when(text)
+        result = parse_when(text)
     except ValueError as error:
         assert str(error).startswith("--when has ")
     else:
-        assert len(found) == (text.count(",") + 1 if text else 0)
-        for each in found:
+        assert len(result) == (text.count(",") + 1 if text else 0)
+        for each in result:
             assert isinstance(each, Hours) and 0 <= each.begin < DAY and 0 <= each.end < DAY
 
 
 def test_all_words() -> None:
-    found = parse_when("charging, cool:40,battery:30,idle,22:00-07:00")
-    assert [type(each) for each in found] == [Charging, Cool, Battery, Idle, Hours]
-    assert found[1:3] == [Cool("--when cool:40", 40.0), Battery("--when battery:30", 30.0)]
+    result = parse_when("charging, cool:40,battery:30,idle,22:00-07:00")
+    assert [type(each) for each in result] == [Charging, Cool, Battery, Idle, Hours]
+    assert result[1:3] == [Cool("--when cool:40", 40.0), Battery("--when battery:30", 30.0)]
     assert parse_when("cool") == [Cool("--when cool", 42.0)] and not parse_when("")
 
 
@@ -101,8 +101,8 @@ def test_flags_and_words_are_the_same_conditions() -> None:
 
 def looked(gates: Gates) -> tuple[str, list[str]]:
     """Return why work must wait, and the messages."""
-    told: list[str] = []
-    return gates.closed(told.append), told
+    messages: list[str] = []
+    return gates.closed(messages.append), messages
 
 
 def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,11 @@ def test_power_is_summed_over_time_and_the_counter_is_read_at_both_ends(
     clock.now = 20.0
     # 10,000 microampere-hours are 36 coulombs; the voltage is the mean of both readings.
     write(battery, charge_counter=2_990_000, voltage_now=3_800_000)
-    found = energy.record()
-    assert found["by_power"]["value"] == pytest.approx(10 * 3 + 10 * (4 + 3.8) / 2)
-    assert found["by_charge"]["value"] == pytest.approx(36 * 3.9)
-    assert found["by_power"]["source"].endswith("current_now")
-    assert found["by_charge"]["source"].endswith("charge_counter")
+    result = energy.record()
+    assert result["by_power"]["value"] == pytest.approx(10 * 3 + 10 * (4 + 3.8) / 2)
+    assert result["by_charge"]["value"] == pytest.approx(36 * 3.9)
+    assert result["by_power"]["source"].endswith("current_now")
+    assert result["by_charge"]["source"].endswith("charge_counter")
 
 
 def test_nothing_is_made_up(tmp_path: Path, battery: Path, clock: Clock) -> None:

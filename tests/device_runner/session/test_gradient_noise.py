@@ -42,27 +42,27 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
             assert gradient is not None
             directions = DirectionSampler(1, step.number, adapter.size)
             along.append([float(directions(query) @ gradient) for query in range(QUERIES)])
-        found = {}
+        result = {}
         for epsilon in (SMALL, LARGE):
             for name, rule in slopes(QUERIES, epsilon).items():
                 scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
-                found[name, epsilon] = compare(np.array(scalars), np.array(along))
-        return found
+                result[name, epsilon] = compare(np.array(scalars), np.array(along))
+        return result
 
     return measured
 
 
 def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any) -> None:
-    found = agreements(Device(has_back=True))
-    assert found["antithetic", SMALL].r > 0.9999
-    assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
-    assert found["fzoo", SMALL].r > 0.99
-    assert found["fzoo", LARGE].r < found["fzoo", SMALL].r
+    result = agreements(Device(has_back=True))
+    assert result["antithetic", SMALL].r > 0.9999
+    assert result["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
+    assert result["fzoo", SMALL].r > 0.99
+    assert result["fzoo", LARGE].r < result["fzoo", SMALL].r
 
 
 def test_rounding_drowns_small_steps(agreements: Any) -> None:
-    found = agreements(Device(has_back=True, grid=0.1))
-    assert found["antithetic", SMALL].r < 0.5 < 0.8 < found["antithetic", LARGE].r
+    result = agreements(Device(has_back=True, grid=0.1))
+    assert result["antithetic", SMALL].r < 0.5 < 0.8 < result["antithetic", LARGE].r
 
 
 def test_compare() -> None:

@@ -9,8 +9,8 @@ from prge.system.memory import memory_info
 
 
 def test_facts_are_of_jsons_types_and_of_this_machine() -> None:
-    found = facts()
-    assert json.loads(json.dumps(found)) == found
-    assert found["threads"] >= 1 and found["flops"] > 1e6
-    assert 0 < found["free_bytes"] <= memory_info()["MemTotal"]
-    assert {"temperature_celsius", "battery_percent"} <= found["sensors"].keys()
+    result = facts()
+    assert json.loads(json.dumps(result)) == result
+    assert result["threads"] >= 1 and result["flops"] > 1e6
+    assert 0 < result["free_bytes"] <= memory_info()["MemTotal"]
+    assert {"temperature_celsius", "battery_percent"} <= result["sensors"].keys()

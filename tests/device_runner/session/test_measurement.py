@@ -30,11 +30,11 @@ def test_a_verb_is_measured_and_has_a_cache_of_its_own(tmp_path: Path) -> None:
     child = started(tmp_path, "cache", "--json")
     told, _ = child.communicate(timeout=60)
     assert json.loads(told)["folders"][0]["folder"].startswith(str(tmp_path / "cache"))
-    found = json.loads((tmp_path / "found").read_text())
-    assert child.returncode == found["code"] == 0
-    assert 0 < found["anonymous_mb"] < found["peak_rss_mb"] and found["seconds"] > 0
-    assert found["sensors"]["start"].keys() == found["sensors"]["end"].keys()
-    assert found["joules"].keys() == {"by_charge", "by_power"}
+    result = json.loads((tmp_path / "found").read_text())
+    assert child.returncode == result["code"] == 0
+    assert 0 < result["anonymous_mb"] < result["peak_rss_mb"] and result["seconds"] > 0
+    assert result["sensors"]["start"].keys() == result["sensors"]["end"].keys()
+    assert result["joules"].keys() == {"by_charge", "by_power"}
 
 
 def test_an_error_and_a_kill_have_their_codes(tmp_path: Path, workshop: Path) -> None:

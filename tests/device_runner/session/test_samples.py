@@ -33,18 +33,18 @@ def write(folder: Path, name: str, content: str) -> Path:
 
 
 def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
-    found = read_prompts(write(tmp_path, "prompts.txt", "the film\n\n a dog"), Prompts(TOKENIZER))
-    assert [each.source for each in found] == ["the film", " a dog"]
-    assert found[0].prompt == Prompts(TOKENIZER).encode_text("the film")
+    result = read_prompts(write(tmp_path, "prompts.txt", "the film\n\n a dog"), Prompts(TOKENIZER))
+    assert [each.source for each in result] == ["the film", " a dog"]
+    assert result[0].prompt == Prompts(TOKENIZER).encode_text("the film")
 
 
 def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi!"}]
     rows = [{"prompt": "line\nbreak"}, {"messages": messages}]
     path = write(tmp_path, "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    found = read_prompts(path, Prompts(TOKENIZER))
-    assert [each.source for each in found] == ["line\nbreak", messages]
-    assert TOKENIZER.decode(found[1].prompt.tokens).startswith("[user]Hi!")
+    result = read_prompts(path, Prompts(TOKENIZER))
+    assert [each.source for each in result] == ["line\nbreak", messages]
+    assert TOKENIZER.decode(result[1].prompt.tokens).startswith("[user]Hi!")
 
 
 @pytest.mark.parametrize(

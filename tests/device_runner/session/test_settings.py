@@ -48,9 +48,9 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     roles: set[str], estimator: str, queries: int | None
 ) -> None:
     bundle = with_roles(roles)
-    found = settled(_settings(), bundle)
-    assert (found.estimator, found.queries) == (estimator, queries)
-    assert settled(found, bundle) == found
+    result = settled(_settings(), bundle)
+    assert (result.estimator, result.queries) == (estimator, queries)
+    assert settled(result, bundle) == result
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_the_optimizer_follows_from_the_estimator(
     changes: dict[str, Any], optimizer: str, beta2: float
 ) -> None:
     bundle = in_memory_bundle()
-    found = settled(_settings(**changes), bundle)
-    assert (found.optimizer, found.beta2) == (optimizer, beta2)
-    assert settled(found, bundle) == found
+    result = settled(_settings(**changes), bundle)
+    assert (result.optimizer, result.beta2) == (optimizer, beta2)
+    assert settled(result, bundle) == result
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_epochs_take_the_place_of_steps() -> None:
     def planned(settings: RunSettings) -> RunSettings:
         return plan_run(CHAIN, examples, settings).settings
 
-    found = planned(settings)
+    result = planned(settings)
     # 12 rows per step: 50 rows take 5 steps, of which the last exceeds one epoch.
-    assert (found.epochs, found.steps) == (None, 5)
-    assert planned(found) == found and found.warmup == 1
+    assert (result.epochs, result.steps) == (None, 5)
+    assert planned(result) == result and result.warmup == 1
     assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
     with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
         planned(replace(settings, epochs=0.1))
@@ -137,9 +137,9 @@ def test_epochs_take_the_place_of_steps() -> None:
 
 def test_the_name_of_a_data_set_is_no_path() -> None:
     """So that the run can be resumed from another folder."""
-    found = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
-    assert found.train == Path("nyu-mll/glue:sst2")
-    assert found.dev is not None and found.dev.is_absolute() and found.out.is_absolute()
+    result = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
+    assert result.train == Path("nyu-mll/glue:sst2")
+    assert result.dev is not None and result.dev.is_absolute() and result.out.is_absolute()
 
 
 def test_estimators_have_what_the_settings_say() -> None:

@@ -35,7 +35,7 @@ from tests.device_runner.engines.blocks import (
     MOST_TOKENS,
     WIDTH,
     LoweredBlocks,
-    answers,
+    compute_outputs,
     example,
     room,
 )
@@ -94,38 +94,38 @@ def pack(lowered: LoweredBlocks, folder: Path) -> list[Path]:
 def test_both_blocks_of_one_type_are_right_however_they_are_loaded(
     lowered: LoweredBlocks, tmp_path: Path
 ) -> None:
-    alone = answers(lowered, loaded(lowered))
-    assert answers(lowered, loaded(lowered, arena_for(lowered))) == alone
+    alone = compute_outputs(lowered, loaded(lowered))
+    assert compute_outputs(lowered, loaded(lowered, arena_for(lowered))) == alone
     packed = pack(lowered, tmp_path)
     before = [path.read_bytes() for path in packed]
     first = loaded(lowered, arena_for(lowered), packed)
-    assert answers(lowered, first) == alone
+    assert compute_outputs(lowered, first) == alone
     again = loaded(lowered, arena_for(lowered), packed)
     del first
-    assert answers(lowered, again) == alone
+    assert compute_outputs(lowered, again) == alone
     assert [path.read_bytes() for path in packed] == before
 
 
 def test_methods_stay_when_their_weights_are_released(lowered: LoweredBlocks, tmp_path: Path) -> None:
     def resident(path: Path) -> int:
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-        found = [
+        result = [
             next(line for line in lines if line.startswith("Rss:")) for each in lines if str(path) in each
         ]
-        assert found
-        return sum(int(line.split()[1]) for line in found)
+        assert result
+        return sum(int(line.split()[1]) for line in result)
 
     program, (packed, _) = Program(lowered.program), pack(lowered, tmp_path)
     weights = WeightsFile(lowered.weights[0], packed)
     methods = {name: program.load(name, weights=weights) for name in METHODS}
-    before = answers(lowered, [methods])
+    before = compute_outputs(lowered, [methods])
     assert resident(packed) > 0
     assert weights.release_pages()
     assert resident(packed) == 0
-    assert answers(lowered, [methods]) == before
+    assert compute_outputs(lowered, [methods]) == before
     assert weights.release_pages() and resident(packed) == 0
     methods["again"] = program.load(METHODS[0], weights=weights)
-    assert answers(lowered, [methods]) == before
+    assert compute_outputs(lowered, [methods]) == before
     assert weights.release_pages() and resident(packed) == 0
     methods.clear()
     assert not weights.release_pages()
@@ -167,14 +167,14 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(
 ) -> None:
     """The engine alone would let only one process use the file."""
     packed = pack(dynamic, tmp_path)
-    alone = answers(dynamic, loaded(dynamic))
+    alone = compute_outputs(dynamic, loaded(dynamic))
 
     def in_another_process() -> None:
         without_threads()
         there = loaded(dynamic, None, packed)
         maps = Path("/proc/self/maps").read_text()
         assert all(str(path) in maps for path in packed), maps
-        if answers(dynamic, there) != alone:
+        if compute_outputs(dynamic, there) != alone:
             raise EngineRefusalError("the answers differ")
 
     reading, writing = os.pipe()
@@ -264,13 +264,13 @@ def test_memory_that_no_call_touches_is_not_taken(dynamic: LoweredBlocks) -> Non
 
     before = resident()
     arena = Arena(1 << 36)
-    answers(dynamic, loaded(dynamic, arena))
+    compute_outputs(dynamic, loaded(dynamic, arena))
     assert resident() - before < 1 << 26
 
 
 def test_methods_outlive_what_they_were_loaded_from(dynamic: LoweredBlocks) -> None:
     blocks = loaded(dynamic, arena_for(dynamic))
-    assert len(answers(dynamic, blocks)) == len(dynamic.shapes) * 6
+    assert len(compute_outputs(dynamic, blocks)) == len(dynamic.shapes) * 6
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
     blocks = loaded(dynamic)
     with pytest.raises(EngineRefusalError, match=told):
         blocks[0]["score"].run(*change(example("score"), room("score")))
-    answers(dynamic, blocks)
+    compute_outputs(dynamic, blocks)
 
 
 def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
@@ -306,7 +306,7 @@ def test_sizes_beyond_the_bound_are_refused(dynamic: LoweredBlocks) -> None:
     with pytest.raises(EngineRefusalError) as caught:
         blocks[0]["score"].run(example("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log
-    answers(dynamic, blocks)
+    compute_outputs(dynamic, blocks)
 
 
 def test_an_arena_that_is_too_small_is_refused(dynamic: LoweredBlocks) -> None:
@@ -371,7 +371,7 @@ def test_weights_of_another_type_are_refused(
         with pytest.raises(EngineRefusalError) as caught:
             program.load("score", weights=weights)
         assert "flock" not in caught.value.log
-    answers(dynamic, loaded(dynamic))
+    compute_outputs(dynamic, loaded(dynamic))
 
 
 def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks, tmp_path: Path) -> None:
