@@ -79,7 +79,7 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
     return (weights.to(outputs.dtype) * torch.sin(outputs)).sum() / len(outputs)
 
 
-def slope_of(outputs: Array) -> Array:
+def loss_gradient_of(outputs: Array) -> Array:
     """Return the gradient of `loss_of` with respect to the outputs."""
     given = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
     loss_of(given).backward()
@@ -96,12 +96,12 @@ def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]
 
 
 def computed(engine: Engine, role: str, call: Call) -> tuple[FloatArray, ...]:
-    """Return an engine's outputs of a call in a role, along `directions_of` or with `slope_of`."""
+    """Return an engine's outputs of a call in a role, along `directions_of` or with `loss_gradient_of`."""
     if role == FORWARD:
         return (engine.forward(call),)
     if role == JVP:
         return engine.jvp(call, directions_of(engine.model, 2, len(call.sequences)))
-    return engine.vjp(call, slope_of)
+    return engine.vjp(call, loss_gradient_of)
 
 
 def bits(arrays: Iterable[Array]) -> list[bytes]:
@@ -174,8 +174,8 @@ def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
 def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:
     """Return the error of a gradient against autograd in double precision, relative to its largest entry."""
     call = _call_up_to(bundle, longest, rows)
-    _, expected = oracle_of(folder, torch.float64).vjp(call, slope_of)
-    _, result = opened(bundle, BACKWARD).engine.vjp(call, slope_of)
+    _, expected = oracle_of(folder, torch.float64).vjp(call, loss_gradient_of)
+    _, result = opened(bundle, BACKWARD).engine.vjp(call, loss_gradient_of)
     return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 

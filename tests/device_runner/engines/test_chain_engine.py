@@ -30,9 +30,9 @@ from tests.device_runner.engines.chains import (
     computed,
     counted_loads,
     directions_of,
+    loss_gradient_of,
     opened,
     oracle_of,
-    slope_of,
     split,
 )
 from tests.refusals import raises
@@ -167,7 +167,7 @@ def test_any_layout_of_adapters_and_directions_is_accepted(bundle: Bundle) -> No
     call, strange = (replace(each, adapters=each.adapters[1:]) for each in (call, strange))
     reordered = {name: np.asfortranarray(array) for name, array in reversed(directions.items())}
     assert bits(engine.jvp(strange, reordered)) == bits(engine.jvp(call, directions))
-    result = engine.vjp(strange, lambda outputs: np.asfortranarray(slope_of(outputs)))
+    result = engine.vjp(strange, lambda outputs: np.asfortranarray(loss_gradient_of(outputs)))
     assert bits(result) == bits(computed(engine, BACKWARD, call))
 
 

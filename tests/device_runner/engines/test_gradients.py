@@ -23,9 +23,9 @@ from tests.device_runner.engines.chains import (
     call_of,
     computed,
     export_chain,
+    loss_gradient_of,
     opened,
     oracle_of,
-    slope_of,
 )
 from tests.tiers import second_tier
 from tests.workshop import FolderBuilder
@@ -135,7 +135,7 @@ def test_nan_passes_layers_with_int8_activations(
     weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     memory = 1 << 40 if role == BACKWARD_SAVED else weights
     engine = opened(bundle, BACKWARD, loaded=memory).engine
-    before, run = engine.vjp(call, slope_of)[1], Forward.run
+    before, run = engine.vjp(call, loss_gradient_of)[1], Forward.run
 
     def broken(self: Forward, number: int, now: str, part: Batch, *second_tier: Any, **more: Any) -> Any:
         if (number, now) == (LAYERS // 2, role):
@@ -145,5 +145,5 @@ def test_nan_passes_layers_with_int8_activations(
 
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "run", broken)
-        assert np.isnan(engine.vjp(call, slope_of)[1]).all()
-    assert engine.vjp(call, slope_of)[1].tobytes() == before.tobytes()
+        assert np.isnan(engine.vjp(call, loss_gradient_of)[1]).all()
+    assert engine.vjp(call, loss_gradient_of)[1].tobytes() == before.tobytes()

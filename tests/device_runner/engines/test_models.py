@@ -40,9 +40,9 @@ from tests.device_runner.engines.chains import (
     directions_of,
     export_chain,
     logits_of,
+    loss_gradient_of,
     opened,
     oracle_of,
-    slope_of,
     split,
 )
 from tests.device_runner.engines.graph_blocks import GraphBlocks
@@ -136,7 +136,7 @@ class Case:
 
     def grad_fn(self, outputs: Array) -> Array:
         """Return the gradient of a loss with respect to the chain's outputs."""
-        by_output = slope_of(self.read(outputs))
+        by_output = loss_gradient_of(self.read(outputs))
         return by_output if self.head is None else by_output @ self.head.weight.detach().numpy()
 
     def changes(self, derivatives: Array) -> Array:
@@ -302,7 +302,7 @@ def test_outputs_of_all_copies(case: Case) -> None:
 def test_gradient(case: Case) -> None:
     call = case.call(max(len(case.lengths), 3))
     outputs, result = case.engine(BACKWARD).vjp(call, case.grad_fn)
-    expected, gradient = case.oracle.vjp(call, slope_of)
+    expected, gradient = case.oracle.vjp(call, loss_gradient_of)
     most = case.limits.outputs * case.limits.scale(expected)
     assert np.abs(case.read(outputs) - expected).max() < most
     assert difference(result, gradient) < case.limits.gradient
@@ -325,9 +325,9 @@ def test_tangents(case: Case) -> None:
 @cases([name for name in DECODERS if name.startswith("shared")])
 def test_gradient_from_residuals(case: Case) -> None:
     call, blocks = case.call(3), case.blocks
-    _, result = case.engine(BACKWARD).vjp(call, slope_of)
+    _, result = case.engine(BACKWARD).vjp(call, loss_gradient_of)
     store = ActivationStore(blocks, residual_bytes=1 << 40)
-    _, from_saved = ChainEngine(blocks, 1, store).vjp(call, slope_of)
+    _, from_saved = ChainEngine(blocks, 1, store).vjp(call, loss_gradient_of)
     # PyTorch's products have other last bits when operands are stored elsewhere; test_activations.py tests
     # the engine's, which don't.
     assert difference(from_saved, result) < 1e-5
