@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Use:
-    """The packed files of one process, used like a chain of two blocks does; `messages` are what it reported."""
+    """The packed files of one process, as a chain of two blocks uses them; `messages` are its reports."""
 
     def __init__(self, lowered: LoweredBlocks, folder: Path) -> None:
         self.lowered = lowered
