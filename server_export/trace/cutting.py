@@ -1,6 +1,8 @@
 """Cut a model's graph into blocks where a single value is live, and group the blocks by type.
 
-    embedding   tokens -> hidden states    block   hidden states -> hidden states    head   -> output
+    embedding   tokens -> hidden states
+    block       hidden states -> hidden states
+    head        hidden states -> output
 
 The cuts are found in the graph, not in the model's code. Stretches between cuts that repeat, such as
 attention and the MLP after it, are one block. Everything before the first of these is the embedding,
@@ -44,7 +46,7 @@ from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.walks import ancestors, descendants, readers
 from server_export.trace.experts import split_at_experts
-from server_export.trace.layers import Stretch, Values, ends_of_layers, of_layers
+from server_export.trace.layers import Stretch, Values, ends_of_layers, stretches_of_layers
 
 _STATE_DIMENSIONS = 3
 # An embedding, one block and a head.
@@ -90,9 +92,11 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     source = next(node for node in nodes if node.op == "placeholder")
     flow = descendants([source])
     result = output.args[0][0]
-    stretches = of_layers(nodes, flow, result) or _cut_at_single_values(nodes, flow, source, result, adapter)
+    stretches = stretches_of_layers(nodes, flow, result) or _cut_at_single_values(
+        nodes, flow, source, result, adapter
+    )
     if len(stretches) < _FEWEST_BLOCKS:
-        stretches = of_layers([*graph_module.graph.nodes], flow, result, all_read=True) or stretches
+        stretches = stretches_of_layers([*graph_module.graph.nodes], flow, result, all_read=True) or stretches
     stretches = [*split_at_experts(list(graph_module.graph.nodes), flow, stretches)]
     shared_values = [value for stretch in stretches for value in stretch.shared_out]
     number_of = {value: number for number, value in enumerate(shared_values)}
@@ -101,21 +105,21 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     # derivatives.
     first_adapted = next((number for number, block in enumerate(blocks) if block.modules), len(blocks))
     is_adapted = [number >= first_adapted for number, block in enumerate(blocks) for _ in block.shared_out]
-    return [_mark_changes(block, [is_adapted[value] for value in block.shared_in]) for block in blocks]
+    return [_mark_differentiable(block, [is_adapted[value] for value in block.shared_in]) for block in blocks]
 
 
-def _mark_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
+def _mark_differentiable(block: ModelBlock, is_differentiable: Sequence[bool]) -> ModelBlock:
     """Returns the block with ports that say which shared inputs depend on the adapter."""
     for port, node in block.inputs.items():
         if port.value == SHARED_IN and port.index is not None:
-            node.meta[PORT] = replace(port, is_differentiable=changes[port.index])
-    return replace(block, signature=(tuple(changes), *block.signature))
+            node.meta[PORT] = replace(port, is_differentiable=is_differentiable[port.index])
+    return replace(block, signature=(tuple(is_differentiable), *block.signature))
 
 
 def _cut_at_single_values(
     nodes: Sequence[Node], flow: set[Node], source: Node, result: Node, adapter: Collection[str]
 ) -> list[Stretch]:
-    cuts = [cut for cut in _single_live_values(nodes, source, flow) if cut is not result]
+    cuts = [node for node in _single_live_values(nodes, source, flow) if node is not result]
     # Logits are the only live value too, but no head starts after them.
     while cuts and not _frozen_shapes(result, cuts[-1], adapter):
         cuts.pop()
@@ -136,7 +140,7 @@ def _ends_at_layers(nodes: Sequence[Node], cuts: Sequence[Node]) -> list[Node]:
     """Returns the cuts where the embedding and each layer end, or none if a layer ends where no cut is."""
     indices = ends_of_layers(nodes)
     first = indices[0] if indices else 0
-    before = [cut for cut in cuts if cut in nodes[: first + 1]]
+    before = [node for node in cuts if node in nodes[: first + 1]]
     ends = [nodes[index] for index in indices[1:]]
     return [before[-1], *ends] if before and {*ends} <= {*cuts} else []
 

@@ -48,7 +48,7 @@ class Stretch:
     experts: int | None = None
 
 
-def of_layers(
+def stretches_of_layers(
     nodes: Sequence[Node], flow: set[Node], result: Node, all_read: bool = False
 ) -> list[Stretch] | None:
     """Returns the stretches of a graph if several values are live where its layers end, else None.

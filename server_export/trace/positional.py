@@ -146,7 +146,7 @@ def expand_to_users(writer: GraphWriter, node: Node, replacement: Node) -> Node:
 def _table_rows(writer: GraphWriter, node: Node, tables: ModelTables, dim: int, value: torch.Tensor) -> Node:
     """Write a tensor whose dimension `dim` is the tokens as rows of a table."""
     shape = shape_of_one_row(node)
-    rest = [size for position, size in enumerate(shape) if position != dim]
+    rest = [size for axis, size in enumerate(shape) if axis != dim]
     rows = value.movedim(dim, 0).reshape(tables.longest, math.prod(rest)).contiguous()
     table = ModelTable("rotary", values=rows)
     key = ("rows", rows.shape, rows.numpy().tobytes())

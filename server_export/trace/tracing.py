@@ -150,16 +150,16 @@ def trace(
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         mask_or_targets = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
-        example_inputs = (tokens, mask_or_targets, torch.empty(rows, TOKENS, 1), *trained)
+        matrices = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
+        example_inputs = (tokens, mask_or_targets, torch.empty(rows, TOKENS, 1), *matrices)
 
         def call_model(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
             return model(input_ids=tokens, **arguments)
 
         def exported(call: Call) -> ExportedProgram:
-            whole = _ModelWithReadout(traced, inputs, adapter, first_position, call).eval()
+            model_with_readout = _ModelWithReadout(traced, inputs, adapter, first_position, call).eval()
             with _WithKnownScalars():
-                return torch.export.export(whole, example_inputs, strict=False)
+                return torch.export.export(model_with_readout, example_inputs, strict=False)
 
         with patterns.tracing(traced, call_model, changes) as call:
             program = _export_reading_masks(traced, exported, call, changes)

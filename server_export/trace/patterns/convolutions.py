@@ -95,9 +95,9 @@ def _replace_shift(writer: GraphWriter, tables: ModelTables, node: Any) -> Node 
     """Replace a shift of f32 [rows, tokens, width] to earlier tokens by a convolution."""
     source, pads, *fill = node.args
     shape = node.meta["val"].shape
-    is_nothing = all(each in ("constant", None, 0) for each in fill)
+    is_zero_padding = all(each in ("constant", None, 0) for each in fill)
     is_shift = len(pads) == 4 and pads[:2] == [0, 0] and pads[2] == -pads[3] > 0
-    if len(shape) != 3 or not (is_shift and is_nothing):
+    if len(shape) != 3 or not (is_shift and is_zero_padding):
         return None
     taps = [torch.zeros(shape[2], 1)] * pads[2] + [torch.ones(shape[2], 1)]
     transposed = writer.call(aten.permute.default, source, [0, 2, 1])

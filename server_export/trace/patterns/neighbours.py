@@ -84,10 +84,10 @@ def _padded(writer: GraphWriter, shifts: _Shifts, node: Any) -> Node | None:
     zeros_before, zeros_after = pads[2:4] if len(pads) > 3 else (0, 0)
     missing = shifts.tokens - part.meta["val"].shape[1]
     offsets = {(missing, 0, missing): missing, (0, missing, 0): -missing}
-    is_nothing = all(each in ("constant", None, 0) for each in fill)
+    is_zero_padding = all(each in ("constant", None, 0) for each in fill)
     if (
         dim != 1
-        or not is_nothing
+        or not is_zero_padding
         or any(pads[:2])
         or any(pads[4:])
         or (start, zeros_before, zeros_after) not in offsets
