@@ -14,8 +14,8 @@ from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
 # RoPE types whose frequencies depend on the sequence length.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Names of position embeddings, and of buffers with position ids.
-TABLES = ("position_embedding", "position_embeddings")
-NUMBERS = "position_ids"
+POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+POSITION_IDS = "position_ids"
 
 
 def first_position(model: nn.Module) -> int:
@@ -28,7 +28,7 @@ def _first_row_of_own_ids(model: nn.Module) -> int:
     """Returns how many rows of a position embedding precede those of the model's own position ids."""
     for module in model.modules():
         position_ids = _own_position_ids(module)
-        tables = (getattr(module, name, None) for name in TABLES)
+        tables = (getattr(module, name, None) for name in POSITION_EMBEDDINGS)
         for table in tables:
             if position_ids is not None and isinstance(table, nn.Embedding):
                 return max(0, table.num_embeddings - position_ids.shape[-1])
@@ -36,13 +36,13 @@ def _first_row_of_own_ids(model: nn.Module) -> int:
 
 
 def _own_position_ids(module: nn.Module) -> torch.Tensor | None:
-    return dict(module.named_buffers(recurse=False)).get(NUMBERS)
+    return dict(module.named_buffers(recurse=False)).get(POSITION_IDS)
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
     """Yields position embeddings, and the modules that compute position ids in older models."""
     for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(TABLES):
+        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(POSITION_EMBEDDINGS):
             yield module
 
 

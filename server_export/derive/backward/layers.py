@@ -40,7 +40,7 @@ _QUANTIZED = "torchao.dequantize_affine.default"
 # Relative to the sum of a row's absolute values, of which the target has about half: below half a step of
 # int8.
 _SMALL = 1 / 1024
-# Threshold for a row of zeros; slope of the soft step at the threshold.
+# Threshold for a row of zeros; steepness of the soft step at the threshold.
 _TINY, _STEEP = 1e-30, 1e4
 
 
@@ -61,8 +61,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.layer, ctx.widths = inputs[1], inputs[2:4]
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return frozen_layer(gradient, ctx.layer, *ctx.widths, True), None, None, None, None
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+    return frozen_layer(grad_output, ctx.layer, *ctx.widths, True), None, None, None, None
 
 
 frozen_layer.register_autograd(_backward, setup_context=_setup_context)
@@ -183,7 +183,7 @@ class Expansion:
         return writer.plus(*halves)
 
     def _large_and_small(self, source: Node) -> Node:
-        """Split rows [..., n, words] into large and small values, stacked to [..., 2 n, words].
+        """Split rows [..., n, vocabulary] into large and small values, stacked to [..., 2 n, vocabulary].
 
         The selection is written as arithmetic, because XNNPACK has no comparison.
         """

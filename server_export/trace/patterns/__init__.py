@@ -56,7 +56,7 @@ class Pattern:
     """A peculiarity of some architectures.
 
     A model may have a pattern if it has one of `attributes` or `settings`, or if the pattern has none of
-    them; then `check`, `unread` and `blocks` apply. The model has the pattern if `matches` says so too.
+    them; then `check`, `unadapted` and `blocks` apply. The model has the pattern if `matches` says so too.
     Without `matches`, it has the pattern if it has one of these, or if its code calls one of `functions`.
     Then `prepare`, `tracing` and `call` apply. `retrace` applies to models that did not read their masks, and
     passes apply to graphs with one of their operators.
@@ -73,7 +73,7 @@ class Pattern:
         keeps_state: whether these functions are recurrences.
         matches: returns whether a model has the pattern.
         check: raises Refusal for a model that can't be exported with sequences of up to the given length.
-        unread: returns names of modules whose layers can't be adapted; the model may lack its weights.
+        unadapted: returns names of modules whose layers can't be adapted; the model may lack its weights.
         prepare: modifies a model before it is traced.
         tracing: a context in which the model is traced.
         call: wraps the function that calls the model while it is traced.
@@ -93,7 +93,7 @@ class Pattern:
     keeps_state: bool = False
     matches: Callable[[TracedModel], bool] | None = None
     check: Callable[[Any, int], None] | None = None
-    unread: Callable[[nn.Module], Collection[str]] | None = None
+    unadapted: Callable[[nn.Module], Collection[str]] | None = None
     prepare: Callable[[TracedModel], None] | None = None
     tracing: Callable[[TracedModel], AbstractContextManager[None]] | None = None
     call: Wrap | None = None
@@ -163,8 +163,8 @@ def unread_modules(model: nn.Module) -> list[str]:
     return [
         name
         for pattern in patterns()
-        if pattern.unread is not None and _may_have(pattern, model)
-        for name in pattern.unread(model)
+        if pattern.unadapted is not None and _may_have(pattern, model)
+        for name in pattern.unadapted(model)
     ]
 
 

@@ -125,7 +125,7 @@ def _append_to_product(
 
 register(
     Pattern(
-        "places of keys",
+        "positions of keys",
         serves="decoders with ALiBi: bloom, mpt, falcon",
         model_types=("bloom", "mpt"),
         example="bloom",

@@ -58,8 +58,8 @@ def width_of(module: Any) -> int:
 class _Expert(nn.Module):
     """One expert of a layer: [..., in + 1] -> [..., out]; the last input element is the share.
 
-    The output is multiplied by the share; if experts see all tokens, the input is instead. The weights have
-    the names of the layer's weights, followed by the number of the expert.
+    The output is multiplied by the share; if experts see all tokens, the input is multiplied instead. The
+    weights have the names of the layer's weights, followed by the number of the expert.
     """
 
     def __init__(self, name: str, module: Any, number: int) -> None:
@@ -157,7 +157,7 @@ register(
         example="olmoe",
         attributes=("has_post_expert_norm", "gate_up_proj"),
         matches=lambda traced: bool(expert_layers(traced.model)),
-        unread=expert_layers,
+        unadapted=expert_layers,
         prepare=_prepare,
         blocks=_with_experts,
     )

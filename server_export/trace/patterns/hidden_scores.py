@@ -142,7 +142,7 @@ def _masked_scores(user: Node, value: torch.Tensor, known: Known) -> torch.Tenso
 
 register(
     Pattern(
-        "hidden scores",
+        "masked scores",
         serves="decoders that mask scores by where, masked_fill or a product",
         model_types=("gpt_neo", "mpt", "openai-gpt", "xglm"),
         example="gpt_neo",

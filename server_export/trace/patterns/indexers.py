@@ -81,7 +81,7 @@ register(
         example="deepseek_v32",
         attributes=_COUNTS,
         check=_check,
-        unread=indexers,
+        unadapted=indexers,
         prepare=_prepare,
     )
 )

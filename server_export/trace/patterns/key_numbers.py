@@ -88,7 +88,7 @@ def _append_to_product(writer: GraphWriter, product: Node, scale: float, biases:
 
 register(
     Pattern(
-        "numbers of keys",
+        "key biases",
         serves="decoders that add a bias of each key to its scores, such as Doge",
         model_types=("doge",),
         example="doge",

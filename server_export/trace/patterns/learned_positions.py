@@ -18,7 +18,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.modules import replace_tensor
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positions import NUMBERS, TABLES, first_position
+from server_export.trace.positions import POSITION_EMBEDDINGS, POSITION_IDS, first_position
 
 
 @contextmanager
@@ -51,10 +51,10 @@ def _by_position(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[int, .
     tables: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
         f"{name}.weight": (module.weight, (0,))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.endswith(TABLES)
+        if isinstance(module, nn.Embedding) and name.endswith(POSITION_EMBEDDINGS)
     }
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name.rpartition(".")[2] == NUMBERS:
+        if name.rpartition(".")[2] == POSITION_IDS:
             tables[name] = (buffer, (buffer.dim() - 1,))
         elif [*buffer.shape] == [1, 1, count, count]:
             tables[name] = (buffer, (2, 3))
