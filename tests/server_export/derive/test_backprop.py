@@ -98,8 +98,8 @@ def test_there_is_no_backward_pass_below_the_differentiated_inputs() -> None:
     lowest = backpropagate(forward, ["lora_b"], ["lora_b"], LENGTH)
     assert transposed(whole) == {f"{TRANSPOSED}first_weight", f"{TRANSPOSED}second_weight"}
     assert transposed(lowest) == set()
-    (found,) = outputs_of(lowest, *inputs())
-    assert torch.equal(found, outputs_of(whole, *inputs())[1])
+    (grad_adapter,) = outputs_of(lowest, *inputs())
+    assert torch.equal(grad_adapter, outputs_of(whole, *inputs())[1])
 
 
 def test_ones_are_no_input_if_no_tokens_are_summed() -> None:
@@ -157,8 +157,8 @@ def test_adapters_of_rank_one_have_transposed_rows() -> None:
     graph = backpropagate(rewritten_graph(module, (state, lora_b)), ["state", "lora_b"], ["lora_b"], LENGTH)
     differentiated = state.requires_grad_(), lora_b.requires_grad_()
     grad_state, grad_adapter = torch.autograd.grad(module(*differentiated), differentiated, grad_output)
-    found = outputs_of(graph, state, lora_b, grad_output)
-    for actual, reference in zip(found, (grad_state, grad_adapter), strict=True):
+    gradients = outputs_of(graph, state, lora_b, grad_output)
+    for actual, reference in zip(gradients, (grad_state, grad_adapter), strict=True):
         assert relative_difference(actual, reference) < 1e-5
     with_transposed = add_transposed_weights(module.state_dict(), transposed(graph))
     for name in ("lora_a_0", "lora_a_1"):
@@ -194,9 +194,9 @@ def quantized(bits: int) -> Adapted:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
 
     module = Adapted()
-    kind = {4: torch.int4, 8: torch.int8}[bits]
+    dtype = {4: torch.int4, 8: torch.int8}[bits]
     quantize_(
-        module, Int8DynamicActivationIntxWeightConfig(weight_dtype=kind, weight_granularity=PerGroup(32))
+        module, Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=PerGroup(32))
     )
     return module
 
@@ -206,10 +206,10 @@ def test_a_quantized_layer_passes_the_gradient_straight_through(bits: int) -> No
     module = quantized(bits)
     forward = rewritten_graph(module, inputs()[:2])
     graph = backpropagate(forward, ["state", "lora_b"], ["lora_b"], LENGTH)
-    found = outputs_of(graph, *inputs())
+    gradients = outputs_of(graph, *inputs())
     straight_through(module)
     expected = by_autograd(module)
-    for actual, reference in zip(found, expected, strict=True):
+    for actual, reference in zip(gradients, expected, strict=True):
         # The remaining difference comes from int8 activations and from weights that are rounded once more.
         assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > 0.999
         assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.02)
@@ -229,8 +229,8 @@ class Head(nn.Module):
         self.layer.weight.requires_grad_(False).copy_(weight / 4)
 
     def forward(self, state: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = SOFTMAX_PARTS(self.layer(state), shift, index)
-        return found
+        parts: torch.Tensor = SOFTMAX_PARTS(self.layer(state), shift, index)
+        return parts
 
 
 def test_small_probabilities_pass_a_quantized_head_backward() -> None:
@@ -249,12 +249,15 @@ def test_small_probabilities_pass_a_quantized_head_backward() -> None:
     graph = backpropagate(rewritten_graph(head, (state, shift, index)), ["state"], [], Head.POSITIONS)
     arguments = {"state": state, "shift": shift, "index": index, GRAD_OUTPUT: grad_output}
     with torch.no_grad():
-        (found,) = graph(*(arguments[name] for name in inputs_of(graph)))
+        (grad_state,) = graph(*(arguments[name] for name in inputs_of(graph)))
     straight_through(head)
     state.requires_grad_()
     SoftmaxParts.apply(head.layer(state), shift, index).backward(grad_output)
-    assert state.grad is not None and not found[:, :3].any()
-    for actual, reference, least in ((found, state.grad, 0.999), (found.sum(1), state.grad.sum(1), 0.985)):
+    assert state.grad is not None and not grad_state[:, :3].any()
+    for actual, reference, least in (
+        (grad_state, state.grad, 0.999),
+        (grad_state.sum(1), state.grad.sum(1), 0.985),
+    ):
         assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > least
         assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.05)
 

@@ -53,12 +53,12 @@ class Derived:
 
     def call(self, role: str, changes: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Returns the outputs of a role, with autograd for inputs that require gradients."""
-        given = self.inputs | dict(changes or {})
+        inputs = self.inputs | dict(changes or {})
         if role != JVP:
             # In the backward roles every row has a copy.
             copies = 1 if role == FORWARD else len(self.state)
-            given |= {name: given[name].expand(copies, -1, -1) for name in self.adapter}
-        return list(self.blocks[role].call(given).values())
+            inputs |= {name: inputs[name].expand(copies, -1, -1) for name in self.adapter}
+        return list(self.blocks[role].call(inputs).values())
 
     @property
     def is_head(self) -> bool:
@@ -194,9 +194,9 @@ def test_the_backward_pass_from_residuals_is_the_same_without_frozen_layers(
         changes = {"grad_hidden_states": grad_output} | (
             {"shift": of_type.inputs["shift"] + 0.5} if of_type.is_head else {}
         )
-        given = {f"residual.{number}": value for number, value in enumerate(saved)}
+        residuals = {f"residual.{number}": value for number, value in enumerate(saved)}
         for actual, reference in zip(
-            of_type.call(BACKWARD_SAVED, changes | given), of_type.call(BACKWARD, changes), strict=True
+            of_type.call(BACKWARD_SAVED, changes | residuals), of_type.call(BACKWARD, changes), strict=True
         ):
             assert torch.equal(actual, reference)
         forward = {name for name in linear_layers(of_type.blocks[FORWARD]) if not name.startswith("constant")}

@@ -74,15 +74,15 @@ class Derived:
         causal = [table for table in self.tables if table.type == "causal"]
         self.members = causal[0].members if causal else 0
 
-    def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        rows, tokens, _ = given["hidden_states"].shape
+    def call(self, role: str, arguments: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        rows, tokens, _ = arguments["hidden_states"].shape
         copies = rows if role in (DECODE, BACKWARD) else 1
         flat = role in (JVP, PREFILL_JVP)
         inputs = {name: m[0] if flat else m.expand(copies, -1, -1) for name, m in self.adapter.items()}
         inputs |= {name: matrix.expand(copies, -1, -1) for name, matrix in self.frozen.items()}
-        past = given[PAST_MASK].shape[-1] if PAST_MASK in given else 2
+        past = arguments[PAST_MASK].shape[-1] if PAST_MASK in arguments else 2
         inputs |= {"ones": torch.ones(1, tokens, 1), "past_ones": torch.ones(1, past, 1)}
-        return list(self.blocks[role].call({**inputs, **given}).values())
+        return list(self.blocks[role].call({**inputs, **arguments}).values())
 
     def one_by_one(self, state: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns the output with token-by-token recurrences, which autograd differentiates."""
@@ -94,16 +94,18 @@ class Derived:
 
     def extra_inputs(self, start: int, end: int, rows: int = 1) -> Tensors:
         """Returns the tables of a chunk and the masks of its attention."""
-        given: Tensors = {}
+        arguments: Tensors = {}
         for number, table in enumerate(self.tables):
             is_by_position = table.type in ("rotary", "positions", "zeros")
-            found = table.of(end)[:, start:] if is_by_position else table.of(end - start)
-            given[f"table.{number}"] = found.expand(rows, *found.shape[1:]) if is_by_position else found
+            rows_of_table = table.of(end)[:, start:] if is_by_position else table.of(end - start)
+            arguments[f"table.{number}"] = (
+                rows_of_table.expand(rows, *rows_of_table.shape[1:]) if is_by_position else rows_of_table
+            )
         past = max(start, 2)
         past_mask = torch.zeros(self.members * (end - start), past)
         past_mask[:, : past - start] = -3e4
         mask = [table.of(end - start) for table in self.tables if table.type == "causal"]
-        return given | {PAST_MASK: past_mask, CAUSAL_MASK: mask[0].flatten(0, 1) if mask else past_mask}
+        return arguments | {PAST_MASK: past_mask, CAUSAL_MASK: mask[0].flatten(0, 1) if mask else past_mask}
 
 
 ONE_BY_ONE = {CONVOLUTION: convolution, RECURRENCE: recurrence, SCAN: scan}
@@ -117,21 +119,21 @@ def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def in_chunks(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[Tensors]]:
     """Returns the outputs of the chunks of a row, and recurrent states and past before each chunk."""
-    outputs, given, states = [], [], dict(block.recurrent_states)
+    outputs, known_before, states = [], [], dict(block.recurrent_states)
     known = {n: torch.zeros(block.shapes[n][0], 0, block.shapes[n][2]) for n in PASTS if n in block.shapes}
     for start, end in CHUNKS:
         past = {
             n: torch.cat([torch.zeros(len(v), max(0, 2 - start), v.shape[2]), v], 1) for n, v in known.items()
         }
-        given.append(states | past)
+        known_before.append(states | past)
         inputs = {"hidden_states": state[:, start:end], **block.extra_inputs(start, end), **states, **past}
         output, *state_outputs = block.call(PREFILL, inputs)
         outputs.append(output)
         new = dict(zip([*states, *known], state_outputs, strict=True))
         known = {name: torch.cat([known[name], new[name]], 1) for name in known}
         states = {name: new[name] for name in states}
-    given.append(states | known)
-    return torch.cat(outputs, 1), given
+    known_before.append(states | known)
+    return torch.cat(outputs, 1), known_before
 
 
 PASTS = (PAST_KEYS, PAST_VALUES)
@@ -141,23 +143,25 @@ PASTS = (PAST_KEYS, PAST_VALUES)
 def test_all_tokens_at_once_equal_one_token_at_a_time(block: Derived) -> None:
     state = random(2, LENGTH, block.width).float()
     expected = block.one_by_one(state, block.adapter)
-    (found,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
-    assert relative_difference(found, expected) < 1e-5
+    (output,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
+    assert relative_difference(output, expected) < 1e-5
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
 def test_chunks_and_single_tokens_continue_the_sequence(block: Derived) -> None:
     state = random(1, LENGTH, block.width).float()
     (expected,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
-    found, given = in_chunks(block, state)
-    assert relative_difference(found, expected) < 1e-5
+    outputs, known_before = in_chunks(block, state)
+    assert relative_difference(outputs, expected) < 1e-5
     # Two sequences that both continue after the second chunk.
     last = CHUNKS[-1][0]
-    states = {name: torch.cat([given[2][name], given[2][name]]) for name in block.recurrent_states}
+    states = {
+        name: torch.cat([known_before[2][name], known_before[2][name]]) for name in block.recurrent_states
+    }
     pasts = {}
     for name in PASTS:
         if name in block.shapes:
-            pasts[name] = torch.cat([torch.nn.functional.pad(given[2][name], (0, 0, 1, 0))] * 2)
+            pasts[name] = torch.cat([torch.nn.functional.pad(known_before[2][name], (0, 0, 1, 0))] * 2)
     heads = len(pasts[PAST_KEYS]) if pasts else 0
     past_mask = torch.zeros(heads, 1, last + 1)
     past_mask[..., 0] = 0
@@ -178,13 +182,15 @@ def test_gradients_are_autograds_at_once_and_in_chunks(block: Derived) -> None:
     with torch.enable_grad():
         output = block.one_by_one(differentiated, matrices)
     expected = torch.autograd.grad(output, [differentiated, *matrices.values()], grad_output)
-    found = block.call(BACKWARD, {"hidden_states": state, "grad_hidden_states": grad_output, **block.whole()})
-    for actual, reference in zip(found, expected, strict=True):
+    actual_gradients = block.call(
+        BACKWARD, {"hidden_states": state, "grad_hidden_states": grad_output, **block.whole()}
+    )
+    for actual, reference in zip(actual_gradients, expected, strict=True):
         assert relative_difference(actual, reference) < 1e-4
-    _, given = in_chunks(block, state)
-    later = {f"grad_{name}": torch.zeros_like(value) for name, value in given[-1].items()}
+    _, known_before = in_chunks(block, state)
+    later = {f"grad_{name}": torch.zeros_like(value) for name, value in known_before[-1].items()}
     grad_states, gradients = [], []
-    for (start, end), before in reversed(list(zip(CHUNKS, given[:-1], strict=True))):
+    for (start, end), before in reversed(list(zip(CHUNKS, known_before[:-1], strict=True))):
         own = {
             name: later[f"grad_{past}"][:, start:end]
             for name, past in (("grad_keys", PAST_KEYS), ("grad_values", PAST_VALUES))
@@ -205,8 +211,8 @@ def test_gradients_are_autograds_at_once_and_in_chunks(block: Derived) -> None:
             else:
                 later[f"grad_{name}"] = grad_past
         gradients.append(other_gradients[len(names) :])
-    found = [torch.cat(grad_states, 1), *(sum(parts) for parts in zip(*gradients, strict=True))]
-    for actual, reference in zip(found, expected, strict=True):
+    actual_gradients = [torch.cat(grad_states, 1), *(sum(parts) for parts in zip(*gradients, strict=True))]
+    for actual, reference in zip(actual_gradients, expected, strict=True):
         assert relative_difference(actual, reference) < 1e-4
 
 
@@ -232,11 +238,11 @@ def test_tangents_are_derivatives_at_once_and_in_chunks(block: Derived) -> None:
             at, (state, *block.adapter.values()), (tangents_in[query], *along)
         )
         expected.append(derivative)
-    _, found = block.call(
+    _, tangents_out = block.call(
         JVP, {"hidden_states": state, "tangent_hidden_states": tangents_in, **block.whole(), **directions}
     )
-    assert relative_difference(found, torch.stack(expected)) < 1e-4
-    _, given = in_chunks(block, state)
+    assert relative_difference(tangents_out, torch.stack(expected)) < 1e-4
+    _, known_before = in_chunks(block, state)
     later = {
         f"tangent_{name}": torch.zeros(2, *value.shape) for name, value in block.recurrent_states.items()
     }
@@ -246,7 +252,7 @@ def test_tangents_are_derivatives_at_once_and_in_chunks(block: Derived) -> None:
         for n in PASTS
         if n in block.shapes
     }
-    for (start, end), before in zip(CHUNKS, given[:-1], strict=True):
+    for (start, end), before in zip(CHUNKS, known_before[:-1], strict=True):
         d_past = {
             n: torch.cat([torch.zeros(2, v.shape[1], max(0, 2 - start), v.shape[3]), v], 2)
             for n, v in d_known.items()

@@ -29,8 +29,8 @@ def random_inputs(tokens: int, has_own_decays: bool, strongest: float) -> list[A
     )
     tables = [torch.from_numpy(relation("behind", tokens, first, None)) for first in (0, 1)]
     halves, meeting = (
-        [torch.from_numpy(relation(kind, tokens, size, None)) for size in SIZES]
-        for kind in ("halves", "meeting")
+        [torch.from_numpy(relation(table_type, tokens, size, None)) for size in SIZES]
+        for table_type in ("halves", "meeting")
     )
     return [query, key, value, decay, strength, *tables, halves, meeting if has_own_decays else []]
 

@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
     "stack": Case(lambda x: torch.stack([x, x], 1), X),
     "part that is put between": Case(lambda x: x.slice_scatter(x[:, :1] * 2.0, 1, 1, 2), X),
     "part that is put at the end": Case(lambda x: x.slice_scatter(x[:, :2] * 2.0, 1, 1), X),
-    "largest with its place": Case(
+    "largest with its index": Case(
         lambda x: x.max(-1, keepdim=True)[0] + x.max(1)[0].sum(), X, {"sum", "topk"}
     ),
     "bounds that are tensors": Case(lambda x: torch.clamp(x, min=x[:1]), X),
@@ -117,9 +117,9 @@ CASES: dict[str, Case] = {
     "product of a weight is a layer's": Case(lambda x: torch.matmul(TABLE, x), X),
     "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), X),
     "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, X),
-    "repetition that is an answer stays": Case(lambda x: x.repeat(5, 1, 1, 1), X, {"repeat"}),
+    "repetition that is an output stays": Case(lambda x: x.repeat(5, 1, 1, 1), X, {"repeat"}),
     "empty parts": Case(lambda x: torch.cat([x[..., :0], x, x], -1), X, {"cat"}),
-    "one part beside empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2.0], -1), X),
+    "one part and empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2.0], -1), X),
     "parts that are all there": Case(lambda x: torch.cat([x, x], 1), X, {"cat"}),
     # Identities
     "dropout": Case(lambda x: F.dropout(x, 0.5, training=False) * 2.0, X),

@@ -135,10 +135,10 @@ def test_all_forms_of_a_dual_behave_alike(tangents: GraphTangents, form: str) ->
 def test_a_primal_broadcasts_against_interleaved_tangents(tangents: GraphTangents, form: str) -> None:
     value = random(1 + QUERIES, 2, 3)
     dual, inputs = dual_in(form, tangents, value)
-    found = Interleaved.of(dual)
-    one, broadcast_tangents = found.broadcastable(found.primal)
-    assert Interleaved.of(found) is found
-    inside, product = run(tangents, (found.inside, tangents.product(one, broadcast_tangents)), *inputs)
+    interleaved = Interleaved.of(dual)
+    one, broadcast_tangents = interleaved.broadcastable(interleaved.primal)
+    assert Interleaved.of(interleaved) is interleaved
+    inside, product = run(tangents, (interleaved.inside, tangents.product(one, broadcast_tangents)), *inputs)
     assert product.shape == (2, QUERIES, 3)
     torch.testing.assert_close(inside, value[1:].movedim(0, -2))
     torch.testing.assert_close(product, value[0].unsqueeze(1) * inside)
@@ -151,9 +151,9 @@ def test_interleaved_tangents_keep_their_layout_if_the_last_dimension_stays(
     dual, inputs = dual_in("interleaved", tangents, value)
     kept, converted = dual.reshaped((6, 4)), dual.reshaped((2, 12))
     assert isinstance(kept, Interleaved) and not isinstance(converted, Interleaved)
-    found = run(tangents, (kept.tangents, converted.tangents), *inputs)
-    assert torch.equal(found[0], value[1:].reshape(-1, 6, 4))
-    assert torch.equal(found[1], value[1:].reshape(-1, 2, 12))
+    tangent_outputs = run(tangents, (kept.tangents, converted.tangents), *inputs)
+    assert torch.equal(tangent_outputs[0], value[1:].reshape(-1, 6, 4))
+    assert torch.equal(tangent_outputs[1], value[1:].reshape(-1, 2, 12))
 
 
 def test_tangents_are_computed_once(tangents: GraphTangents) -> None:

@@ -382,8 +382,8 @@ def compare(case: Case, queries: int = 3, graph: GraphModule | None = None) -> N
             for tensor in (*case.active, *case.passive, *tangents)
         )
         with torch.no_grad():
-            found = graph(*inputs)
-        for actual, reference in zip(found, expected, strict=True):
+            outputs = graph(*inputs)
+        for actual, reference in zip(outputs, expected, strict=True):
             assert actual.dtype == dtype
             assert relative_difference(actual, reference) < tolerance
 
@@ -434,8 +434,8 @@ def test_a_block_has_the_same_derivative_whatever_dimension_is_its_tokens(name: 
     takes_ones = ONES in inputs_of(graph)
     ones = torch.ones(1, tokens, 1).double()
     with torch.no_grad():
-        found = graph(*case.active, *case.passive, *[ones] * takes_ones, *tangents)
-    for actual, reference in zip(found, jvp(case.module, case.active, case.passive, tangents), strict=True):
+        outputs = graph(*case.active, *case.passive, *[ones] * takes_ones, *tangents)
+    for actual, reference in zip(outputs, jvp(case.module, case.active, case.passive, tangents), strict=True):
         assert relative_difference(actual, reference) < 1e-12
 
 
@@ -508,10 +508,10 @@ def test_zero_and_large_magnitudes(function: Callable[[torch.Tensor], torch.Tens
     tangents = (torch.ones(2, *x.shape),)
     graph = with_tangents(Function(function), (x,), queries=2)
     with torch.no_grad():
-        output, found = graph(x, *tangents)
+        output, output_tangents = graph(x, *tangents)
     expected, derivatives = jvp(Function(function), (x.double(),), (), (tangents[0].double(),))
     torch.testing.assert_close(output, expected.float())
-    torch.testing.assert_close(found, derivatives.float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output_tangents, derivatives.float(), atol=1e-6, rtol=1e-5)
 
 
 def test_relu_is_flat_at_zero_like_that_of_pytorch() -> None:
@@ -544,11 +544,11 @@ def test_every_row_of_a_tangent_has_its_own_scale() -> None:
     x = random(2, 3, 32).float()
     tangents = random(3, 2, 3, 32, seed=1).float() * torch.logspace(-3, 3, 18).reshape(3, 2, 3, 1)
     with torch.no_grad():
-        output, found = graph(x, tangents)
+        output, output_tangents = graph(x, tangents)
         torch.testing.assert_close(output, layer(x))
-        torch.testing.assert_close(found, unbiased(tangents))
+        torch.testing.assert_close(output_tangents, unbiased(tangents))
         # A power of 2 scales floats exactly, including codes.
-        assert torch.equal(graph(x, tangents * 1024)[1], found * 1024)
+        assert torch.equal(graph(x, tangents * 1024)[1], output_tangents * 1024)
 
 
 def test_every_rule_is_tested() -> None:

@@ -95,7 +95,7 @@ def test_a_rank_one_direction_is_the_product_of_its_factors(is_active: bool) -> 
     seeds |= {names[1]: Dense()} if is_active else {}
     graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS}).double()
     scale = (random(queries, 1),) if is_active else ()
-    output, found = graph(x, *active[:-1], matrix[0], *scale, u, v)
+    output, tangents = graph(x, *active[:-1], matrix[0], *scale, u, v)
 
     directions = (*scale, torch.einsum("qri,qrj->qrij", u, v))
     copies = (*active[:-1], matrix.repeat(rows, 1, 1))
@@ -103,7 +103,7 @@ def test_a_rank_one_direction_is_the_product_of_its_factors(is_active: bool) -> 
         Function(lambda *active_values: through_adapter(x, *active_values)), copies, (), directions
     )
     assert relative_difference(output, expected[0]) < 1e-12
-    assert relative_difference(found, expected[1]) < 1e-12
+    assert relative_difference(tangents, expected[1]) < 1e-12
 
 
 def test_weights_are_shared_with_the_original() -> None:
@@ -121,7 +121,7 @@ def test_values_without_tangents_are_computed_once() -> None:
         for graph in (with_tangents(below, (random(2, 4),), (random(2, 4, seed=1),)),)
         for target in (aten.linear.default, aten.tanh.default)
     ]
-    assert [len(found) for found in operators] == [2, 1]
+    assert [len(names) for names in operators] == [2, 1]
 
 
 @pytest.mark.parametrize("tokens", [3, TOKENS])
