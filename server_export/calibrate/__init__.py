@@ -1,1 +1,2 @@
-"""Calibrated rounding of int4 layers: rows, layers that stay int8, and codes that compensate errors."""
+"""Calibration of int4 layers: its rows, the choice of layers that stay int8, and codes that compensate
+errors."""

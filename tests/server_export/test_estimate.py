@@ -46,7 +46,7 @@ def test_a_configuration_is_enough(outline_folder: Path, capsys: pytest.CaptureF
     one = ["--model", str(outline_folder), "--tokens", "8", "--estimator", "tangent"]
     assert main(one) == 0
     text = capsys.readouterr().out
-    for words in ("20 rows of 8 tokens", "memory of a run", "workspace", "anonymous"):
+    for words in ("20 forward passes of 8 tokens", "memory of a run", "workspace", "anonymous"):
         assert words in text, words
 
 

@@ -90,7 +90,7 @@ def test_layers_that_are_chosen_where_peft_has_no_choice_are_not_told_as_all(
     model = save_model(tmp_path / "model", "qwen3_5")
     with raises(BundleError, "enough"):
         export(config(model, tmp_path / "bundle", target_modules=None))
-    assert "usual target modules" not in capsys.readouterr().out
+    assert "default target modules" not in capsys.readouterr().out
 
 
 def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
@@ -172,5 +172,7 @@ def test_a_model_without_a_usual_choice_of_layers_is_exported_and_it_is_said(
     model = save_model(tmp_path / "model", "persimmon", num_hidden_layers=1)
     bundle = open_bundle(export(config(model, tmp_path / "bundle")))
     assert len(bundle.chain.modules) == 4
-    told = "no usual target modules for persimmon: linear layers of all kinds are adapted, 4 in all"
+    told = (
+        "no default target modules for persimmon, so all linear layers of the blocks are adapted (4 layers)"
+    )
     assert told in capsys.readouterr().out

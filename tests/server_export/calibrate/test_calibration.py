@@ -29,4 +29,4 @@ def test_layers_that_see_too_few_tokens_are_told(tmp_path: Path, capsys: pytest.
     calibrate(chain, ROWS, 4.0, tmp_path / "many")
     assert "too few" not in capsys.readouterr().out
     calibrate(chain, ROWS[:1], 4.0, tmp_path / "few")
-    assert "14 layers see too few and are rounded to the nearest" in capsys.readouterr().out
+    assert "14 layers see too few tokens and are rounded to the nearest" in capsys.readouterr().out

@@ -155,9 +155,9 @@ def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> No
     [
         ("{% for message in messages %}", "can't be read: Unexpected end of template"),
         ("{{ raise_exception('never') }}", "refuses the messages; never"),
-        ("{{ messages[0].content }}", "what the user or the assistant says is not in its text"),
+        ("{{ messages[0].content }}", "The rendered text lacks the message"),
         ("{{ range(messages | length) | list }}", "where message 2 begins can't be told from its text"),
-        ("{{ 'x' * (messages | length) }}", "what the user or the assistant says is not in its text"),
+        ("{{ 'x' * (messages | length) }}", "The rendered text lacks the message"),
     ],
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "value"),
     [
-        ('{"eos_token_id": "</s>"}', "eos_token_id '</s>'"),
-        ('{"eos_token_id": [2, true]}', "eos_token_id [2, True]"),
+        ('{"eos_token_id": "</s>"}', "is '</s>' but"),
+        ('{"eos_token_id": [2, true]}', "is [2, True] but"),
         ("{", "generation_config.json"),
     ],
 )
@@ -152,9 +152,9 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
         ({"vocab_size": True}, "vocab_size is True"),
         ({"num_hidden_layers": None, "n_layer": -3}, "n_layer is -3"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"unheard_of": 1 << 63}, "unheard_of is 9223372036854775808, must have at most 64 bits"),
-        ({"architectures": 7}, "architectures is 7, must be a list of names"),
-        ({"text_config": {"architectures": [{}]}}, "architectures is [{}], must be a list of names"),
+        ({"unheard_of": 1 << 63}, "unheard_of is 9223372036854775808 but must fit into 64 bits"),
+        ({"architectures": 7}, "architectures is 7 but must be a list of names"),
+        ({"text_config": {"architectures": [{}]}}, "architectures is [{}] but must be a list of names"),
         ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
         ({"hidden_size": 10**200}, "a number of 201 digits"),
         ({"eps": float("nan")}, "NaN"),

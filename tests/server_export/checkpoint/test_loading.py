@@ -113,7 +113,7 @@ def test_a_weight_that_is_missing_is_named_and_never_made_up(architecture: str, 
         load_model(str(folder))
     text = str(caught.value)
     assert "it lacks" in text and removed and removed.split(".", 1)[1] in text
-    assert "it has no place for" in text and "spare" in text
+    assert "it does not use" in text and "spare" in text
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
