@@ -62,8 +62,7 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
 
 
 def _task_type(loaded: LoadedModel) -> str | None:
-    """Return PEFT's task type of a model; encoders get one only if they accept the arguments that PEFT
-    passes."""
+    """Return PEFT's task type of a model; None for encoders that don't accept PEFT's arguments."""
     if loaded.is_decoder:
         return "CAUSAL_LM"
     parameters = inspect.signature(loaded.model.forward).parameters

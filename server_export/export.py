@@ -117,8 +117,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
 
 
 def _trace(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
-    """Return the model as a chain of blocks; a failure is blamed on a decoder that is not causal, if it
-    is."""
+    """Return the model as a chain of blocks; raises a Refusal if the model is not a causal decoder."""
     from server_export.check.model import check_causal
     from server_export.check.own_forward import refuse_if_transformers_fails
 

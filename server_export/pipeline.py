@@ -189,8 +189,7 @@ def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule
 
 
 def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
-    """Shrink a model's head to its first vocabulary shard; return the rows of each shard and the head's
-    name."""
+    """Cut a model's head to its first vocabulary shard; return the rows of all shards and its name."""
     vocabulary, width = map(int, model.get_output_embeddings().weight.shape)
     size = vocabulary // count_shards(vocabulary, width)
     rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, vocabulary, size)]

@@ -78,8 +78,7 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
 
 
 def count_parts(count: int) -> Callable[..., None]:
-    """Set the number of parts of the current stage, if there is one; return a callback that marks parts as
-    done."""
+    """Set the current stage's number of parts; return a callback that marks parts as done."""
     parts = _CURRENT.get() or _Parts()
     parts.count, parts.done = count, 0
 

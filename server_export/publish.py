@@ -211,8 +211,7 @@ def _layers(trained: TrainedAdapter, scheme: str) -> BundleLayers:
 
 
 def _with_adapter(loaded: LoadedModel, trained: TrainedAdapter, scheme: str) -> LoadedModel:
-    """Return the model with the adapter merged into float weights, or added to weights that are quantized
-    later."""
+    """Return the model with the adapter, merged unless its weights are quantized later."""
     from server_export.publishing.module_quantization import attach_adapter
 
     if scheme == "fp32":

@@ -47,8 +47,7 @@ class ExportSource:
         return self.start.loaded
 
     def with_weights(self) -> ExportSource:
-        """Return the source of a model whose weights are downloaded and checked, with their hash if
-        necessary.
+        """Return this source with downloaded and checked weights, and with their hash if necessary.
 
         A Hub model is identified by its revision and needs no hash.
 

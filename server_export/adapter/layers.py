@@ -78,8 +78,7 @@ class StackedLoraLinear(nn.Module):
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [copies x batch, ..., in] to [copies x batch, ..., out], with the rows of each copy
-        together."""
+        """Map x [copies x batch, ..., in] to [copies x batch, ..., out]; rows are grouped by copy."""
         *lora_a_input, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         if x.shape[0] % copies:
@@ -124,8 +123,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module | torch.Tensor
 
 
 def usual_target_modules(model: nn.Module) -> str | list[str] | None:
-    """Return PEFT's target modules for the architecture, else the names of queries and values; None
-    without."""
+    """Return the usual target modules: PEFT's for the architecture, else queries and values, else None."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
@@ -168,8 +166,7 @@ def _block_linear_names(model: nn.Module, unread: Collection[str]) -> list[str]:
 
 
 def normalize_target_modules(target_modules: str | Sequence[str]) -> str | list[str]:
-    """Return target modules as PEFT expects them: a single expression or `all-linear` is a string, no
-    list."""
+    """Return target modules as PEFT expects them, with a single expression or `all-linear` as a string."""
     if isinstance(target_modules, str):
         return target_modules
     names = list(target_modules)

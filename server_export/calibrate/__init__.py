@@ -1,2 +1,1 @@
-"""Calibration of int4 layers: its rows, the choice of layers that stay int8, and codes that compensate
-errors."""
+"""Calibration of int4 layers: rows, the choice of int8 layers, and codes that compensate errors."""

@@ -86,8 +86,7 @@ def _measure_layer(walk: BlockwiseForward, block: EagerBlock, name: str) -> Sens
 def choose_int8(
     chain: ModelChain, sensitivities: Mapping[int, Mapping[str, Sensitivity]], bits: float
 ) -> dict[int, frozenset[str]]:
-    """Return the names of the weights that stay int8, by block, for at most `bits` bits per weight on
-    average.
+    """Return the names of the weights that stay int8, by block, within an average of `bits` per weight.
 
     A block type is split into at most two, since every block type needs its own programs: some layers are
     int8 in all of its blocks, and some more in a part of them.

@@ -85,8 +85,7 @@ def detach_classifier(model: Any) -> CheckpointClassifier | None:
 
 
 def detach_last_layer(model: nn.Module, classifier: CheckpointClassifier) -> CheckpointClassifier:
-    """Replace the last layer of a classifier with weights by an identity; return the layer with its
-    weights."""
+    """Replace the last layer of a loaded classifier by an identity; return the layer with its weights."""
     linear: Any = model.get_submodule(classifier.layer)
     model.set_submodule(classifier.layer, nn.Identity())
     return replace(classifier, linear=linear)

@@ -76,8 +76,7 @@ def _values(value: Any) -> Any:
 def _read_embedding(
     function: Any, indices: Any, weight: Any, *_: Any, max_norm: Any = None, **__: Any
 ) -> Any:
-    """Read only the rows of the tokens. The ATen operator takes the table first, PyTorch's function
-    second."""
+    """Read only the rows of the tokens; ATen's operator takes the table first, PyTorch's second."""
     table, tokens = (indices, weight) if function is aten.embedding.default else (weight, indices)
     if not (isinstance(table, LazyWeight) and table.has_rows) or max_norm is not None:
         return NotImplemented

@@ -179,8 +179,7 @@ def prepare_model(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of a model's parameters; tied ones count once, those for images and audio not at
-    all."""
+    """Return the number of a model's text parameters, tied ones counted once."""
     others = tuple(f"{name}." for name in _other_parts(model))
     counted = (each for name, each in model.named_parameters() if not name.startswith(others))
     return sum(math.prod(parameter.shape) for parameter in counted)

@@ -248,8 +248,7 @@ def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Confi
 def save_random_model(
     folder: Path, name: str, layers: int | None = None, seed: int = 0, *, weights: bool = True
 ) -> None:
-    """Write a model folder with random bfloat16 weights and a byte-level tokenizer, as `prge export` reads
-    it.
+    """Write a model folder for `prge export`, with random bfloat16 weights and a byte-level tokenizer.
 
     Only one shard of the weights is in memory at a time.
 

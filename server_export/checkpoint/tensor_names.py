@@ -18,8 +18,7 @@ from torch import nn
 
 
 class WeightShapes:
-    """The part of a model that transformers' conversions use: its configuration and its parameters'
-    shapes."""
+    """A model's configuration and shapes of parameters, as transformers' conversions use them."""
 
     def __init__(self, model: Any) -> None:
         self.config = model.config

@@ -74,8 +74,7 @@ class CheckpointWeights:
         return tensor
 
     def iter_rows(self, name: str, rows: int) -> Iterator[torch.Tensor]:
-        """Yield what `read` returns in parts of `rows` rows; an unconverted tensor is never whole in
-        memory."""
+        """Yield a parameter in parts of `rows` rows; an unconverted one is never in memory as a whole."""
         source_name = self._known(name)
         if source_name is None or self._sources[source_name].conversion is not None:
             yield from self.read(name).split(rows)

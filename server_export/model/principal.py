@@ -47,8 +47,7 @@ class PrincipalDirections:
 
 
 class IncrementalSVD:
-    """Principal directions of states that are added in chunks, in memory that does not grow with their
-    number.
+    """Principal directions of states that are added in chunks, in constant memory.
 
     The states so far are represented by their leading singular vectors, scaled by the singular values
     (incremental SVD: Ross et al. 2008). This is exact if the states have no more directions than are kept.

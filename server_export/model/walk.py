@@ -84,8 +84,7 @@ def _without_padding(
 
 
 def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: InputObserver) -> Iterator[None]:
-    """Call `watch` with the inputs of a chain's adapted layers on some rows; yield after each group of
-    blocks.
+    """Call `watch` with the inputs of a chain's adapted layers; yield after each group of blocks.
 
     Args:
         chain: the chain, in float32.

@@ -1,5 +1,4 @@
-"""The quantized layers of a bundle, so that an adapter is published with the weights it was trained
-against."""
+"""The quantized layers of a bundle, for publishing an adapter with the weights of its training."""
 
 from __future__ import annotations
 

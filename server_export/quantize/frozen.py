@@ -1,5 +1,4 @@
-"""The frozen tensors of a block type: those that its graph reads, and how they are made from a block's
-weights.
+"""The frozen tensors of a block type, and how they are made from a block's weights.
 
     a block's weights -> what the graph computes from weights alone, such as 1 + weight -> codes and scales
 

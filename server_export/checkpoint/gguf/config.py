@@ -1,5 +1,4 @@
-"""A GGUF header as transformers' configuration: by transformers' tables, and by rules for what they leave
-out.
+"""A GGUF header as transformers' configuration, by transformers' tables and additional rules.
 
 A file with a key that neither covers is refused: without the key it would silently be another model.
 """

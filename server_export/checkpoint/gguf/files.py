@@ -1,5 +1,4 @@
-"""A GGUF file opened as a model: the checked header of all parts, and a folder with everything but the
-weights.
+"""A GGUF file opened as a model: its checked header, and a folder with everything but the weights.
 
 The folder has `config.json`, `generation_config.json`, `tokenizer.json` and a chat template, as if
 transformers had saved them, so that all code that reads a model's folder also reads a GGUF file. It is
@@ -61,8 +60,7 @@ class GgufModel:
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def source(self) -> dict[str, Any]:
-        """Return the manifest's description of the file: its name, and its quantization
-        (`quantization_of`)."""
+        """Return the manifest's description of the file: its name and its quantization."""
         return {"format": "gguf", "file": self.paths[0].name, **quantization_of(self.header)}
 
 
@@ -193,8 +191,7 @@ def _join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
 
 
 def quantization_of(header: GgufHeader) -> dict[str, Any]:
-    """Return how a file's weights are quantized: `description`, `file_type`, and the tensors per type
-    (`types`).
+    """Return a file's quantization: `description`, `file_type`, and the number of tensors by `types`.
 
     The description is such as "Q4_1 with Q8_0 embedding", with the types of matrices by number of elements.
     """

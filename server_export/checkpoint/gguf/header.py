@@ -90,8 +90,7 @@ class GgufTensor:
         return math.prod(self.shape)
 
     def values(self, rows: slice | list[int] | None = None) -> np.ndarray[Any, Any]:
-        """Return the values dequantized to float32, of all rows of the first dimension or of the given
-        rows."""
+        """Return the values dequantized to float32, of all or of the given rows of the first dimension."""
         import gguf
 
         ggml_type = gguf.GGMLQuantizationType(self.type_id)

@@ -1,5 +1,4 @@
-"""The tokenizer of a GGUF file, converted by transformers and corrected where transformers' conversion
-differs."""
+"""The tokenizer of a GGUF file, by transformers' conversion and corrections of it."""
 
 from __future__ import annotations
 
