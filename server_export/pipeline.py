@@ -99,8 +99,7 @@ def build_chain(
     Raises:
         BundleError: the files can't be read.
         Refusal: the model can't be exported, or an adapted layer is not in the blocks between the embedding
-            and the
-            head.
+            and the head.
     """
     model = outline.model
     patterns.check_model(model, longest)

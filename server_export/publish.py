@@ -66,8 +66,7 @@ def publish(config: PublishConfig) -> Path:
 
     Raises:
         PrgeError: the adapter, bundle or base model can't be used or don't belong together, or `out` exists
-            or
-            can't be written.
+            or can't be written.
     """
     out = Path(config.out)
     trained = read_trained(config)

@@ -63,7 +63,7 @@ def calibrate_codes(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Pa
         _use_codes(block, names, known)
         moments = _Moments(name for name in int4_layers(chain, block.number) if names[name] not in known)
         observe(moments.add)
-        codes = {names[name]: gptq(block.tensors[name], moment) for name, moment in moments.known()}
+        codes = {names[name]: gptq(block.tensors[name], moment) for name, moment in moments.sufficient()}
         _use_codes(block, names, codes)
         save(block.number, codes)
 
@@ -99,7 +99,7 @@ class _Moments:
             moment.add(states)
             self._of |= dict.fromkeys(wanted, moment)
 
-    def known(self) -> Iterator[tuple[str, SecondMoment]]:
+    def sufficient(self) -> Iterator[tuple[str, SecondMoment]]:
         """Return the layers with enough tokens, and their moments."""
         return ((name, moment) for name, moment in self._of.items() if moment.is_known)
 

@@ -28,9 +28,8 @@ class Sensitivity:
     Attributes:
         numel: the number of elements of its weight.
         error: the relative squared error of the block's outputs if only this layer is rounded: the mean over
-            tokens,
-            plus that of all tokens together. In some models a few tokens with very large hidden states
-            dominate the second.
+            tokens, plus that of all tokens together. In some models a few tokens with very large hidden
+            states dominate the second.
     """
 
     numel: int

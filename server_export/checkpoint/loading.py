@@ -100,7 +100,7 @@ def load_model(
     from transformers import GenerationConfig
 
     files = find_files(name_or_path, revision)
-    opened, outline, classifier = _opened(files, pooled, own_head)
+    opened, outline, classifier = _open_model(files, pooled, own_head)
     fetch_weights(files)
     check_size(files, outline, opened.part_of)
     arguments: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
@@ -110,7 +110,7 @@ def load_model(
         loader, arguments["state_dict"] = type(outline), lazy_state_dict(files, outline)
     with refused_as(
         "not-loadable",
-        f"Cannot load {name_or_path} as {opened.kind}",
+        f"Cannot load {name_or_path} as {opened.description}",
         (*TRANSFORMERS_ERRORS, SafetensorError),
         remedy="Use the folder or Hub id of a complete transformers checkpoint.",
     ):
@@ -144,7 +144,7 @@ def load_meta_model(
         BundleError: as of `load_model`, except for errors of weights.
     """
     files = find_files(name_or_path, revision)
-    opened, outline, classifier = _opened(files, pooled, own_head)
+    opened, outline, classifier = _open_model(files, pooled, own_head)
     for name in _other_parts(outline):
         outline.set_submodule(name, nn.Identity())
     loaded = prepare_model(
@@ -193,7 +193,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _ModelConfig:
     """The checked configuration of a text model; fields as in `LoadedModel`."""
 
     config: Any
@@ -202,13 +202,13 @@ class _Opened:
     has_classes: bool = False
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         return "a causal language model" if self.is_decoder else "an encoder"
 
 
-def _opened(
+def _open_model(
     files: ModelFiles, pooled: bool | None, own_head: bool
-) -> tuple[_Opened, Any, CheckpointClassifier | None]:
+) -> tuple[_ModelConfig, Any, CheckpointClassifier | None]:
     """Return a model's configuration, the model without weights, and the last layer of its own classifier."""
     opened = _open_config(files, pooled)
     if pooled is None and opened.is_decoder and is_classifier(opened.config):
@@ -226,7 +226,7 @@ def _opened(
     return opened, _outline(files, opened), None
 
 
-def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
+def _open_config(files: ModelFiles, pooled: bool | None) -> _ModelConfig:
     """Return the checked configuration of a model, or of the text part of a multimodal model."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -247,7 +247,7 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     config = _text_part(whole, text)
     _check_is_text_model(config, whole, files.name)
     is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    return _Opened(config, is_decoder, None if config is whole else whole.model_type)
+    return _ModelConfig(config, is_decoder, None if config is whole else whole.model_type)
 
 
 def _text_part(config: Any, text: Any) -> Any:
@@ -258,7 +258,7 @@ def _text_part(config: Any, text: Any) -> Any:
     )
 
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-    if text is config or not (text.model_type in known or _is_known(text)):
+    if text is config or not (text.model_type in known or _has_decoder_class(text)):
         return config
         # A head next to the text part belongs to the whole model, whose configuration says if it is tied.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
@@ -277,7 +277,7 @@ def _is_encoder_alone(config: Any) -> bool:
     return _encoder_class(config) in (getattr(config, "architectures", None) or ())
 
 
-def _loader(opened: _Opened) -> Any:
+def _loader(opened: _ModelConfig) -> Any:
     from transformers import (
         AutoModel,
         AutoModelForCausalLM,
@@ -286,14 +286,14 @@ def _loader(opened: _Opened) -> Any:
     )
 
     if opened.is_decoder:
-        _is_known(opened.config)
+        _has_decoder_class(opened.config)
         return AutoModelForCausalLM
     if opened.has_classes:
         return AutoModelForSequenceClassification
     return AutoModelForTextEncoding if _is_encoder_alone(opened.config) else AutoModel
 
 
-def _is_known(config: Any) -> bool:
+def _has_decoder_class(config: Any) -> bool:
     """Return whether transformers has a causal language model for a configuration.
 
     A text part whose type is missing in transformers' table is registered with the class that the table has
@@ -317,12 +317,12 @@ def _is_known(config: Any) -> bool:
     return False
 
 
-def _outline(files: ModelFiles, opened: _Opened) -> Any:
+def _outline(files: ModelFiles, opened: _ModelConfig) -> Any:
     """Build the model on the meta device."""
     loader, config = _loader(opened), copy.deepcopy(opened.config)
     refusal = refused_as(
         "model-not-made",
-        f"{files.name} is not {opened.kind}",
+        f"{files.name} is not {opened.description}",
         TRANSFORMERS_ERRORS,
         remedy="Use a folder with a transformers model's config.json, or a Hub id.",
     )
@@ -404,7 +404,7 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
 
 
 def _check_weights(
-    name: str, model: Any, report: Mapping[str, Any], opened: _Opened, stored: Collection[str]
+    name: str, model: Any, report: Mapping[str, Any], opened: _ModelConfig, stored: Collection[str]
 ) -> None:
     """Raise BundleError unless the files have exactly the model's weights, and all are finite."""
     has_head = opened.is_decoder or opened.has_classes
@@ -420,7 +420,7 @@ def _check_weights(
             if not all(bool(torch.isfinite(end)) for end in torch.aminmax(parameter))
         ],
     }
-    messages = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
+    messages = [f"it {what} {_join_names(sorted(keys))}" for what, keys in problems.items() if keys]
     messages += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
     if messages:
         raise _other_weights(name, "; ".join(messages))
@@ -444,7 +444,7 @@ def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
     removed = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
     unused = {name for name in {*names} - stored_names(files, model) if not name.startswith(removed)}
     if unused := {name for name in unused if not any(each.search(name) for each in ignorable)}:
-        raise _other_weights(files.name, f"it does not use {_listed(sorted(unused))}")
+        raise _other_weights(files.name, f"it does not use {_join_names(sorted(unused))}")
 
 
 def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
@@ -466,7 +466,7 @@ def _other_weights(name: str, what: str) -> Refusal:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + rest
 

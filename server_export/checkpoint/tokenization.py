@@ -118,8 +118,7 @@ def tokenizer_manifest(
         prepend_bos: the export's setting.
         vocabulary_size: the number of the model's embeddings.
         ends: ids that end an answer; unknown ones are left out. The tokenizer's end-of-sequence token, and
-            the
-            control tokens that its chat template writes after an assistant's message, are added.
+            the control tokens that its chat template writes after an assistant's message, are added.
 
     Raises:
         BundleError: the tokenizer has more tokens than the model.

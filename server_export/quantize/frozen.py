@@ -86,8 +86,7 @@ class FrozenTensors:
 
         Args:
             weights: the block's weights f32 in its own order. Those of `tables` may be iterables over parts
-                of the
-                rows, so that none of them is in memory as a whole.
+                of the rows, so that none of them is in memory as a whole.
             rounded: the codes of int4 layers; other layers are rounded here.
         """
         with torch.no_grad():

@@ -2,9 +2,8 @@
 
     8da8w   int8 weights per output channel, int8 dynamic activations per token
     8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token. Rounding errors
-    are
-            compensated on calibration rows (server_export/calibrate), or the scale of a group is fitted to
-            its weights (HQQ, Badri and Shaji 2023, without zero points). A vocabulary head is int8: its
+            are compensated on calibration rows (server_export/calibrate), or the scale of a group is fitted
+            to its weights (HQQ, Badri and Shaji 2023, without zero points). A vocabulary head is int8: its
             errors reach the outputs undamped, and it computes few positions
 
 XNNPACK computes both with integers. `lora_a` and `lora_b` stay float32.
@@ -36,8 +35,7 @@ class QuantizationReport:
         scheme: `fp32`, `8da8w` or `8da4w`.
         group_size: the group size of int4 weights.
         per_channel: names of layers that are int8 in an int4 scheme: their width does not fit groups, they
-            are too
-            sensitive, or they are the vocabulary head.
+            are too sensitive, or they are the vocabulary head.
         embedding: the type of the embedding table.
         rounding: the method that rounded int4 layers, with its number of tokens, if they were calibrated.
     """

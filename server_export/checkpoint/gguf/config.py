@@ -145,7 +145,7 @@ class _Translation:
         from transformers import AutoConfig
 
         self._header, self._known = header, known
-        self._kind = str(known["model_type"])
+        self._model_type = str(known["model_type"])
         with _refused(header):
             self._base = AutoConfig.for_model(**known)
         self._more: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class _Translation:
 
         if self._header.architecture in GGUF_CONFIG_ARCHS:
             return self._unread
-        table = GGUF_CONFIG_MAPPING.get(self._kind.removesuffix("_text"), {})
+        table = GGUF_CONFIG_MAPPING.get(self._model_type.removesuffix("_text"), {})
         return {key for key, name in table.items() if name is not None}
 
     def _take(self, key: str) -> Any:
@@ -218,15 +218,18 @@ class _Translation:
             self._take("attention.key_length")
         if self._header.model_value("attention.value_length", width) == (width or self._head_width()):
             self._take("attention.value_length")
-        if self._kind == "gpt2":
+        if self._model_type == "gpt2":
             self._more["n_positions"] = self._header.model_value("context_length")
             self._more["n_inner"] = self._header.model_value("feed_forward_length")
-        if self._kind == "bloom" and self._header.model_value("feed_forward_length") == 4 * self._width():
+        if (
+            self._model_type == "bloom"
+            and self._header.model_value("feed_forward_length") == 4 * self._width()
+        ):
             self._unread -= {"feed_forward_length", "context_length"}
-        if self._kind == "mamba" and self._header.model_value("attention.head_count") == 0:
+        if self._model_type == "mamba" and self._header.model_value("attention.head_count") == 0:
             self._unread -= {"feed_forward_length", "attention.head_count"}
-        if self._kind in _GEMMA_LARGEST:
-            is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._kind]
+        if self._model_type in _GEMMA_LARGEST:
+            is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._model_type]
             self._more["query_pre_attn_scalar"] = (
                 self._width() // self._count("attention.head_count")
                 if is_largest
@@ -277,22 +280,22 @@ class _Translation:
         default = parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
         if isinstance(default, int | float) and math.isclose(share, default):
             return
-        if self._kind not in ("phi3", "stablelm", "nemotron"):
+        if self._model_type not in ("phi3", "stablelm", "nemotron"):
             raise self._refuse(f"it rotates {rotated} of the {self._head_width()} dimensions of a head")
         self._more["partial_rotary_factor"] = share
 
     def _take_scaling(self) -> None:
         """Read how rotary positions are scaled for long texts."""
         tensors = self._header.tensors
-        kind = self._take("rope.scaling.type") or "none"
+        scaling_type = self._take("rope.scaling.type") or "none"
         factor, original = (
             self._take(f"rope.scaling.{key}") for key in ("factor", "original_context_length")
         )
         if ROPE_FACTORS in tensors:
             self._more["rope_scaling"] = self._llama3(tensors[ROPE_FACTORS].values())
         elif {SHORT_FACTORS, LONG_FACTORS} <= tensors.keys():
-            if self._kind != "phi3" or not original:
-                raise self._refuse(f"{LONG_FACTORS} is not supported for {self._kind}")
+            if self._model_type != "phi3" or not original:
+                raise self._refuse(f"{LONG_FACTORS} is not supported for {self._model_type}")
             # This factor follows from both lengths.
             self._take("rope.scaling.attn_factor")
             self._more["original_max_position_embeddings"] = original
@@ -301,18 +304,18 @@ class _Translation:
                 "short_factor": tensors[SHORT_FACTORS].values().tolist(),
                 "long_factor": tensors[LONG_FACTORS].values().tolist(),
             }
-        elif kind == "linear" and factor:
+        elif scaling_type == "linear" and factor:
             self._more["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-        elif kind == "yarn" and factor and original:
+        elif scaling_type == "yarn" and factor and original:
             self._more["rope_scaling"] = {
                 "rope_type": "yarn",
                 "factor": factor,
                 "original_max_position_embeddings": original,
             }
-        elif kind != "none" and factor not in (None, 0.0, 1.0):
-            raise self._refuse(f"rope.scaling.type is {shown(kind)}")
+        elif scaling_type != "none" and factor not in (None, 0.0, 1.0):
+            raise self._refuse(f"rope.scaling.type is {shown(scaling_type)}")
         theta = self._more.get("rope_theta", self._known.get("rope_theta"))
-        if "rope_scaling" in self._more and theta is not None and self._kind != "gemma3_text":
+        if "rope_scaling" in self._more and theta is not None and self._model_type != "gemma3_text":
             self._more["rope_parameters"] = {**self._more.pop("rope_scaling"), "rope_theta": theta}
 
     def _llama3(self, stored: Any) -> dict[str, Any]:

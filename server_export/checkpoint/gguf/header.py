@@ -289,8 +289,8 @@ class _Reader:
         if sizes is None:
             raise Refusal(
                 "gguf-type-not-read",
-                f"{self._path} stores {shown(name)} in the ggml type {_kind_name(ggml_type)}, which can't be "
-                "dequantized.",
+                f"{self._path} stores {shown(name)} in the ggml type {_ggml_type_name(ggml_type)}, which "
+                "can't be dequantized.",
                 remedy="Use a file with another quantization, such as Q8_0, Q4_K_M or F16.",
             )
         return sizes
@@ -380,7 +380,7 @@ def _block_sizes(ggml_type: int) -> tuple[int, int] | None:
     return int(block), int(size)
 
 
-def _kind_name(ggml_type: int) -> str:
+def _ggml_type_name(ggml_type: int) -> str:
     import gguf
 
     try:
@@ -391,4 +391,4 @@ def _kind_name(ggml_type: int) -> str:
 
 def type_name(tensor: GgufTensor) -> str:
     """Return ggml's name of a tensor's type, such as Q4_1."""
-    return _kind_name(tensor.type_id)
+    return _ggml_type_name(tensor.type_id)
