@@ -1,4 +1,4 @@
-"""Headers of GGUF files that lie are refused before anything of the size that they say is allocated."""
+"""GGUF headers with false sizes are refused before memory of these sizes is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def field(key: str, kind: int, value: object) -> bytes:
-    """A key with a number, a text, or bytes that stand for anything."""
+    """Return a key with a number, a string, or raw bytes."""
     content = value if isinstance(value, bytes) else text(value) if kind == TEXT else struct.pack("<I", value)
     return text(key) + struct.pack("<I", kind) + content
 
@@ -98,11 +98,11 @@ LIES = {
     "dimensions": (header(tensors=[tensor(shape=(1,) * 5)]), "has 5 dimensions"),
     "no dimensions": (header(tensors=[tensor(shape=())]), "has 0 dimensions"),
     "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "has the invalid shape"),
-    # Products that wrap in 64 bits, as in llama.cpp's CVE-2026-27940 and its like.
+    # Products that overflow 64 bits, as in llama.cpp's CVE-2026-27940.
     "product that wraps": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
     "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
     "offset that wraps": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
-    # An end behind the file, as in Ollama's CVE-2026-7482.
+    # An end after the end of the file, as in Ollama's CVE-2026-7482.
     "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
     "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
     "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
@@ -140,12 +140,12 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_without_its_size_in_memory(lie: str, tmp_path: Path) -> None:
-    content, match = LIES[lie]
-    path = tmp_path / "lie.gguf"
+@pytest.mark.parametrize("case", LIES)
+def test_a_false_size_is_refused_without_allocating_it(case: str, tmp_path: Path) -> None:
+    content, match = LIES[case]
+    path = tmp_path / "case.gguf"
     path.write_bytes(content)
-    read_header_or_none(tmp_path)
+    fill_caches(tmp_path)
     tracemalloc.start()
     try:
         with refusal("gguf-damaged", "gguf-without-model", "gguf-type-not-read") as caught:
@@ -156,8 +156,8 @@ def test_a_lie_is_refused_without_its_size_in_memory(lie: str, tmp_path: Path) -
         tracemalloc.stop()
 
 
-def read_header_or_none(folder: Path) -> None:
-    """Read one file, so that what is imported and cached for all is in memory."""
+def fill_caches(folder: Path) -> None:
+    """Read a valid file, so that imports and caches are in memory."""
     path = folder / "plain.gguf"
     path.write_bytes(header(tensors=[tensor()]))
     read_header(path)
@@ -166,18 +166,18 @@ def read_header_or_none(folder: Path) -> None:
 def test_a_plain_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plain.gguf"
     path.write_bytes(header([TOKENS], [tensor("a"), tensor("b", (32, 2), Q4_0, 128)], data=512))
-    found = read_header(path)
-    assert found.architecture == "llama"
-    assert found.get("tokenizer.ggml.tokens") == 2
-    assert [(each.name, each.shape, each.bytes) for each in found.tensors.values()] == [
+    header_read = read_header(path)
+    assert header_read.architecture == "llama"
+    assert header_read.get("tokenizer.ggml.tokens") == 2
+    assert [(each.name, each.shape, each.bytes) for each in header_read.tensors.values()] == [
         ("a", (4, 8), 128),
         ("b", (2, 32), 36),
     ]
-    assert found.tensors["b"].start == found.tensors["a"].start + 128
+    assert header_read.tensors["b"].start == header_read.tensors["a"].start + 128
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+def test_special_files_are_refused_at_once(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make = {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda name: os.symlink("/dev/zero", name)}
     make[kind](path)
@@ -185,8 +185,8 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
-    """Whatever a header says after some of its bytes changed, what is accepted lies inside the file."""
+def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever bytes of a header change, the tensors of an accepted header are inside the file."""
     path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0")
     content, random = path.read_bytes(), Random(0)
     first = min(each.start for each in read_header(path).tensors.values())
@@ -200,15 +200,15 @@ def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
             )
         path.write_bytes(damaged)
         try:
-            found = read_header(path)
+            header_read = read_header(path)
         except BundleError:
             continue
         accepted += 1
-        assert all(each.start + each.bytes <= len(damaged) for each in found.tensors.values())
+        assert all(each.start + each.bytes <= len(damaged) for each in header_read.tensors.values())
     assert accepted < 400
 
 
-def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with raises(PrgeError, "package-missing", saying=install_extra_command("gguf")):
         read_header(tmp_path / "model.gguf")
