@@ -198,7 +198,7 @@ def match_target_modules(
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [
-        f"{name} is the output head, which is note"
+        f"{name} is the output head, which is frozen"
         if modules[name] is head
         else f"{name} is a {type(modules[name]).__name__}, not a linear layer"
         for name in matched
