@@ -39,7 +39,7 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = ("--rank", 2, "--sequence-length", 16, "--roles", "forward", "backward")
     told = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
-    assert "of gemma3 the text part (gemma3_text) is taken" in told
+    assert "checkpoint (gemma3). Only its text part (gemma3_text) is exported" in told
     run = ("run", "--bundle", tmp_path / "bundle", "--train", tmp_path / "rows.jsonl", "--steps", 3)
     prge(*run, "--learning-rate", 0.1, "--out", tmp_path / "run")
     prge("publish", tmp_path / "run", "--bundle", tmp_path / "bundle", "--out", tmp_path / "adapter")
