@@ -64,11 +64,11 @@ class FakePhone:
         return run
 
     def prge(
-        self, verb: str, *words: object, said: str = "", code: int = 0
+        self, verb: str, *words: object, stdin: str = "", code: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        """`prge android VERB`, with `said` on its standard input."""
+        """`prge android VERB`, with `stdin` on its standard input."""
         environment = {"PRGE_ADB": str(self.adb), "OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
         with mock.patch.dict(os.environ, environment):
-            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=said)
+            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=stdin)
         assert done.returncode == code, done.stdout + done.stderr
         return done

@@ -71,12 +71,12 @@ def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
         == "[0, 1, 7, 127, 255]"
     )
     assert evaluated(daemon, "adb.shell('echo out; echo err >&2; exit 3')") == (
-        "Answer(code=3, output='out\\n', errors='err\\n')"
+        "AdbOutput(code=3, output='out\\n', errors='err\\n')"
     )
     assert evaluated(daemon, "adb.shell('printf x').output") == "x"
     assert evaluated(daemon, "adb.check('echo no; exit 4', 'trying')") == "2 trying failed: no"
     assert (
-        evaluated(daemon, "adb.shell('sleep 9', seconds=0.5)") == "2 adb shell did not end within 0 seconds"
+        evaluated(daemon, "adb.shell('sleep 9', seconds=0.5)") == "2 adb shell did not end within 0 seconds."
     )
     missing = evaluated(daemon, "adb.pull('/nowhere', Path('x'))")
     assert missing.startswith("2 copying /nowhere to x failed") and "No such file" in missing
@@ -86,14 +86,14 @@ def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
 def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
-    assert f"there is no device nobody; connected: {SERIAL}" in other
+    assert f"There is no device nobody. Connected devices: {SERIAL}" in other
     refused = daemon.prge("status", "--serial", f"{PHONE}:1", check=2).stderr
     assert f"adb connect: failed to connect to '{PHONE}:1': Connection refused" in refused
     alias = SERIAL.replace(PHONE, PHONE.replace(".0.", "."))  # another spelling of the address
     daemon.adb("connect", alias)
     del daemon.environment["ANDROID_SERIAL"]
     try:
-        assert "more than one device" in daemon.prge("status", check=2).stderr
+        assert "More than one device" in daemon.prge("status", check=2).stderr
         daemon.prge("status", "--serial", SERIAL)
     finally:
         daemon.environment = environment
@@ -131,7 +131,7 @@ def test_a_run_with_a_difficult_name(
     done = daemon.prge("run", *run_words, "--out", name, "--wait")
     assert "step 20 of 20" in done.stdout and "completed" in done.stdout
     again = daemon.prge("run", *run_words, "--out", name, check=2).stderr
-    assert "has a run" in again and "--resume" in again
+    assert "already has a run" in again and "--resume" in again
     out = tmp_path / "pulled run"
     daemon.prge("pull", name, "--out", out, "--folder", phone)
     there = phone / "runs" / name
@@ -215,7 +215,7 @@ def but(words: list[object], *flags: str) -> list[object]:
 def lost(daemon: Daemon, phone: Path) -> str:
     """What is said when the device has gone: once connected again in vain, it is not listed any more."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
-    return error.replace(f"there is no device {SERIAL}", f"the device {SERIAL}")
+    return error.replace(f"There is no device {SERIAL}", f"the device {SERIAL}")
 
 
 @pytest.mark.whole

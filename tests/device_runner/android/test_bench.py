@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from device_runner.android import bench, bundles
-from device_runner.android import trial as taking
+from device_runner.android import trial
 from device_runner.android.bundles import BenchModel
 from device_runner.android.device import Job, Phone
 from device_runner.engines.native.build import library
@@ -100,7 +100,7 @@ def test_a_job_that_went_on_is_met_again(
 
     words = ("qwen2.5-3b", *WORDS, "--json", tmp_path / "phone.json")
     with monkeypatch.context() as patch:
-        patch.setattr(taking, "wait_for", gone)
+        patch.setattr(trial, "wait_for", gone)
         fake.prge("bench", *words, code=130)
     (first,) = (fake.folder / "jobs").iterdir()
     process = (first / "pid").read_text()
@@ -115,7 +115,7 @@ def test_a_full_phone_is_not_measured(
     fake: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Phone, "free_bytes", lambda there: 1 << 20)
-    reason = "no room: it takes"
+    reason = "The trial needs"
     assert reason in fake.prge("bench", "texts", "--tiny", "--json", tmp_path / "phone.json", code=1).stdout
     assert read(tmp_path / "phone.json")["trials"]["texts"]["reason"].startswith(reason)
 
@@ -123,7 +123,7 @@ def test_a_full_phone_is_not_measured(
 def test_what_ended_a_verb_is_told(
     fake: FakePhone, tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taking, "letters", lambda count, seed=0: "")
+    monkeypatch.setattr(trial, "letters", lambda count, seed=0: "")
     words = ("qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
     fake.prge("bench", *words, code=1)
     reason = read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"]["reason"]
@@ -135,7 +135,7 @@ def test_what_ended_a_verb_is_told(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("smollm",), "there is no trial smollm, there are smollm2-135m, texts"),
+        (("smollm",), "there is no trial smollm; the trials are smollm2-135m, texts"),
         (("--steps", 1), "--steps is 1, must be at least 2"),
         (("--models", "qwen=x"), "--models has qwen=x, must be SHAPE=MODEL"),
         (("--start-below-celsius", "warm"), "--start-below-celsius must be a number"),
@@ -154,11 +154,11 @@ def test_a_phone_that_lacks_something_or_another_ones_file(fake: FakePhone, tmp_
     told = fake.prge("bench", "texts", "--json", path, code=2).stderr
     assert "another phone" in told and "prge is 0.0.1" in told and "--json" in told
     path.write_text("[")
-    assert "can't be read" in fake.prge("bench", "texts", "--json", path, code=2).stderr
+    assert "Cannot read" in fake.prge("bench", "texts", "--json", path, code=2).stderr
     (fake.folder / "runtime.tree").unlink()
     assert "has no runtime" in fake.prge("bench", "texts", code=2).stderr
     fake.adb.write_text("#!/bin/sh\necho 'List of devices attached'\n")
-    assert "there is no device" in fake.prge("bench", "texts", code=2).stderr
+    assert "No device is connected" in fake.prge("bench", "texts", code=2).stderr
 
 
 def test_bundles_are_estimated_and_refused_without_room(

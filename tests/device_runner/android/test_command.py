@@ -32,8 +32,8 @@ class LocalAdb(Adb):
     def __init__(self) -> None:
         self.serial = "here"
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
-        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, input=said)
+    def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, input=stdin)
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
     def push(self, local: Path, remote: str) -> None:
@@ -96,7 +96,7 @@ def test_the_doctor_runs_a_file_of_the_folder(tmp_path: Path, phone: Phone) -> N
     assert list(Path(phone.folder).iterdir()) == []
     (tmp_path / "file").write_text("")
     state, _, remedy = folder_check(Phone(LocalAdb(), str(tmp_path / "file" / "prge")))
-    assert (state, remedy) == ("missing", "give a folder that adb's shell may write: --folder")
+    assert (state, remedy) == ("missing", "Give a folder that adb's shell can write to with --folder.")
 
 
 class NoexecAdb(LocalAdb):
@@ -108,8 +108,8 @@ class NoexecAdb(LocalAdb):
         mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
         self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
-        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=said)
+    def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
+        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=stdin)
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
 
@@ -118,9 +118,9 @@ def test_the_doctor_finds_a_folder_that_is_mounted_noexec(tmp_path: Path) -> Non
         pytest.skip("unshare is not installed")
     adb = NoexecAdb(tmp_path)
     if (tried := adb.shell("true")).code:
-        pytest.skip(f"no namespaces of mounts: {tried.said}")
+        pytest.skip(f"no namespaces of mounts: {tried.last_line}")
     state, found, remedy = folder_check(Phone(adb, str(tmp_path / "prge")))
-    assert state == "missing" and found.startswith("keeps files and does not run them: ")
+    assert state == "missing" and found.startswith("stores files but can't run them: ")
     assert "Permission denied" in found and "noexec" in remedy
 
 

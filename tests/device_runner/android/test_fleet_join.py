@@ -56,7 +56,7 @@ def test_a_runtime_without_flower_is_told(tmp_path: Path) -> None:
     manifest.write_text(json.dumps({**content, "packages": {}}, indent=1))
     words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
     told = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
-    assert "the runtime on fake is one without Flower\n  make another: prge android bundle --fleet" in told
+    assert "The runtime on fake lacks Flower.\n  Build another: prge android bundle --fleet" in told
 
 
 @pytest.mark.whole

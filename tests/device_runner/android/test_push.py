@@ -46,10 +46,10 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         sample_prompts=files["prompts.txt"], out=Path("mine"), steps=7,
     )  # fmt: skip
     call = RemoteCall(REMOTE["run"], JobFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
-    there = call.bring()
+    sent = call.send_inputs()
     assert set(phone.sent) == set(files.values())
     assert {
-        name: str(there[name]) for name in ("bundle", "train", "dev", "task", "sample_prompts", "out")
+        name: str(sent[name]) for name in ("bundle", "train", "dev", "task", "sample_prompts", "out")
     } == {
         "bundle": "/phone/bundle",
         "train": "/phone/data/train.jsonl",
@@ -58,7 +58,7 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "sample_prompts": "/phone/data/prompts.txt",
         "out": "/phone/runs/mine",
     }
-    assert there["steps"] == 7 and there["adapter"] is None
+    assert sent["steps"] == 7 and sent["adapter"] is None
 
 
 def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_ports_and_names_that_are_taken(server: Server, tmp_path: Path) -> None:
     try:
         server.wait(lambda: server.ask("/")[0] == 200)
         told = server.serve(check=2)
-        assert f"port {PORT} of this computer can't lead to the phone" in told and "--computer-port" in told
+        assert f"Cannot forward port {PORT} of this computer" in told and "--computer-port" in told
         assert not (server.job / "key").exists()
         free = server.serve("--computer-port", 0)
         port = int(free.split("127.0.0.1:")[1].split("/")[0])

@@ -42,7 +42,7 @@ def asked(output: str) -> tuple[list[str], dict[str, Any], str]:
 def test_the_verb_runs_there_with_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone) -> None:
     done = phone.prge(
         "generate", "first", "base", "--prompt", "it's $HOME\n`ls`", "-", "--temperature", "0.5", "--json",
-        "--stop", "a", "b", said="from here", code=7,
+        "--stop", "a", "b", stdin="from here", code=7,
     )  # fmt: skip
     words, settings, read = asked(done.stdout)
     assert words == ["-m", "prge.cli.main", "generate"]
@@ -77,7 +77,7 @@ def test_files_are_brought(phone: FakePhone, tmp_path: Path) -> None:
 
 
 def test_chat_reads_the_lines_of_this_side(phone: FakePhone) -> None:
-    done = phone.prge("chat", "first", "second", "--max-tokens", 9, said="a dog\n/quit\n", code=7)
+    done = phone.prge("chat", "first", "second", "--max-tokens", 9, stdin="a dog\n/quit\n", code=7)
     words, settings, read = asked(done.stdout)
     assert words[-1] == "chat" and settings["max_tokens"] == 9
     assert settings["adapter"] == [f"{name}={phone.folder}/runs/{name}" for name in ("first", "second")]
@@ -88,7 +88,7 @@ def test_chat_reads_the_lines_of_this_side(phone: FakePhone) -> None:
     ("given", "told"),
     [
         (("third",), "has no run 'third'; it has: first, other, second"),
-        (("first", "other"), "the runs have different bundles"),
+        (("first", "other"), "The runs have different bundles"),
         ((), "--bundle is missing"),
         (("base",), "has no run 'base'; it has: first, other, second"),
         (("../first",), "../first is not a bundle"),
@@ -109,4 +109,4 @@ def test_flags_are_checked_before_the_phone_is_asked(phone: FakePhone) -> None:
 def test_a_runtime_with_another_driver_is_refused(phone: FakePhone) -> None:
     manifest = next(path for path in (phone.folder / "runtime").iterdir() if path.suffix == ".json")
     manifest.write_text(json.dumps({"driver": "older"}))
-    assert "has the driver of another prge" in phone.prge("chat", "first", code=2).stderr
+    assert "has the driver of another version of prge" in phone.prge("chat", "first", code=2).stderr

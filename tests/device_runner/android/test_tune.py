@@ -175,7 +175,7 @@ def test_a_phone_that_lacks_something_is_told_before_anything_is_done(
 
 def test_another_phone_is_not_taken(place: Path, workstation: Workstation, tmp_path: Path) -> None:
     told = workstation.prge(*words_of(place, workstation, tmp_path / "out"), "--on", "android:other", code=2)
-    assert "there is no device other" in told
+    assert "There is no device other" in told
     assert "--on is 'ios', must be android or android:SERIAL" in workstation.prge(
         *words_of(place, workstation, tmp_path / "out"), "--on", "ios", code=2
     )

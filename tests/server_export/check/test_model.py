@@ -108,7 +108,7 @@ def test_the_layer_is_named_where_they_differ_first(tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     with refusal("differs-from-model") as refused:
         compared(folder, LAYER)
-    assert "the states of model.layers.0 are the same, not model.layers.1" in str(refused.value)
+    assert "the outputs of model.layers.0 are equal, those of model.layers.1 differ" in str(refused.value)
 
 
 def test_experts_that_no_token_called_are_counted(tmp_path: Path) -> None:

@@ -49,11 +49,11 @@ def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str,
 
 
 def lower(
-    folder: Path, programs: Mapping[str, SizedMethod], in_pieces: Collection[str] = ()
+    folder: Path, programs: Mapping[str, SizedMethod], split_methods: Collection[str] = ()
 ) -> tuple[LoweredBlockType, int]:
     """A kind by a cache of this folder, and how many it took from there."""
-    programs_of = ProgramCache(folder)
-    return programs_of.lower(programs, {}, in_pieces), programs_of.taken
+    program_cache = ProgramCache(folder)
+    return program_cache.lower(programs, {}, split_methods), program_cache.hits
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_same_graph_with_other_weights_is_taken(
         (Layer(width=2 * WIDTH), "forward", {}),
         (Layer(), "other", {}),
         (Layer(), "forward", {"size": Size(10007, 3, 1, 9)}),
-        (Layer(), "forward", {"in_pieces": ("forward",)}),
+        (Layer(), "forward", {"split_methods": ("forward",)}),
     ],
     ids=["number", "width", "name", "bound", "pieces"],
 )
@@ -107,7 +107,7 @@ def test_what_a_program_follows_from_makes_another(
 ) -> None:
     monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     programs = methods(block, name, changes.get("size", SIZE))
-    assert lower(tmp_path / "cache", programs, changes.get("in_pieces", ())) == (filled, 0)
+    assert lower(tmp_path / "cache", programs, changes.get("split_methods", ())) == (filled, 0)
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
