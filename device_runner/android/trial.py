@@ -205,7 +205,7 @@ class TrialRunner:
         free = self.phone.free_bytes()
         if free is not None and free < needed:
             raise DeviceError(
-                f"The trial needs {format_bytes(needed)} of storage; the phone has {format_bytes(free)} free.",
+                f"The trial needs {format_bytes(needed)} of storage, {format_bytes(free)} are free.",
                 code="storage-full",
             )
 

@@ -153,7 +153,7 @@ def adapted(
         return _of_queries("eva", "not all linear layers can have an adapter")
     taken = BYTES_PER_TRAINED_VALUE * numbers
     if taken > _ADAPTER_SHARE * free:
-        why = f"all linear layers would take {format_bytes(taken)} of the {format_bytes(free)} that a run may have"
+        why = f"all linear layers would take {format_bytes(taken)} of the {format_bytes(free)} that a run may use"
         return _of_queries("eva", why)
     why = "with exact gradients all linear layers learn more than some"
     values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}

@@ -257,9 +257,7 @@ class _Tuning:
         pace = Pace(**record.found("pace", measured))
         searched = searched and record.value("learning_rate") is None
         rest = decisions.training_seconds(record.value("steps"), pace, searched)
-        print(
-            f"a step takes {pace.step:.3g} s; training, the search included, takes about {format_duration(rest)}"
-        )
+        print(f"a step takes {pace.step:.3g} s; training with the search takes about {format_duration(rest)}")
 
     def _ending(self, bundle: Bundle, pace: Pace) -> float:
         """Seconds of what comes after the final run: scores, adapter, report."""

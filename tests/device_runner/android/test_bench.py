@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.android import bench, bundles
-from device_runner.android import trial
+from device_runner.android import bench, bundles, trial
 from device_runner.android.bundles import BenchModel
 from device_runner.android.device import Job, Phone
 from device_runner.engines.native.build import library

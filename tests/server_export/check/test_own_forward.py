@@ -11,7 +11,7 @@ import pytest
 from prge.errors import DataError, Refusal
 from server_export import estimate
 from server_export.check import own_forward
-from server_export.check.own_forward import transformers_failure, refuse_if_transformers_fails
+from server_export.check.own_forward import refuse_if_transformers_fails, transformers_failure
 from server_export.checkpoint.loading import load_meta_model
 from tests.refusals import raises
 from tests.tiny_models import save_model

@@ -23,7 +23,7 @@ from server_export.publishing.program import (
     FLOAT_TOLERANCE,
     METHOD,
     PROGRAM,
-    Built,
+    BuiltProgram,
     check_exact,
     check_quantized,
 )
@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(base: Path, folder: Path, spec: EncoderSpec) -> Built:
+def build(base: Path, folder: Path, spec: EncoderSpec) -> BuiltProgram:
     adapter = read_lora(base / "trained")
     loaded = load_model(str(base / "model"))
     for name, lora_b in adapter.lora_b.items():

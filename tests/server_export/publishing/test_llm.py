@@ -108,7 +108,7 @@ def test_architectures_and_windows(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are longer than the window, and are computed in several calls."""
-    monkeypatch.setattr(llm, "MOST_AT_ONCE", 8)
+    monkeypatch.setattr(llm, "MAX_TOKENS_PER_CALL", 8)
     model = make_model(architecture, **SHALLOW[architecture])
     spec = LlmSpec(4 * WINDOW, "fp32", None, ())
     built = build_llm(tmp_path, prepare_model(model, architecture, True), spec)

@@ -65,7 +65,7 @@ def card(
 
 @pytest.mark.parametrize("format", ["peft", "merged", "gguf", "llm"])
 def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> None:
-    text = card(told={"format": format, "begin": "<s>"})
+    text = card(told={"format": format, "bos_token": "<s>"})
     assert ("Texts began with the token `<s>` in training" in text) == (format != "llm")
     assert "Texts began" not in card(told={"format": format})
     if format == "gguf":
@@ -102,11 +102,11 @@ def test_the_estimator_is_told_as_it_is(estimator: str, tag: str, words: str) ->
 
 
 def test_preferences_are_told_by_their_objective() -> None:
-    assert "It learnt what is preferred, by DPO with beta 0.1." in card(
+    assert "It was trained on preferences, by DPO with beta 0.1." in card(
         "exact", objective={"name": "dpo", "beta": 0.1}
     )
     for other in (None, {"name": "| spells", "beta": 1}, {"name": ["dpo"]}, "dpo"):
-        assert "preferred" not in card("exact", objective=other)
+        assert "preferences" not in card("exact", objective=other)
 
 
 def test_what_is_not_known_is_not_claimed() -> None:
@@ -154,7 +154,7 @@ def test_it_says_how_much_went_into_the_adapter_and_which_step_it_is_of() -> Non
     text = card("tangent", quantization={"scheme": "8da4w"})
     for told in (
         "7 steps on 90 training examples, of which the adapter is that after step 5; ",
-        "; 1,400 sequences computed, where a way back counts as two; frozen weights in 8da4w.",
+        "; 1,400 sequences computed, where a backward pass counts as two; frozen weights in 8da4w.",
         "On development rows: accuracy 0.5 before, 0.75 at best.",
     ):
         assert told in text
