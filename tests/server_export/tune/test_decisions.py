@@ -171,7 +171,7 @@ def test_too_little_memory_names_the_least() -> None:
     [
         (None, True, ["forward", "backward", "prefill", "decode"]),
         ("exact", False, ["forward", "backward"]),
-        ("tangent", True, ["forward", "tangent", "prefill", "decode"]),
+        ("tangent", True, ["forward", "jvp", "prefill", "decode"]),
         ("antithetic", False, ["forward"]),
     ],
 )

@@ -43,7 +43,7 @@ def decided(record: Record) -> list[str]:
 def test_nothing_is_written_before_it_is_kept(settings: TuneSettings) -> None:
     record = Record(settings)
     record.decide(Decision("quantize", "fp32", "small"))
-    assert record.found("fact", lambda: 3) == 3
+    assert record.fact("fact", lambda: 3) == 3
     assert not settings.out.exists() and not record.is_kept
 
 
