@@ -4,12 +4,12 @@
 
 Files contain neither weights nor rows, since block types are lowered with random constants. The hash covers
 everything that a program depends on: the graphs of its methods, constants that all blocks share, sizes,
-versions, and the code that lowers. torch.export doesn't trace a cached block type either. Every export compares
-programs in the engine with the graphs, whether they are cached or not.
+versions, and the code that lowers. torch.export doesn't trace a cached block type either. Every export
+compares programs in the engine with the graphs, whether they are cached or not.
 
 A program has all methods of its block type, and ExecuTorch can't add one later. So block types are lowered
-again for other roles, if they have these roles, and for another rank, if they have adapters: LoRA-FA's `lora_a`
-is a constant, whose sizes can't be dynamic. The other block types are read from the cache.
+again for other roles, if they have these roles, and for another rank, if they have adapters: LoRA-FA's
+`lora_a` is a constant, whose sizes can't be dynamic. The other block types are read from the cache.
 """
 
 from __future__ import annotations
