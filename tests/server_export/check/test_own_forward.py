@@ -19,7 +19,7 @@ from tests.tiny_types import make_tiny
 
 
 def save_broken(folder: Path) -> Path:
-    """A Zamba 2 whose Mamba layers are 3 times as wide as the model, and have heads for twice its width."""
+    """Save a Zamba 2 whose Mamba layers are 3 times as wide as the model, with heads for twice its width."""
     make_tiny("zamba2").save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "mamba_expand": 3}))

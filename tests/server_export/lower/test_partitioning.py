@@ -1,4 +1,4 @@
-"""Delegates by level: what XNNPACK takes goes together unless something else lies between."""
+"""Delegates by level: operators of XNNPACK are together unless another operator is between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server_export.lower.partitioning import LevelPartitioner, delegate_levels, 
 
 
 def chain(*names: str) -> dict[str, Node]:
-    """A graph of functions, each of which reads the one before; the first reads an input."""
+    """Return a graph of functions, each of which reads the previous one; the first reads an input."""
     graph = Graph()
     nodes = {"input": graph.placeholder("input")}
     last = nodes["input"]
@@ -23,20 +23,20 @@ def chain(*names: str) -> dict[str, Node]:
 
 
 def levels(nodes: dict[str, Node], *groups: tuple[str, ...]) -> dict[str, int]:
-    found = delegate_levels(nodes["input"].graph, [[nodes[name] for name in group] for group in groups])
-    return {node.name: level for node, level in found.items()}
+    by_node = delegate_levels(nodes["input"].graph, [[nodes[name] for name in group] for group in groups])
+    return {node.name: level for node, level in by_node.items()}
 
 
 def test_neighbours_share_a_level() -> None:
     assert levels(chain("a", "b"), ("a",), ("b",)) == {"a": 0, "b": 0}
 
 
-def test_what_comes_after_an_operator_outside_is_of_the_next_level() -> None:
+def test_operators_after_one_outside_have_the_next_level() -> None:
     nodes = chain("a", "outside", "also_outside", "b", "c")
     assert levels(nodes, ("a",), ("b",), ("c",)) == {"a": 0, "b": 1, "c": 1}
 
 
-def test_operators_outside_before_the_first_group_cost_no_level() -> None:
+def test_operators_outside_before_the_first_group_add_no_level() -> None:
     assert levels(chain("outside", "a"), ("a",)) == {"a": 0}
 
 
@@ -86,7 +86,7 @@ def test_a_group_stays_together_and_its_readers_come_later() -> None:
 
 
 class Broken(nn.Module):
-    """Two layers with an operator between them that XNNPACK doesn't take."""
+    """Two layers with an operator between them that XNNPACK lacks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Runs the verb with a token, and sees that it is shown and written nowhere."""
 
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        given = {
+        variables = {
             "HF_ENDPOINT": hub.address,
             "HF_TOKEN": TOKEN,
             "HF_TOKEN_PATH": str(tmp_path / "home/token"),
@@ -42,7 +42,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
             "HF_HUB_OFFLINE": "0",
         }
         with monkeypatch.context() as patch:
-            give_environment(patch, **{**given, **environment})
+            give_environment(patch, **{**variables, **environment})
             done = prge("publish", trained, "--out", "out", *words, check=False, cwd=tmp_path)
         assert TOKEN not in done.stdout + done.stderr
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -66,7 +66,7 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "told"),
+    ("words", "environment", "expected"),
     [
         (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none.\n  Create one"),
         (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
@@ -91,12 +91,12 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
     ],
 )
 def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], told: str
+    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], expected: str
 ) -> None:
     hub.private = {"me/there": True, "me/shown": False}
     done = publish("--push", *words, **environment)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected in done.stderr
     assert not (tmp_path / "out").exists()
     assert all(method == "GET" for method, _ in hub.requests)
 
@@ -110,7 +110,7 @@ def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publ
 
 
 @pytest.mark.parametrize(
-    ("refused", "told"),
+    ("refused", "expected"),
     [
         ({"/repos/create": 403}, "the hub answers 403: "),
         ({"/commit/": 413}, "the hub answers 413: "),
@@ -118,12 +118,12 @@ def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publ
     ],
 )
 def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
-    publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], told: str
+    publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], expected: str
 ) -> None:
     hub.refused = refused
     done = publish("--push", "me/tuned")
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected in done.stderr
     assert "out is complete; run the same command with --overwrite to try again" in done.stderr
     assert (tmp_path / "out" / "README.md").is_file()
     hub.refused = {}
