@@ -135,7 +135,7 @@ def test_no_more_than_a_layer_is_read_at_once(
 
     monkeypatch.setattr(SafetensorsTensors, "read", watched)
     monkeypatch.setattr("server_export.checkpoint.lazy_weights.ELEMENTS_PER_READ", 64 * 96)
-    monkeypatch.setattr(check, "in_scheme", lambda chain, scheme: chain)
+    monkeypatch.setattr(check, "with_scheme", lambda chain, scheme: chain)
     compare_with_model(chain, str(folder), None)
     # A block of the head has a shard of the vocabulary, which is all of it for so small a model.
     limit = 64 * 1024 if chain.is_decoder else 64 * 192
