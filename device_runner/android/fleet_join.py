@@ -28,7 +28,7 @@ class JoinFlags(RemoteFlags):
     name: str = "fleet"
     """Name of the job on the device, and of its folder of this fleet. `prge android stop` ends the job."""
 
-    def device_settings(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
         check_name(self.name)
         return {"folder": Path(self.path("fleets", self.name))}

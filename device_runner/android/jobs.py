@@ -48,7 +48,7 @@ class JobFlags(RemoteFlags, ResumeFlags):
     remove: bool = False
     """With --pull: remove the run from the device after the copy."""
 
-    def device_settings(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
         return {"out": Path(self.path("runs", self.out.name))}
 

@@ -50,11 +50,11 @@ class RemoteFlags(PhoneFlags):
     data_on_device: bool = False
     """The paths of rows are paths on the device, and no rows are sent."""
 
-    def device_settings(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """Return the settings of the verb that follow from these flags, with paths on the device.
 
         Args:
-            given: the settings of the verb and these flags, as the user gave them.
+            settings: the settings of the verb and these flags, as the user gave them.
 
         Raises:
             PrgeError: these flags can't be used.
@@ -93,12 +93,12 @@ class RemoteVerb:
         without = [*self.flags.NOT_GIVEN, *([] if inputs & PART_OF_ROWS.keys() else ["data_on_device"])]
         about = f"{self.help[0].upper()}{self.help[1:]}."
         if Input.ADAPTER in inputs:
-            stands_for = "an adapter, or for a bundle with it" if self.takes_runs else "an adapter"
+            stands_for = "an adapter, or for a bundle with it" if self.accepts_runs else "an adapter"
             about += f" The name of a run on the phone stands for {stands_for}."
         return combine_settings(about, self.flags, self.settings, without=without)
 
     @property
-    def takes_runs(self) -> bool:
+    def accepts_runs(self) -> bool:
         """Whether a run on the phone can replace a bundle and a list of adapters."""
         return self.flags is RemoteFlags and input_settings(self.settings).get("bundle") is Input.MODEL
 
@@ -107,9 +107,9 @@ class RemoteVerb:
         if self.resume is not None and any(word.partition("=")[0] == "--resume" for word in argv):
             return self.resume(argv)
         positional = [name for name in self.flags.POSITIONAL if name in input_settings(self.settings)]
-        given = parse_settings(self.all_settings, argv, f"prge android {self.words}", positional)
-        flags = self.flags(**shared_values(self.flags, given))
-        on_device, own = flags.device_settings(given), shared_values(self.settings, given)
+        settings = parse_settings(self.all_settings, argv, f"prge android {self.words}", positional)
+        flags = self.flags(**shared_values(self.flags, settings))
+        on_device, own = flags.device_settings(settings), shared_values(self.settings, settings)
         for item in fields(flags):  # a flag of the same name as a setting has another meaning
             own.pop(item.name, None)
         return flags.execute(RemoteCall(self, flags, self.settings(**{**own, **on_device}), on_device))
@@ -148,7 +148,7 @@ class RemoteCall:
             PrgeError: an input can't be sent.
         """
         settings, on_device = self.settings, {**self.on_device, **on_device}
-        if self.verb.takes_runs:
+        if self.verb.accepts_runs:
             settings = self._with_run(settings, on_device)
         adapter = getattr(settings, "adapter", None)
         is_device_run = isinstance(adapter, Path) and self._run_folder(str(adapter))
@@ -189,7 +189,7 @@ class RemoteCall:
                 phone.copy_file(files[name], settings[name])
             code = phone.attach(self.send(settings, folder), self.verb.reads)
             for name, path in files.items():
-                _write_here(path, before.get(name), phone.read_file(settings[name]))
+                _write_locally(path, before.get(name), phone.read_file(settings[name]))
             return code
         finally:
             phone.remove(folder)
@@ -272,7 +272,7 @@ class RemoteCall:
         return run if is_name(name) and self.phone.exists(run, "d") else ""
 
 
-def _write_here(path: Path, before: bytes | None, content: bytes | None) -> None:
+def _write_locally(path: Path, before: bytes | None, content: bytes | None) -> None:
     """Write the content of a file of the phone to a file of this computer.
 
     If the local file was changed meanwhile, only what the verb appended is added to it.

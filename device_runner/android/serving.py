@@ -96,7 +96,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
     feedback: bool = False
     """Store feedback on the device without learning from it."""
 
-    def device_settings(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
         check_name(self.name)
         if not self.port:
@@ -107,7 +107,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
             "host": "127.0.0.1",
             "port": self.port,
             "api_key_file": Path(self.path("jobs", self.name, KEY)),
-            "model_name": given.model_name or given.bundle.resolve().name,
+            "model_name": settings.model_name or settings.bundle.resolve().name,
             "learn": own if self.learn else None,
             "feedback": own / FEEDBACK if self.feedback and not self.learn else None,
         }

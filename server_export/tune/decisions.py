@@ -160,9 +160,9 @@ def adapted(
         return _small_adapter("random", "random directions learn less with more parameters")
     if numel is None:
         return _small_adapter("eva", "not all linear layers can have an adapter")
-    taken = BYTES_PER_TRAINED_VALUE * numel
-    if taken > _ADAPTER_SHARE * free:
-        why = f"all linear layers would take {format_bytes(taken)} of a run's {format_bytes(free)}"
+    adapter_bytes = BYTES_PER_TRAINED_VALUE * numel
+    if adapter_bytes > _ADAPTER_SHARE * free:
+        why = f"all linear layers would take {format_bytes(adapter_bytes)} of a run's {format_bytes(free)}"
         return _small_adapter("eva", why)
     why = "with exact gradients, adapting all linear layers learns more than adapting some"
     values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}
@@ -230,19 +230,19 @@ def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
     )
 
 
-def pace(taken: Sequence[float], heads: float, evaluation: float, whole: float) -> Pace:
+def pace(elapsed: Sequence[float], heads: float, evaluation: float, whole: float) -> Pace:
     """Compute durations of a run's parts from a measured run of a few steps.
 
     Args:
-        taken: seconds since the start of the run, after each of its steps.
+        elapsed: seconds since the start of the run, after each of its steps.
         heads: seconds that fitting an encoder's heads took before the first step; other runs reuse these
             heads.
         evaluation: seconds of the run's only evaluation, at its end.
         whole: seconds from the start of the run's process to its end.
     """
-    later = len(taken) - 1
-    step = (taken[-1] - taken[0]) / later if later else max(taken[0] - heads, 0.0)
-    return Pace(max(whole - heads - evaluation - len(taken) * step, 0.0), step, evaluation)
+    later = len(elapsed) - 1
+    step = (elapsed[-1] - elapsed[0]) / later if later else max(elapsed[0] - heads, 0.0)
+    return Pace(max(whole - heads - evaluation - len(elapsed) * step, 0.0), step, evaluation)
 
 
 def training_seconds(count: int, pace: Pace, searched: bool) -> float:
@@ -304,8 +304,8 @@ def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> 
     """
     count = int(batch.value)
     while count >= 1:
-        if (taken := needed(count)) <= _MARGIN * limit:
-            bound = f"; --memory is {format_megabytes(limit)}, about {format_megabytes(taken)} are used"
+        if (used := needed(count)) <= _MARGIN * limit:
+            bound = f"; --memory is {format_megabytes(limit)}, about {format_megabytes(used)} are used"
             return Decision("batch_size", count, batch.why + bound)
         count //= 2
     least = math.ceil(needed(1) / _MARGIN / 1e6) * 10**6

@@ -48,16 +48,16 @@ class DecisionMaker:
         self._settings = settings
         self._record = record
 
-    def decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
+    def decide(self, name: str, user_value: Any, make: Callable[[], Decision | None]) -> None:
         """Record a setting, unless the record has it.
 
         Args:
             name: name of the setting.
-            given: value that the user gave; None: there is none.
+            user_value: value that the user gave; None: there is none.
             make: makes the decision if the user gave no value; returns None if there is nothing to decide.
         """
         if self._record.value(name) is None:
-            decision = make() if given is None else Decision(name, given, "given")
+            decision = make() if user_value is None else Decision(name, user_value, "given by the user")
             self._record.decide(*([decision] if decision else []))
 
     def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
@@ -115,20 +115,20 @@ class DecisionMaker:
         settings = self._settings
         try:
             whole = estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS))
-            numbers = adapter_size(whole.outline.modules)
+            numel = adapter_size(whole.outline.modules)
         except PrgeError:  # not all linear layers of this model can have an adapter
-            whole, numbers = estimate(EstimateConfig(model=model)), None
+            whole, numel = estimate(EstimateConfig(model=model)), None
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
         is_encoder = whole.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
+        for each in decisions.adapted(settings.estimator, is_encoder, numel, self._free()):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
-        generates = rows.are_texts and not is_encoder
+        generates = rows.is_generative and not is_encoder
         self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, generates))
         chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
         chosen["adapt_layers"] = settings.adapt_layers
-        if numbers is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
-            given = {name: value for name, value in chosen.items() if value is not None}
-            whole = estimate(EstimateConfig(model=model, **given))
+        if numel is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
+            adapter_settings = {name: value for name, value in chosen.items() if value is not None}
+            whole = estimate(EstimateConfig(model=model, **adapter_settings))
         return whole.exported_as(self._record.value("quantize"), self._record.value("roles"))
 
     def _limit(self) -> int | None:
@@ -176,8 +176,10 @@ class DecisionMaker:
                 copies=entry.copies(),
                 queries=entry.directions(),
             )
-            taken = estimate_run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
-            return taken + BYTES_PER_WAITING_TOKEN * facts.tokens
+            run_bytes = estimate_run_memory(
+                outline, shape, weights, chain.roles, "native", weights.largest
+            ).total
+            return run_bytes + BYTES_PER_WAITING_TOKEN * facts.tokens
 
         return decisions.within_memory(decision, limit, needed)
 

@@ -65,7 +65,7 @@ class NamedRows:
         return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
     @property
-    def are_texts(self) -> bool:
+    def is_generative(self) -> bool:
         """Whether the model learns to generate text, and not to choose among candidates."""
         return self._task is None or self._task.generate is not None
 

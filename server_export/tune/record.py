@@ -49,9 +49,9 @@ class Record:
     def __init__(self, settings: TuneSettings) -> None:
         self._settings = settings
         self._path = settings.out / DECISIONS
-        now = _plain(settings.resolved())
+        current = _plain(settings.resolved())
         began = {"began": time.time(), "seconds": 0.0}
-        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}, **began}
+        self._content: dict[str, Any] = {"settings": current, "decisions": [], "found": {}, **began}
         self.is_kept = False
         if not self._path.is_file():
             return
@@ -62,12 +62,12 @@ class Record:
         before = json.loads(json.dumps(defaults, default=str)) | content["settings"]
         changed = {
             name: _STAGE_OF.get(name, "bundle")
-            for name in sorted((before.keys() | now.keys()) - _NOT_IDENTITY)
-            if before.get(name) != now.get(name)
+            for name in sorted((before.keys() | current.keys()) - _NOT_IDENTITY)
+            if before.get(name) != current.get(name)
         }
         done = _done(settings)
         problems = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            f"{name} was {before.get(name)!r}, is {current.get(name)!r}"
             for name, stage in changed.items()
             if stage in done
         ]
@@ -89,7 +89,7 @@ class Record:
         seconds = content["seconds"] + max(_last_sign(settings.out) - content["began"], 0.0)
         self._content, self.is_kept = content | {**began, "seconds": seconds}, True
         if changed:
-            self._correct(now, done)
+            self._correct(current, done)
         self._write()
 
     def _check_places(self, content: dict[str, Any]) -> None:
@@ -111,10 +111,10 @@ class Record:
                     code="path-outside",
                 )
 
-    def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
+    def _correct(self, current: dict[str, Any], done: Collection[str]) -> None:
         """Record changed settings, and forget decisions of stages that are not complete."""
         kept = [each for each in self.decisions if _STAGE_OF.get(each.name, "bundle") in done]
-        self._content |= {"settings": now, "decisions": [asdict(each) for each in kept]}
+        self._content |= {"settings": current, "decisions": [asdict(each) for each in kept]}
         if "search" not in done:
             for name in ("phone", "name_on_phone"):
                 self._content["found"].pop(name, None)

@@ -64,13 +64,13 @@ class RowFiles:
         return self._file("test")
 
     @property
-    def are_texts(self) -> bool:
+    def is_generative(self) -> bool:
         """Whether the model learns to generate text, and not to choose among candidates."""
         task = self._task()
         return task is None or task.generate is not None
 
     @property
-    def have_candidates(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether the model learns to choose among candidates."""
         task = self._task()
         return task is not None and not task.is_completion
@@ -85,7 +85,7 @@ class RowFiles:
         self.folder.chmod(0o700)
 
     @property
-    def are_messages(self) -> bool:
+    def has_messages(self) -> bool:
         """Whether rows are messages, or become messages with a chat template."""
         return not self._task() and bool(find_form(read_rows(self.train), str(self.train)).chat)
 

@@ -79,11 +79,11 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     """
     with ExitStack() as held:
         check_writable_folder(settings.out)
-        if is_there := (settings.out / DECISIONS).is_file():
+        if exists := (settings.out / DECISIONS).is_file():
             check_links(settings.out)  # the folder may come from a stranger
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
-        tuning.check_folder(is_there)
+        tuning.check_folder(exists)
         stages: list[tuple[str, Callable[[], None]]] = [
             *([("phone", tuning.measure_phone)] if settings.on else []),
             ("rows", tuning.read),
@@ -98,9 +98,9 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         ]
         for number, (name, stage) in enumerate(stages, 1):
             if name == "bundle":
-                if not is_there:
+                if not exists:
                     held.enter_context(run_lock(settings.out))
-                tuning.keep(is_there)
+                tuning.keep(exists)
             print(f"\n{number}/{len(stages)}  {name}", flush=True)
             stage()
         return tuning.result()
@@ -133,11 +133,11 @@ class _Tuning:
         """The bundle of the user or of the export."""
         return open_bundle(self._folder)
 
-    def keep(self, is_there: bool) -> None:
+    def keep(self, exists: bool) -> None:
         """Write the rows that this call has read, and the decisions for them, to the folder.
 
         Args:
-            is_there: whether the folder holds a tuning already.
+            exists: whether the folder holds a tuning already.
 
         Raises:
             RunError: the folder holds something else, which stays as it is.
@@ -145,16 +145,16 @@ class _Tuning:
         out = self._settings.out
         if self._notes is None:
             return
-        self.check_folder(is_there)
+        self.check_folder(exists)
         self._record.keep()
         (out / "before.json").unlink(missing_ok=True)
         self._rows.write(self._parts)
         self._record.fact("rows", lambda: self._notes)
 
-    def check_folder(self, is_there: bool) -> None:
+    def check_folder(self, exists: bool) -> None:
         """Raise RunError if the folder holds anything but a tuning."""
         out = self._settings.out
-        if is_there:
+        if exists:
             return
         if any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
             raise RunError(
@@ -401,9 +401,9 @@ class _Tuning:
     def _samples(self) -> dict[str, Any]:
         """Return the settings of a run for sampling completions."""
         bundle = self._bundle
-        if DECODE in bundle.chain.roles and self._rows.are_texts:
+        if DECODE in bundle.chain.roles and self._rows.is_generative:
             return {"sample_prompts": self._rows.write_prompts(load_bundle_tokenizer(bundle))}
-        return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.have_candidates else {}
+        return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.has_candidates else {}
 
     def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
         """Start or resume a run, and return its summary, even if it diverged."""
@@ -486,9 +486,9 @@ class _Tuning:
     def _next(self) -> list[str]:
         """Return the words of a command of prge that uses the tuned model."""
         out = str(self._settings.out)
-        if self._rows.have_candidates:
+        if self._rows.has_candidates:
             task = ["--task", self._settings.task] if self._settings.task else []
             return ["eval", out, *task, "--data", "TEST_ROWS"]
-        if self._rows.are_messages and load_bundle_tokenizer(self._bundle).chat_template:
+        if self._rows.has_messages and load_bundle_tokenizer(self._bundle).chat_template:
             return ["chat", out]
         return ["generate", out, "--prompt", "PROMPT"]
