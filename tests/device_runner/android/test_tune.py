@@ -83,10 +83,10 @@ def inputs(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words_of(inputs: Path, workstation: Workstation, out: Path) -> list[object]:
     return [
-        "tune", "--bundle", inputs / "bundle", "--data", inputs / "rows.jsonl", "--test", inputs /
-        "test.jsonl", "--out", out, "--steps", STEPS, "--threads", 1, "--on",
-        f"android:{workstation.serial}", "--phone-folder", workstation.folder, "--json",
-        out.with_suffix(".json"),
+        "tune", "--bundle", inputs / "bundle", "--data", inputs / "rows.jsonl",
+        "--test", inputs / "test.jsonl", "--out", out, "--steps", STEPS, "--threads", 1,
+        "--on", f"android:{workstation.serial}", "--phone-folder", workstation.folder,
+        "--json", out.with_suffix(".json"),
     ]  # fmt: skip
 
 
