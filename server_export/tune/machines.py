@@ -100,7 +100,7 @@ class PhoneMachine:
         for check in checks.values():
             if check["state"] == "missing":
                 raise PrgeError(
-                    f"the phone can't train: {check['name']}: {check['found']}",
+                    f"The phone can't train: {check['name']}: {check['found']}",
                     remedy=check["remedy"],
                     code="phone-cannot-train",
                 )

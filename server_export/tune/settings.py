@@ -149,7 +149,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
             raise ConfigError(
                 "these settings can't be used:",
                 problems,
-                remedy="see `prge tune --help`",
+                remedy="See `prge tune --help`.",
                 code="settings-unusable",
             )
 

@@ -170,7 +170,7 @@ def test_a_phone_that_lacks_something_is_refused_at_once(
 ) -> None:
     words = words_of(inputs, workstation, tmp_path / "out")
     output = workstation.prge(*words, "--phone-folder", tmp_path / "bare", code=2)
-    assert "the phone can't train: runtime" in output and "prge android push runtime" in output
+    assert "The phone can't train: runtime" in output and "prge android push runtime" in output
     assert not (tmp_path / "out" / "rows").exists()
 
 
