@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from device_runner.fleet.aggregation import (
-    combined_scalars,
-    middle,
-    opposed_answers,
-    shortened_answers,
+    aggregate,
+    aggregate_projected_gradients,
+    find_opposed_results,
+    shorten_outliers,
 )
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import RoundResult
@@ -47,7 +47,7 @@ def _trimmed(values: FloatArray) -> Any:
 @pytest.mark.parametrize("devices", [4, 7])
 def test_every_device_has_the_same_say(combine: Any, devices: int) -> None:
     changes = _changes(devices)
-    found = middle(changes, Plan(estimator="exact", combine=combine))
+    found = aggregate(changes, Plan(estimator="exact", combine=combine))
     np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
@@ -56,10 +56,10 @@ def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
     for combine in ("trimmed", "median"):
         for lie in (1e6, -1e6, 0.0):
             table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
-            found = middle(table, Plan(combine=combine))
+            found = aggregate(table, Plan(combine=combine))
             assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
-    assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+    assert np.all(aggregate(table, Plan(combine="mean")) > honest.max(0))
 
 
 def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
@@ -70,9 +70,9 @@ def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
         table = np.concatenate([honest, lie.astype(np.float32)])
         most = np.median(np.linalg.norm(table, axis=1))
         expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
-        found = combined_scalars(table, Plan(combine="trimmed"))
+        found = aggregate_projected_gradients(table, Plan(combine="trimmed"))
         assert np.linalg.norm(found - expected) <= most / 4 * (1 + 1e-5)
-    assert np.array_equal(combined_scalars(honest, Plan()), middle(honest, Plan()))
+    assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 
 def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
@@ -85,11 +85,11 @@ def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
         honest = 0.3 * signal + random.normal(size=(4, 1280))
         honest[3] *= -1
         answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
-        opposed, now = opposed_answers(answers, plan, spoken)
+        opposed, now = find_opposed_results(answers, plan, spoken)
         spoken |= now
         found.append(opposed)
     assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
-    assert opposed_answers(answers, Plan(combine="mean"), spoken) == ([], {})
+    assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
 
 
 def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
@@ -98,7 +98,7 @@ def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
     count = 0
     for _ in range(100):
         answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
-        opposed, now = opposed_answers(answers, plan, spoken)
+        opposed, now = find_opposed_results(answers, plan, spoken)
         spoken |= now
         count += len(opposed)
     assert count < 50  # of 1,000
@@ -106,8 +106,8 @@ def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
 
 def test_two_answers_are_never_shortened() -> None:
     answers = {1: _answer(np.ones(4, np.float32)), 2: _answer(np.full(4, 1000, np.float32))}
-    assert shortened_answers(answers, Plan())[1] == []
+    assert shorten_outliers(answers, Plan())[1] == []
     answers[3] = _answer(np.ones(4, np.float32))
-    cut, whose = shortened_answers(answers, Plan(outlier=4.0))
+    cut, whose = shorten_outliers(answers, Plan(outlier=4.0))
     assert whose == [2]
     np.testing.assert_allclose(np.linalg.norm(cut[2].values), 4 * 2, rtol=1e-5)

@@ -51,16 +51,14 @@ def test_a_fleet_of_an_earlier_version_is_told_as_one(
     for words in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
         assert main(["fleet", *words]) == 2
         told = capsys.readouterr().err
-        assert (
-            "none of this version of prge" in told and "go on with the version that began the fleet" in told
-        )
+        assert "version of prge" in told and "use the version that started the fleet" in told
 
 
 def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cryptography")
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "one"]) == 0
     told = capsys.readouterr().out
-    assert f"{tmp_path}/keys/server: for the server; its certificate holds until 2" in told
-    assert f"{tmp_path}/keys/devices/one: bring it to the device one, and keep no copy" in told
+    assert f"{tmp_path}/keys/server: for the server; its certificate is valid until 2" in told
+    assert f"{tmp_path}/keys/devices/one: move it to the device one, and keep no copy" in told
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "two"]) == 0
-    assert "bring it to the server and start that again" in capsys.readouterr().out
+    assert "copy it to the server and restart the server" in capsys.readouterr().out

@@ -94,7 +94,7 @@ class TestOneAnswerALine:
             said.unlink()
         else:
             shutil.rmtree(server.folder / FLEETS)
-        assert server.refusal(0) == "round 1 was answered, and what was said is gone"
+        assert server.refusal(0) == "round 1 was answered, but its result is gone"
         assert isinstance(server.ask(1), RoundResult)
         assert kinds(server.folder) == ["begun", "answered"] * 2
 
@@ -225,9 +225,9 @@ class TestWhatIsNotOfThePlan:
         for missed, reason in (
             (
                 replace(good, rates=few, losses=few, projected_gradients=good.projected_gradients[:1]),
-                "a round of 1 steps of 4 scalars",
+                "a round of 1 steps of 4 projected gradients",
             ),
-            (replace(good, projected_gradients=wide), "a round of 2 steps of 5 scalars"),
+            (replace(good, projected_gradients=wide), "a round of 2 steps of 5 projected gradients"),
             (server.steps(0, np.nan), "steps from 0 on after which the adapter has"),
         ):
             assert reason in server.refusal(1, missed=missed.to_bytes())
@@ -255,14 +255,14 @@ class TestWhatIsNotOfThePlan:
         size = server.state.adapter.size
         bombs = values("adapter", np.zeros(10_000_000, np.float32))
         for change, reason in (
-            (values("adapter", np.zeros(size + 1, np.float32)), "that don't fit"),
+            (values("adapter", np.zeros(size + 1, np.float32)), "do not fit"),
             (values("adapter", np.full(size, np.nan, np.float32)), "is not finite"),
-            (values("more", np.zeros(1, np.float32)), "that don't fit"),
+            (values("more", np.zeros(1, np.float32)), "do not fit"),
             (bombs, "or has more than"),
             (lambda arrays, progress: progress.update(step=-1), "its step is -1"),
             (lambda arrays, progress: progress.update(step=True), "its step is True"),
             (lambda arrays, progress: progress.update(first_loss="0"), "its losses ('0', None)"),
-            (lambda arrays, progress: arrays.pop("adapter"), "that don't fit"),
+            (lambda arrays, progress: arrays.pop("adapter"), "do not fit"),
         ):
             assert reason in server.refusal(0, state=state(change))
         assert not server.lines

@@ -34,7 +34,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
 NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
-SPENT = TaskRefusal("privacy_epsilon would be 9 after this round, at most 1 is allowed").to_bytes()
+BUDGET_EXCEEDED = TaskRefusal(
+    "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
+).to_bytes()
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
@@ -349,7 +351,7 @@ LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = 
         lambda report: report.privacy_epsilon == 0.0,
     ),
     "no privacy left": (
-        lambda said: SPENT,
+        lambda said: BUDGET_EXCEEDED,
         {"least_answers": 2},
         lambda report: (
             report.answered == list(NODES[1:]) and (NODE in report.refused) == (report.number == 0)
@@ -379,7 +381,7 @@ def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> Non
 
 def test_no_privacy_left_while_the_others_are_away(fleet: Fleet) -> None:
     with open_fleet(fleet.settings(rounds=1)) as server:
-        play(server, lambda node, task: SPENT if node == NODE else None)
+        play(server, lambda node, task: BUDGET_EXCEEDED if node == NODE else None)
         assert not server.finished
         assert play(server, fleet.direct, NODES[1:]).answered == list(NODES[1:])
 
@@ -408,7 +410,7 @@ class TestADeviceRefuses:
     def test_and_tells_no_row_nor_path(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
         rows = fleet.folder / f"{NODE}.jsonl"
         rows.write_text('{"text": "my secret", "label": "neither"}\n')
-        assert self._reason(fleet) == "an error on the device, which tells it there"
+        assert self._reason(fleet) == "an error on the device, which printed it"
         assert str(rows) in capsys.readouterr().err
 
     def test_another_bundle_and_another_task(self, fleet: Fleet, tmp_path: Path) -> None:
@@ -417,12 +419,12 @@ class TestADeviceRefuses:
         assert "the fleet's bundle is" in self._reason(fleet)
         (tmp_path / "own.yaml").write_text(text.replace("Yes", "Never"))
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
-        assert "the fleet's task is another one" in self._reason(fleet)
+        assert "the fleet's task is not mine" in self._reason(fleet)
 
     def test_an_agreement_or_a_state_that_is_not_what_it_should_be(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:
             other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
-        assert "doesn't have the hash" in self._reason(fleet, agreement=other.content)
+        assert "does not have the hash" in self._reason(fleet, agreement=other.content)
         for state in (b"nothing", b"\x00" * 64):
             assert "state" in self._reason(fleet, state=state)
 

@@ -91,8 +91,8 @@ def run_all_rounds(link: SuperLink, rounds: Any, devices: int, seconds: float = 
     """Take all rounds; the lines that were told."""
     lines: list[str] = []
     rounds.flags = RoundsFlags(seconds=seconds)
-    with link.run() as post:
-        run_rounds(post, rounds, devices, lines.append)
+    with link.run() as mailbox:
+        run_rounds(mailbox, rounds, devices, lines.append)
     return lines
 
 

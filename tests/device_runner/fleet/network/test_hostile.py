@@ -330,7 +330,7 @@ def test_a_key_has_its_share_of_connections() -> None:
         for _ in range(MOST_CONNECTIONS_OF_A_KEY + 4):
             clients.append(socket.create_connection(listener.getsockname(), 5))
             _, address = listener.accept()
-            listener.know(address, b"key")
+            listener.mark_known(address, b"key")
         assert [client.recv(1) for client in clients[:4]] == [b""] * 4
         clients[4].setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -131,7 +131,7 @@ def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
         run_all_rounds(link, rounds, 1, seconds=15)
-        assert "a task or its answer is lost" in child.console
+        assert "A task or its reply was lost" in child.console
     assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
 
 

@@ -15,11 +15,11 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.local_round import CyclicRows
 from device_runner.fleet.privacy.reported import (
     ReportingEstimator,
-    exposure,
+    budget_refusal,
     grid,
+    max_participations,
     part_norm,
     sensitivity,
-    spent,
     system_noise,
     whole_sum,
 )
@@ -66,7 +66,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
     seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
     assert all(count == 1 for each in seen for count in each.values())
     together, rows = sum(seen, Counter[int]()), len(windows)
-    assert max(together.values(), default=0) == exposure(steps, min(examples, rows), rows)
+    assert max(together.values(), default=0) == max_participations(steps, min(examples, rows), rows)
 
 
 def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
@@ -87,9 +87,9 @@ def _split(windows: list[int]) -> list[Example]:
 
 
 def test_a_bound_of_zero_is_none() -> None:
-    assert spent(100.0, 0.0) == "" and spent(3.0, 4.0) == ""
-    assert "at most 4" in spent(4.1, 4.0)
-    assert "inf after this round, for earlier rounds had no noise" in spent(math.inf, 4.0)
+    assert budget_refusal(100.0, 0.0) == "" and budget_refusal(3.0, 4.0) == ""
+    assert "at most 4" in budget_refusal(4.1, 4.0)
+    assert "inf after this round, because earlier rounds had no noise" in budget_refusal(math.inf, 4.0)
 
 
 anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, max_size=4)
