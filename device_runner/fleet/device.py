@@ -278,7 +278,7 @@ class _Round:
         return line or entry, epsilon
 
     def _known_state(self) -> TrainingState:
-        """Return the global state from which the missed rounds continue: of the task, the folder or the bundle.
+        """Return the global state that the missed rounds follow: of the task, the folder or the bundle.
 
         Raises:
             TaskRefusedError: there is none.

@@ -20,7 +20,7 @@ from prge.cli.main import main
             "give --keys or --insecure, and not both",
         ),
         (["serve", "--resume", "nowhere"], "nowhere is no run: it has no serve.yaml"),
-        (["status", "nowhere"], "nowhere is no fleet's folder"),
+        (["status", "nowhere"], "nowhere does not contain a fleet"),
         (["join", "--server", "h:1", "--folder", "d", "--insecure"], "--bundle is missing: a path"),
         (
             ["join", "--server", "h:1", "--folder", "d", "--bundle", "b", "--train", "t"],
