@@ -1,8 +1,8 @@
-"""The server's routes: what a client sends to sequences of the worker, their texts to answers; and its page.
+"""The server's routes, from requests to the worker's sequences and from text to responses; and the page.
 
-    body, bounded -> what is asked -> prompts -> worker -> events of each answer -> JSON, or a stream
+    body, bounded -> parsed request -> prompts -> worker -> events of each completion -> JSON, or a stream
 
-A client that goes away takes its sequences along, wherever it goes away.
+The sequences of a client that disconnects are cancelled, whenever it disconnects.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from device_runner.session.pauses import Gates
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Completion, Reason, Sharing
 
-# Of a body: for what isn't the prompts, for each token of the context, and in all.
+# Limits on a body: for everything but the prompts, per token of the context, and in total.
 BYTES_BESIDE = 64 << 10
 BYTES_A_TOKEN = 256
 MOST_BYTES = 4 << 20
-# Of all bodies at once; each may have `BYTES_BESIDE`.
+# Limit on all bodies together; each may always have `BYTES_BESIDE`.
 MOST_HELD = 16 * MOST_BYTES
-# For a client to send its body.
+# Seconds for a client to send its body.
 SECONDS = 60.0
 
 
@@ -68,20 +68,20 @@ def make_app(
     about: Json | None = None,
     gates: Gates | None = None,
 ) -> Starlette:
-    """The server as an ASGI application.
+    """Return the server as an ASGI application.
 
     Args:
-        models: names, prompts.
-        worker: the thread that writes.
-        access: who may ask.
-        feedback: takes what clients say of answers; by default none is kept.
-        learning: what is learnt of that.
-        runs: that the page shows.
-        about: what the page tells of the models.
-        gates: while they are closed no answer is begun.
+        models: adapters and prompts.
+        worker: the thread that generates.
+        access: who may send requests.
+        feedback: stores the clients' feedback; by default none is stored.
+        learning: trains on the feedback.
+        runs: to show on the page.
+        about: what the page shows about the models.
+        gates: conditions; while they are not met, no completion is begun.
     """
     server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
-    told = {**(about or {}), **server.told, "runs": runs is not None}
+    description = {**(about or {}), **server.told, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -92,11 +92,11 @@ def make_app(
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
     ]
-    return _assembled([*routes, *_page_routes(told, runs)], access)
+    return _assembled([*routes, *_page_routes(description, runs)], access)
 
 
 def make_watch_app(runs: Runs, access: Access) -> Starlette:
-    """The page alone, for who looks at runs, as an ASGI application."""
+    """Return only the page, for watching runs, as an ASGI application."""
     return _assembled(_page_routes({"object": "about", "talks": False, "runs": True}, runs), access)
 
 
@@ -108,14 +108,14 @@ def _assembled(routes: list[Route], access: Access) -> Starlette:
         ClientDisconnect: _gone,
         Exception: _fail,
     }
-    door = Middleware(AccessControl, access=access)
-    app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
+    access_control = Middleware(AccessControl, access=access)
+    app = Starlette(routes=routes, middleware=[access_control], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
-def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
-    """The page, what it asks of what is served, and of runs where there are any."""
+def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
+    """Return the routes of the page, of its description of the server, and of runs if there are any."""
 
     async def page(request: Request) -> Response:
         return await asyncio.to_thread(file_named, INDEX)
@@ -124,7 +124,7 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
         return await asyncio.to_thread(file_named, request.path_params["name"])
 
     async def about(request: Request) -> Response:
-        return JSONResponse(told)
+        return JSONResponse(description)
 
     routes = [Route(path, page, methods=["GET"]) for path in PAGES]
     routes += [Route(f"{FILES}{{name}}", file, methods=["GET"]), Route("/v1/about", about, methods=["GET"])]
@@ -171,12 +171,12 @@ class _Server:
         self.gates = gates
         self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
-        # Bytes of bodies that are being read or made prompts of.
+        # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
 
     @property
     def told(self) -> Json:
-        """What the page must know of the server."""
+        """What the page needs to know about the server."""
         return {
             "object": "about",
             "talks": True,
@@ -187,7 +187,10 @@ class _Server:
         }
 
     async def health(self, request: Request) -> Response:
-        """Whether the worker runs, and whether feedback is stored and learnt. The log alone names causes."""
+        """Report whether the worker runs, and whether storing feedback and learning work.
+
+        Only the log names causes.
+        """
         parts: Json = {}
         if self.feedback.keeps:
             parts["feedback"] = "failing" if self.feedback.problem else "ok"
@@ -198,25 +201,25 @@ class _Server:
         return JSONResponse({"status": "degraded" if "failing" in parts.values() else "ok", **parts})
 
     async def list_models(self, request: Request) -> Response:
-        """Names of all models."""
+        """Return the names of all models."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.names]})
 
     async def one_model(self, request: Request) -> Response:
-        """One model by its name."""
+        """Return one model by its name."""
         name = request.path_params["name"]
         self.models.adapter(name)
         return JSONResponse(self._model(name))
 
     async def chat(self, request: Request) -> Response:
-        """The assistant's next message."""
+        """Return the assistant's next message."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
-        """What follows a text."""
+        """Return the continuation of a text."""
         return await self._answer(request, read_completion)
 
     async def judge(self, request: Request) -> Response:
-        """Keep what a client says of an answer."""
+        """Store a client's feedback on a completion."""
         async with self._body(request) as body:
             most = MOST_CHARACTERS * self.worker.context
             judgement = await self.models.apart(lambda: read_judgement(body, most))
@@ -225,11 +228,11 @@ class _Server:
         return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
 
     async def list_adapters(self, request: Request) -> Response:
-        """What was learnt so far."""
+        """Return the learned adapters."""
         return JSONResponse({"object": "list", "data": self.learning.history()})
 
     async def take_back(self, request: Request) -> Response:
-        """Serve what was served before the version that the client names."""
+        """Serve the adapter that was served before the version that the client names."""
         learning = self.learning
         async with self._body(request) as body:
             version = await self.models.apart(lambda: read_version(body))
@@ -238,9 +241,9 @@ class _Server:
 
     @property
     def learning(self) -> OnlineLearner:
-        """What learns; raises RequestError where nothing does."""
+        """The learner; raises RequestError if the server does not learn."""
         if self._learning is None:
-            raise RequestError(404, "nothing is learnt: the server was started without --learn FOLDER")
+            raise RequestError(404, "the server does not learn: it was started without --learn FOLDER")
         return self._learning
 
     def _model(self, name: str) -> Json:
@@ -248,7 +251,10 @@ class _Server:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, refused as soon as it is known to be too large; what comes then nobody keeps."""
+        """Yield a request's body; refuses it as soon as it is known to be too large.
+
+        What a client sends after that is discarded.
+        """
         body = bytearray()
 
         async def read() -> None:
@@ -267,13 +273,13 @@ class _Server:
             await asyncio.wait_for(read(), SECONDS)
             yield bytes(body)
         except asyncio.TimeoutError:
-            raise RequestError(408, f"the body didn't come within {SECONDS:.0f} seconds") from None
+            raise RequestError(408, f"the body did not arrive within {SECONDS:.0f} seconds") from None
         finally:
             self.held -= len(body)
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
-        """Let what learns compute nothing inside the block, and until the event loop goes on."""
+        """Pause learning inside the block, and until the event loop continues."""
         if self._learning is None:
             yield
             return
@@ -281,12 +287,14 @@ class _Server:
         try:
             yield
         finally:
-            # The worker has the answers by then, and pauses it itself.
+            # By then the worker has the requests, and pauses learning itself.
             asyncio.get_running_loop().call_soon(self._learning.pause, False)
 
     def _sharing(self, request: Request, asked: Asked) -> Sharing:
-        """With whom a request shares what is computed: with those of the same API key, without keys of the
-        same address, that name the same cache key; without keys and names only with its own conversation."""
+        """Return the requests with which a request shares cached prompts.
+
+        These are requests of the same API key (without keys, of the same address) that name the same cache
+        key. Without keys and cache key, only requests of the same conversation."""
         key = self.access.key_of(request.headers)
         client = request.client.host if request.client is not None else ""
         named = ("address", client) if key is None else ("key", key)
@@ -297,7 +305,7 @@ class _Server:
         return Sharing(group, needs_answer=True, answers=said)
 
     async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
-        # Sensors may take a moment to read.
+        # Reading sensors may take a moment.
         if why := await asyncio.to_thread(self.gates.closed, note):
             raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
         async with self._body(request) as body:
@@ -311,14 +319,14 @@ class _Server:
 
         def telling(index: int) -> Tell:
             def tell(told: Told) -> None:
-                with suppress(RuntimeError):  # the loop has ended, and the server with it
+                with suppress(RuntimeError):  # the event loop has ended, and the server with it
                     loop.call_soon_threadsafe(events.put_nowait, (index, told))
 
             return tell
 
         try:
             if not self.worker.alive:
-                raise RequestError(503, "the server ends", kind="server_error")
+                raise RequestError(503, "the server is shutting down", kind="server_error")
             jobs = self.worker.submit([(each, telling(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
             raise _busy(str(busy)) from None
@@ -344,10 +352,10 @@ class _Server:
 
 
 def _usage(answers: Mapping[int, Completion], each: int) -> Json:
-    """Numbers of tokens of a request with so many answers to each of its prompts."""
+    """Return the token counts of a request with `each` completions per prompt."""
     made = [answers[index] for index in sorted(answers)]
     prompts = [made[first : first + each] for first in range(0, len(made), each)]
-    # Of the answers to one prompt the others may go on from what was computed for the first.
+    # Further completions of a prompt reuse what was computed for the first one.
     cached = sum(min(answer.prompt_tokens - answer.fed_tokens for answer in prompt) for prompt in prompts)
     tokens = sum(prompt[0].prompt_tokens for prompt in prompts)
     return usage_of(tokens, sum(len(answer.tokens) for answer in made), cached)
@@ -356,9 +364,9 @@ def _usage(answers: Mapping[int, Completion], each: int) -> Json:
 async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
     answers: dict[int, Completion] = {}
     while len(answers) < count:
-        index, told = await events.get()
-        if not isinstance(told, str):
-            answers[index] = told.wait()
+        index, event = await events.get()
+        if not isinstance(event, str):
+            answers[index] = event.wait()
     for index, answer in answers.items():
         ended(index, answer)
     usage = _usage(answers, each)
@@ -372,14 +380,14 @@ async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: 
             yield _event(chunk)
     answers: dict[int, Completion] = {}
     while len(answers) < count:
-        index, told = await events.get()
-        if isinstance(told, str):
-            yield _event(reply.piece(index, told))
+        index, event = await events.get()
+        if isinstance(event, str):
+            yield _event(reply.piece(index, event))
             continue
         try:
-            answer = told.wait()
+            answer = event.wait()
         except PrgeError as error:
-            # The status was sent long ago.
+            # The status was already sent.
             yield _event(_failure(error).body)
             return
         answers[index] = answer
@@ -391,12 +399,13 @@ async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: 
 
 
 def _event(content: Json) -> str:
-    # Without line breaks, which end an event, and in ASCII: no reader takes another character for one.
+    # JSON has no line breaks, which would end an event, and is ASCII, so that no reader finds other line
+    # breaks.
     return f"data: {json.dumps(content)}\n\n"
 
 
 class _Stream(StreamingResponse):
-    """A stream of events whose sequences end with it, even where it never began."""
+    """A stream of events whose sequences end with it, even if it never began."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -410,7 +419,7 @@ class _Stream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """What `work` gives, unless the client goes away before."""
+    """Return the result of `work`; raises ClientDisconnect if the client disconnects before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -446,7 +455,7 @@ async def _refuse_failed(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # read by nobody
+    return Response(status_code=499)  # the client is gone
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
@@ -456,4 +465,4 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return JSONResponse(RequestError(500, "the server made a mistake", kind="server_error").body, 500)
+    return JSONResponse(RequestError(500, "internal server error", kind="server_error").body, 500)

@@ -1,4 +1,4 @@
-"""What a server remembers of its answers, so that clients may rate or correct them, and the file of that."""
+"""A server's newest completions, for clients to rate or correct, and the file that stores their feedback."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
 from prge.errors import RunError
 
-# Of the newest answers: how many are remembered, and characters of them and of what was asked together.
+# Limits of the memory of completions: their number, and characters of them and their prompts together.
 MOST_ANSWERS = 1000
 MOST_CHARACTERS = 4 << 20
-# What an answer, or a message, takes beside its characters.
+# Overhead of a completion or a message, counted as characters.
 _CHARACTERS_EACH = 400
-# Bytes of feedback that a client may give in an hour.
+# Bytes of feedback that a client may send per hour.
 MOST_OF_CLIENT = 16 << 20
 _HOUR = 3600.0
-# Until another process gives the file's lock back, and between two looks at that.
+# Seconds to wait for another process to release the file's lock, and between two attempts.
 SECONDS_TO_LOCK = 5.0
 _SECONDS_BETWEEN = 0.02
 
@@ -33,10 +33,13 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class FeedbackFile:
-    """Where feedback goes.
+    """Where feedback is stored.
 
-    `examples` builds the examples of a row, to refuse one that can't be learnt. Both it and the file are used
-    by the one thread of `storage` alone. `most_bytes` is the size that the file may have.
+    Attributes:
+        path: of the file.
+        examples: builds a row's examples, to refuse rows that cannot be trained on.
+        storage: its one thread is the only one that uses `examples` and the file.
+        most_bytes: largest size of the file.
     """
 
     path: Path
@@ -46,12 +49,12 @@ class FeedbackFile:
 
 
 class Feedback:
-    """Answers that feedback may be given on; used by the event loop's thread, which never waits for storage.
+    """Completions that clients may give feedback on; used by the event loop, which never waits for storage.
 
     Args:
-        file: takes rows; None keeps and remembers nothing.
-        tell: called once a failure of the file, until it can be written again.
-        kept: called with every row that was kept.
+        file: stores rows; None: no feedback is accepted.
+        tell: called once when the file fails, and again only after it could be written.
+        kept: called with every row that was stored.
     """
 
     def __init__(
@@ -64,61 +67,61 @@ class Feedback:
         self._tell = tell
         self._kept = kept
         self.problem = ""
-        """Why the last feedback couldn't be kept; empty if nothing is wrong."""
+        """Why the last feedback could not be stored; empty if nothing is wrong."""
         self._ends = threading.Event()
-        # None: it was judged, or is being judged.
+        # None: feedback was given, or is being stored.
         self._answers: OrderedDict[_Key, tuple[AnswerRecord | None, int]] = OrderedDict()
         self._characters = 0
-        # Of the storage's thread: bytes of each client since an hour began.
+        # Used by the storage thread: bytes of each client since the hour began.
         self._hour, self._bytes = time.monotonic(), Counter[str]()
 
     @property
     def keeps(self) -> bool:
-        """Whether feedback is kept."""
+        """Whether feedback is stored."""
         return self._file is not None
 
     def close(self) -> None:
-        """Wait no longer for the file's lock."""
+        """Stop waiting for the file's lock."""
         self._ends.set()
 
     def remember(self, asked: Asked, number: int, answered: AnswerRecord) -> None:
-        """Keep an answer in mind, by its number in its request; the oldest ones are forgotten for it.
+        """Remember a completion by its index in its response; the oldest ones are forgotten.
 
-        An answer to tokens isn't: rows hold texts.
+        Completions of token prompts are not remembered, because rows hold text.
         """
         if not self.keeps or not (asked.messages or isinstance(answered.prompt_fields["prompt"], str)):
             return
         self._put((answered.id, number), answered, _size(answered))
 
     def answered(self, judgement: Judgement) -> AnswerRecord:
-        """The answer that a client says something of; raises RequestError."""
+        """Return the completion that a client's feedback is about; raises RequestError."""
         if not self.keeps:
-            raise RequestError(404, "no feedback is kept: the server was started without --feedback FILE")
+            raise RequestError(404, "feedback is not stored: the server was started without --feedback FILE")
         key = judgement.id, judgement.index
         if key not in self._answers:
             raise RequestError(
                 404,
-                f"there is no answer {judgement.id!r} with the index {judgement.index} among the newest "
-                f"{MOST_ANSWERS} to texts or messages",
+                f"there is no completion {judgement.id!r} with index {judgement.index} among the newest "
+                f"{MOST_ANSWERS} of text or message prompts",
                 param="id",
                 code="answer_not_found",
             )
         answered, _ = self._answers[key]
         if answered is None:
             raise RequestError(
-                409, f"feedback on {judgement.id!r} was given before", param="id", code="feedback_given"
+                409, f"feedback on {judgement.id!r} was already given", param="id", code="feedback_given"
             )
         return answered
 
     async def take(self, judgement: Judgement, client: str) -> None:
-        """Keep what a client says of an answer.
+        """Store a client's feedback on a completion.
 
         Args:
-            judgement: of the client.
-            client: its address, which quotas count by.
+            judgement: the feedback.
+            client: address of the client, which quotas count by.
 
         Raises:
-            RequestError: it can't be learnt, or can't be kept.
+            RequestError: the feedback cannot be trained on, or cannot be stored.
         """
         answered, file = self.answered(judgement), self._file
         assert file is not None
@@ -127,7 +130,7 @@ class Feedback:
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         key, deadline = (judgement.id, judgement.index), time.monotonic() + SECONDS_TO_LOCK
-        # A second judgement that comes meanwhile is too late.
+        # Feedback on the same completion that arrives meanwhile is refused.
         self._put(key, None, _CHARACTERS_EACH)
         try:
             await asyncio.wrap_future(file.storage.submit(self._keep, file, row, client, deadline))
@@ -138,14 +141,14 @@ class Feedback:
             if not isinstance(error, RunError):
                 raise
             self._fail(str(error))
-            what = f"feedback can't be kept: {error.what}"
+            what = f"feedback cannot be stored: {error.what}"
             raise RequestError(503, what, kind="server_error") from None
         self.problem = ""
         self._kept(row)
 
     def _fail(self, problem: str) -> None:
         if not self.problem:
-            self._tell(f"feedback can't be kept: {problem}")
+            self._tell(f"feedback cannot be stored: {problem}")
         self.problem = problem
 
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:
@@ -160,23 +163,23 @@ class Feedback:
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
                 raise RunError(
-                    f"{file.path} can't be written: another process holds its lock", code="file-in-use"
+                    f"{file.path} cannot be written: another process holds its lock", code="file-in-use"
                 )
 
         append_feedback(file.path, [row], wait)
         self._bytes[client] += size
 
     def _check_quotas(self, file: FeedbackFile, size: int, client: str) -> None:
-        """Raise RequestError where a row is more than its client, or all of them, may give."""
+        """Raise RequestError if a row exceeds its client's quota or the file's size."""
         try:
-            there = file.path.stat().st_size
-        except OSError:  # appending tells what is wrong with it
-            there = 0
-        if there + size > file.most_bytes:
+            size_now = file.path.stat().st_size
+        except OSError:  # appending reports what is wrong
+            size_now = 0
+        if size_now + size > file.most_bytes:
             raise RequestError(
                 507,
-                f"the server keeps {file.most_bytes} bytes of feedback, and has {there}: its owner may "
-                "remove rows with `prge rows forget`, or raise --feedback-limit",
+                f"the server stores at most {file.most_bytes} bytes of feedback, and has {size_now}: its owner "
+                "can remove rows with `prge rows forget`, or raise --feedback-limit",
                 kind="server_error",
                 code="feedback_full",
             )
@@ -187,7 +190,7 @@ class Feedback:
             seconds = int(self._hour + _HOUR - now) + 1
             raise RequestError(
                 429,
-                f"a client may give {MOST_OF_CLIENT} bytes of feedback an hour: go on in {seconds} seconds",
+                f"a client may send {MOST_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
                 kind="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,
@@ -201,7 +204,7 @@ class Feedback:
 
 
 def _size(answered: AnswerRecord) -> int:
-    """Approximate number of characters of an answer and its prompt."""
+    """Return the approximate number of characters of a completion and its prompt."""
     messages = answered.prompt_fields.get("messages")
     texts = [str(each["content"]) for each in messages] if messages else [answered.prompt_fields["prompt"]]
     each = _CHARACTERS_EACH * len(messages or ())

@@ -141,7 +141,7 @@ def test_the_event_loop_touches_no_file(tmp_path: Path) -> None:
         child.end()
         assert child.process.stdout is not None
         told = child.process.stdout.read()
-        assert "adapter 1 of 3 rows" in told and "event loop" not in told
+        assert "adapter 1 from 3 rows" in told and "event loop" not in told
 
 
 @pytest.mark.whole

@@ -173,7 +173,7 @@ def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
     assert [each["current"] for each in rounds] == [False, False, True]
     for each in rounds:
         assert each["held_back"]["rows"] and each["held_back"]["after"] < each["held_back"]["before"]
-    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 of 4 rows: served, loss")
+    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 from 4 rows: served, loss")
     learning = place.open()
     assert learning.adapter.values.tobytes() == place.served[-1].values.tobytes()
     while learning.work():
@@ -259,7 +259,7 @@ def test_what_a_template_refuses_is_told(place: Place) -> None:
     _, found = place.learnt()
     assert found["status"] == "served"
     [line] = (line for line in place.told if "refused" in line)
-    assert line.startswith("feedback refused can't be learnt: the chat template refuses the messages: no e")
+    assert line.startswith("feedback refused is not usable: the chat template refuses the messages: no e")
 
 
 def with_template(place: Place) -> list[str]:
@@ -585,12 +585,12 @@ def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
         learning.work()
     assert learning.problem == "no space left"
     assert [line for line in place.told if "no space" in line] == [
-        "nothing is learnt, tried again every 0 seconds: no space left"
+        "learning failed, trying again every 0 seconds: no space left"
     ]
     monkeypatch.setattr(Journal, "append", append)
     take_round(learning)
     assert not learning.problem
-    assert place.told[-1] == "learning goes on" and learning.history()[-1]["status"] == "served"
+    assert place.told[-1] == "learning continues" and learning.history()[-1]["status"] == "served"
     assert place.bits() == expected
 
 
@@ -601,7 +601,7 @@ def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
     (place.learn / FEEDBACK).mkdir()
     assert not learning.work() and not learning.work()
     (told,) = place.told
-    assert told.startswith("nothing is learnt, tried again every 30 seconds: ") and "a folder" in told
+    assert told.startswith("learning failed, trying again every 30 seconds: ") and "a folder" in told
     (place.learn / FEEDBACK).rmdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet

@@ -338,7 +338,7 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
         time.sleep(0.05)
         # An answer may end after a few tokens, as it is drawn.
         connections.append(_raw(slow, _request({**LONG, "stream": stream})))
-    assert "at most 2 answers" in found[1]["error"]["message"]
+    assert "at most 2 completions" in found[1]["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         slow.client().completions.create(model="base", prompt="a", max_tokens=1)
     # They would have gone on for twenty seconds.
@@ -651,16 +651,16 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
         assert first["answer"] == chat.choices[0].message.content and first["adapter"] != second["adapter"]
         assert (second["prompt"], second["rating"], second["settings"]["seed"]) == ("a cat", "bad", 3)
         for fields, status, told in (
-            ({"id": chat.id, "rating": "good"}, 409, "was given before"),
-            ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no answer 'chatcmpl-1'"),
+            ({"id": chat.id, "rating": "good"}, 409, "was already given"),
+            ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no completion 'chatcmpl-1'"),
             ({"id": id, "rating": "fine"}, 400, "must be good or bad"),
             ({"id": id, "rating": "good", "correction": "a"}, 400, "one of them"),
             ({"id": id}, 400, "one of them"),
             ({"id": id, "correction": "  "}, 400, "is empty"),
-            ({"id": id, "correction": "a" * 100_000}, 400, "at most 65536 are taken"),
-            ({"id": id, "correction": 5}, 400, "must be a text"),
+            ({"id": id, "correction": "a" * 100_000}, 400, "at most 65536 are allowed"),
+            ({"id": id, "correction": 5}, 400, "must be a string"),
             ({"rating": "good"}, 400, "must be the id"),
-            ({"id": id, "index": -1, "rating": "good"}, 400, "a whole number"),
+            ({"id": id, "index": -1, "rating": "good"}, 400, "an integer"),
             ({"id": id, "file": "/etc/passwd"}, 400, "unknown field"),
         ):
             found = _judged(server, **fields)
@@ -676,7 +676,7 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
         assert _judged(server, id=id, rating="good") == (200, "")
         server.process.send_signal(signal.SIGTERM)
         said = server.process.communicate()[0]
-        assert said.count("feedback can't be kept") == 1
+        assert said.count("feedback cannot be stored") == 1
 
 
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:

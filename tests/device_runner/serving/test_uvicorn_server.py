@@ -138,7 +138,7 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_no_http_is_told_so_as_openai_does(garbage: bytes) -> None:
     (found,) = served(sends(garbage))
     head, _, body = found.partition(b"\r\n\r\n")
-    assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is no HTTP request"
+    assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is not an HTTP request"
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -170,7 +170,7 @@ def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         served = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         asyncio.run(served(scope, receive, send))
     assert sent[0]["status"] == 408
-    assert "didn't come within" in json.loads(sent[1]["body"])["error"]["message"]
+    assert "did not arrive within" in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def need_ipv6() -> None:
