@@ -40,7 +40,7 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECA
 ANY_NAME = "*"
 
 
-def names_of_machine() -> frozenset[str]:
+def machine_names() -> frozenset[str]:
     """Return the machine's names in its own network: the host name, with and without domain, and for mDNS."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
@@ -80,7 +80,7 @@ class Access:
         """Accept a request before its body is read, or raise RequestError."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if len(headers.getlist("host")) > 1 or not self.is_called(_name(host)):
+        if len(headers.getlist("host")) > 1 or not self.accepts_host(_name(host)):
             raise RequestError(
                 403,
                 f"unknown host name {shown(host)}: allow it with --allowed-hosts if it is this server",
@@ -97,7 +97,7 @@ class Access:
         if is_foreign and path not in PAGES:
             raise RequestError(403, "pages from other sites are not allowed", code="foreign_origin")
         is_open = path in (HEALTH, *PAGES) or path.startswith(FILES)
-        if self.keys and not is_open and self.key_of(headers) is None:
+        if self.keys and not is_open and self.find_key(headers) is None:
             raise RequestError(401, "the API key is wrong or missing", code="invalid_api_key")
         if scope["method"] == "POST":
             content_types = [
@@ -108,7 +108,7 @@ class Access:
                 description = shown(content_types[0]) if content_types else "missing"
                 raise RequestError(415, f"Content-Type is {description}, must be application/json")
 
-    def is_called(self, name: str) -> bool:
+    def accepts_host(self, name: str) -> bool:
         """Whether requests may call the server by a lower-case name or address."""
         return (
             is_local(name)
@@ -117,7 +117,7 @@ class Access:
             or ANY_NAME in self.names
         )
 
-    def key_of(self, headers: Headers) -> str | None:
+    def find_key(self, headers: Headers) -> str | None:
         """Return the key that a request has; None if it has none of them."""
         scheme, _, sent_key = headers.get("authorization", "").partition(" ")
         known = None

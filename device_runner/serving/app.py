@@ -29,20 +29,20 @@ from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import OnlineLearner
 from device_runner.serving.models import MOST_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import INDEX, file_named
+from device_runner.serving.page.static import INDEX, page_file
 from device_runner.serving.protocol import (
-    Asked,
     Finish,
     Json,
+    ParsedRequest,
     Reply,
     RequestError,
+    format_usage,
     read_chat,
     read_completion,
-    read_judgement,
+    read_feedback_request,
     read_version,
-    usage_of,
 )
-from device_runner.serving.worker import BusyError, Tell, Told, Worker
+from device_runner.serving.worker import BusyError, EventHandler, GenerationEvent, Worker
 from device_runner.session.generation import note
 from device_runner.session.pauses import Gates
 from prge.errors import DataError, PrgeError
@@ -118,10 +118,10 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
     """Return the routes of the page, of its description of the server, and of runs if there are any."""
 
     async def page(request: Request) -> Response:
-        return await asyncio.to_thread(file_named, INDEX)
+        return await asyncio.to_thread(page_file, INDEX)
 
     async def file(request: Request) -> Response:
-        return await asyncio.to_thread(file_named, request.path_params["name"])
+        return await asyncio.to_thread(page_file, request.path_params["name"])
 
     async def about(request: Request) -> Response:
         return JSONResponse(description)
@@ -148,7 +148,7 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
 
 
 _T = TypeVar("_T")
-Events = asyncio.Queue[tuple[int, Told]]
+Events = asyncio.Queue[tuple[int, GenerationEvent]]
 Ended = Callable[[int, Completion], None]
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
@@ -222,10 +222,10 @@ class _Server:
         """Store a client's feedback on a completion."""
         async with self._body(request) as body:
             most = MOST_CHARACTERS * self.worker.context
-            judgement = await self.models.apart(lambda: read_judgement(body, most))
+            feedback_request = await self.models.run_in_parser(lambda: read_feedback_request(body, most))
         client = request.client.host if request.client is not None else ""
-        await self.feedback.take(judgement, client)
-        return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
+        await self.feedback.take(feedback_request, client)
+        return JSONResponse({"id": feedback_request.id, "object": "feedback", "kept": True})
 
     async def list_adapters(self, request: Request) -> Response:
         """Return the learned adapters."""
@@ -235,7 +235,7 @@ class _Server:
         """Serve the adapter that was served before the version that the client names."""
         learning = self.learning
         async with self._body(request) as body:
-            version = await self.models.apart(lambda: read_version(body))
+            version = await self.models.run_in_parser(lambda: read_version(body))
         current = await asyncio.wrap_future(learning.storage.submit(learning.take_back, version))
         return JSONResponse({"object": "adapter", "current": current})
 
@@ -290,35 +290,35 @@ class _Server:
             # By then the worker has the requests, and pauses learning itself.
             asyncio.get_running_loop().call_soon(self._learning.pause, False)
 
-    def _sharing(self, request: Request, asked: Asked) -> Sharing:
+    def _sharing(self, request: Request, parsed: ParsedRequest) -> Sharing:
         """Return the requests with which a request shares cached prompts.
 
         These are requests of the same API key (without keys, of the same address) that name the same cache
         key. Without keys and cache key, only requests of the same conversation."""
-        key = self.access.key_of(request.headers)
+        key = self.access.find_key(request.headers)
         client = request.client.host if request.client is not None else ""
         named = ("address", client) if key is None else ("key", key)
-        group = hashlib.sha256(json.dumps([*named, *asked.cache_key]).encode()).hexdigest()
-        if key is not None or asked.cache_key:
+        group = hashlib.sha256(json.dumps([*named, *parsed.cache_key]).encode()).hexdigest()
+        if key is not None or parsed.cache_key:
             return Sharing(group)
-        said = tuple(str(each["content"]) for each in asked.messages if each["role"] == "assistant")
+        said = tuple(str(each["content"]) for each in parsed.messages if each["role"] == "assistant")
         return Sharing(group, needs_answer=True, answers=said)
 
-    async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
         if why := await asyncio.to_thread(self.gates.closed, note):
             raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
             with self._pausing():
-                asked, requests = await _unless_gone(request, preparing)
-        sharing = self._sharing(request, asked)
+                parsed, requests = await _unless_gone(request, preparing)
+        sharing = self._sharing(request, parsed)
         requests = [replace(each, sharing=sharing) for each in requests]
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
-        def telling(index: int) -> Tell:
-            def tell(told: Told) -> None:
+        def telling(index: int) -> EventHandler:
+            def tell(told: GenerationEvent) -> None:
                 with suppress(RuntimeError):  # the event loop has ended, and the server with it
                     loop.call_soon_threadsafe(events.put_nowait, (index, told))
 
@@ -336,17 +336,17 @@ class _Server:
         def cancel() -> None:
             self.worker.cancel(jobs)
 
-        reply = Reply(asked)
+        reply = Reply(parsed)
 
         def ended(index: int, answer: Completion) -> None:
             if self.feedback.keeps and answer.reason != "cancelled":
-                said = self.models.answered(reply.id, asked, requests[index], index, answer.text)
-                self.feedback.remember(asked, index, said)
+                said = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
+                self.feedback.remember(parsed, index, said)
 
-        if asked.stream:
-            return _Stream(_streamed(reply, events, len(jobs), asked.count, ended), cancel)
+        if parsed.stream:
+            return _Stream(_streamed(reply, events, len(jobs), parsed.count, ended), cancel)
         try:
-            return await _unless_gone(request, _whole(reply, events, len(jobs), asked.count, ended))
+            return await _unless_gone(request, _whole(reply, events, len(jobs), parsed.count, ended))
         finally:
             cancel()
 
@@ -358,7 +358,7 @@ def _usage(answers: Mapping[int, Completion], each: int) -> Json:
     # Further completions of a prompt reuse what was computed for the first one.
     cached = sum(min(answer.prompt_tokens - answer.fed_tokens for answer in prompt) for prompt in prompts)
     tokens = sum(prompt[0].prompt_tokens for prompt in prompts)
-    return usage_of(tokens, sum(len(answer.tokens) for answer in made), cached)
+    return format_usage(tokens, sum(len(answer.tokens) for answer in made), cached)
 
 
 async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
@@ -382,7 +382,7 @@ async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: 
     while len(answers) < count:
         index, event = await events.get()
         if isinstance(event, str):
-            yield _event(reply.piece(index, event))
+            yield _event(reply.text_event(index, event))
             continue
         try:
             answer = event.wait()

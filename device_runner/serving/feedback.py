@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from device_runner.serving.protocol import Asked, Judgement, RequestError
+from device_runner.serving.protocol import FeedbackRequest, ParsedRequest, RequestError
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
 from prge.errors import RunError
@@ -84,58 +84,61 @@ class Feedback:
         """Stop waiting for the file's lock."""
         self._ends.set()
 
-    def remember(self, asked: Asked, number: int, answered: AnswerRecord) -> None:
+    def remember(self, parsed: ParsedRequest, number: int, answer_record: AnswerRecord) -> None:
         """Remember a completion by its index in its response; the oldest ones are forgotten.
 
         Completions of token prompts are not remembered, because rows hold text.
         """
-        if not self.keeps or not (asked.messages or isinstance(answered.prompt_fields["prompt"], str)):
+        if not self.keeps or not (parsed.messages or isinstance(answer_record.prompt_fields["prompt"], str)):
             return
-        self._put((answered.id, number), answered, _size(answered))
+        self._put((answer_record.id, number), answer_record, _size(answer_record))
 
-    def answered(self, judgement: Judgement) -> AnswerRecord:
+    def answer_record(self, feedback_request: FeedbackRequest) -> AnswerRecord:
         """Return the completion that a client's feedback is about; raises RequestError."""
         if not self.keeps:
             raise RequestError(404, "feedback is not stored: the server was started without --feedback FILE")
-        key = judgement.id, judgement.index
+        key = feedback_request.id, feedback_request.index
         if key not in self._answers:
             raise RequestError(
                 404,
-                f"there is no completion {judgement.id!r} with index {judgement.index} among the newest "
-                f"{MOST_ANSWERS} of text or message prompts",
+                f"there is no completion {feedback_request.id!r} with index {feedback_request.index} in the "
+                f"newest {MOST_ANSWERS} of text or message prompts",
                 param="id",
                 code="answer_not_found",
             )
-        answered, _ = self._answers[key]
-        if answered is None:
+        answer_record, _ = self._answers[key]
+        if answer_record is None:
             raise RequestError(
-                409, f"feedback on {judgement.id!r} was already given", param="id", code="feedback_given"
+                409,
+                f"feedback on {feedback_request.id!r} was already given",
+                param="id",
+                code="feedback_given",
             )
-        return answered
+        return answer_record
 
-    async def take(self, judgement: Judgement, client: str) -> None:
+    async def take(self, feedback_request: FeedbackRequest, client: str) -> None:
         """Store a client's feedback on a completion.
 
         Args:
-            judgement: the feedback.
+            feedback_request: the feedback.
             client: address of the client, which quotas count by.
 
         Raises:
             RequestError: the feedback cannot be trained on, or cannot be stored.
         """
-        answered, file = self.answered(judgement), self._file
+        answer_record, file = self.answer_record(feedback_request), self._file
         assert file is not None
         try:
-            row = answered.to_feedback(judgement.rating, judgement.correction)
+            row = answer_record.to_feedback(feedback_request.rating, feedback_request.correction)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
-        key, deadline = (judgement.id, judgement.index), time.monotonic() + SECONDS_TO_LOCK
+        key, deadline = (feedback_request.id, feedback_request.index), time.monotonic() + SECONDS_TO_LOCK
         # Feedback on the same completion that arrives meanwhile is refused.
         self._put(key, None, _CHARACTERS_EACH)
         try:
             await asyncio.wrap_future(file.storage.submit(self._keep, file, row, client, deadline))
         except BaseException as error:
-            self._put(key, answered, _size(answered))
+            self._put(key, answer_record, _size(answer_record))
             if isinstance(error, RequestError) and error.status == 507:
                 self._fail(str(error))
             if not isinstance(error, RunError):
@@ -178,7 +181,7 @@ class Feedback:
         if size_now + size > file.most_bytes:
             raise RequestError(
                 507,
-                f"the server stores at most {file.most_bytes} bytes of feedback, and has {size_now}: its owner "
+                f"the server stores at most {file.most_bytes} bytes of feedback, has {size_now}: its owner "
                 "can remove rows with `prge rows forget`, or raise --feedback-limit",
                 kind="server_error",
                 code="feedback_full",
@@ -196,16 +199,18 @@ class Feedback:
                 retry_after=seconds,
             )
 
-    def _put(self, key: _Key, answered: AnswerRecord | None, size: int) -> None:
+    def _put(self, key: _Key, answer_record: AnswerRecord | None, size: int) -> None:
         self._characters += size - self._answers.pop(key, (None, 0))[1]
-        self._answers[key] = answered, size
+        self._answers[key] = answer_record, size
         while len(self._answers) > MOST_ANSWERS or self._characters > MOST_CHARACTERS:
             self._characters -= self._answers.popitem(last=False)[1][1]
 
 
-def _size(answered: AnswerRecord) -> int:
+def _size(answer_record: AnswerRecord) -> int:
     """Return the approximate number of characters of a completion and its prompt."""
-    messages = answered.prompt_fields.get("messages")
-    texts = [str(each["content"]) for each in messages] if messages else [answered.prompt_fields["prompt"]]
+    messages = answer_record.prompt_fields.get("messages")
+    texts = (
+        [str(each["content"]) for each in messages] if messages else [answer_record.prompt_fields["prompt"]]
+    )
     each = _CHARACTERS_EACH * len(messages or ())
-    return _CHARACTERS_EACH + len(answered.answer) + each + sum(map(len, texts))
+    return _CHARACTERS_EACH + len(answer_record.answer) + each + sum(map(len, texts))

@@ -33,7 +33,7 @@ class Version:
             return "learning"
         return "taken back" if self.is_back else str(self.verdict["status"])
 
-    def told(self, is_current: bool) -> dict[str, Any]:
+    def describe(self, is_current: bool) -> dict[str, Any]:
         """Return the version as clients receive it."""
         verdict = self.verdict or {}
         return {
@@ -46,7 +46,7 @@ class Version:
             **{name: verdict[name] for name in _FACTS if name in verdict},
         }
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Format the version for the terminal."""
         verdict = self.verdict or {}
         held = verdict.get("held_back", {})
@@ -55,7 +55,7 @@ class Version:
         return f"adapter {self.number} from {len(self.rows)} rows: {self.status}{losses}{why}"
 
 
-def date_of(folder: Path) -> Day | None:
+def read_date(folder: Path) -> Day | None:
     """Return the date that chat templates use in a folder of learned adapters; None if it has none."""
     path = folder / HISTORY
     begun = Journal(path, writable=False).first("start") if path.is_file() else None
@@ -126,7 +126,7 @@ class History:
 
     def _describe(self) -> None:
         current = self.current
-        self.described = [each.told(each.number == current) for each in self.versions]
+        self.described = [each.describe(each.number == current) for each in self.versions]
 
     def close(self) -> None:
         """Close the journal."""

@@ -21,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.serving.feedback_index import SECONDS, ChangedError, FeedbackIndex, IndexEntry
-from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
+from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, read_date
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, build_options, held_back, read_kept, unlearnable
+from device_runner.serving.rounds import (
+    Round,
+    build_options,
+    read_retained_examples,
+    split_held_out,
+    unlearnable,
+)
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.pauses import Gates
 from device_runner.session.plan import DEFAULT_BATCH, RunPlan, plan_run, settled
@@ -208,7 +214,7 @@ class OnlineLearner:
         if (begun := self._history.open) is not None:
             self._history.add("judged", begun.number, status="abandoned")
             self._tidy()
-            self._tell(begun.line())
+            self._tell(begun.format_line())
         self._serve(adapter)
         return parent
 
@@ -273,7 +279,7 @@ class OnlineLearner:
         if adapter is not None:
             self._serve(adapter)
         self._tidy()
-        self._tell(version.line())
+        self._tell(version.format_line())
 
     def _read_on(self) -> bool:
         """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
@@ -346,9 +352,9 @@ class OnlineLearner:
             if each.number > parent:
                 unlearnt += existing_entries(each.rows)
             else:
-                learning, held = held_back(existing_entries(each.rows))
+                learning, held = split_held_out(existing_entries(each.rows))
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
-        learning, held = held_back(existing_entries(version.rows))
+        learning, held = split_held_out(existing_entries(version.rows))
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -403,9 +409,9 @@ def plan_rounds(
         check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
-    settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).with_date()
+    settings = settled(replace(settings, date=read_date(flags.learn) or settings.date), bundle).with_date()
     has_kept = flags.kept is not None or run is not None
-    replayed = read_kept(settings, tokenizer, bundle).replayed if has_kept else []
+    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_kept else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
     return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
 

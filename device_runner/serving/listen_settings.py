@@ -52,7 +52,7 @@ class ListenFlags:
         Raises:
             ConfigError: the server would be open to others by mistake.
         """
-        from device_runner.serving.access import Access, names_of_machine
+        from device_runner.serving.access import Access, machine_names
 
         self._check_keys(keys, is_reached_by_others)
         # Numeric addresses are checked by Access.by_address.
@@ -62,7 +62,7 @@ class ListenFlags:
         ]
         names = {name.lower() for name in named_hosts}
         if is_reached_by_others:
-            names |= names_of_machine()
+            names |= machine_names()
         return Access(keys, frozenset(names), by_address=is_reached_by_others)
 
     def _check_keys(self, keys: tuple[str, ...], is_reached_by_others: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from device_runner.serving.protocol import Asked, RequestError
+from device_runner.serving.protocol import ParsedRequest, RequestError
 from prge.data.readers.feedback import AnswerRecord, Fields, adapter_digest, conversation_fields
 from prge.data.tokenization.control_tokens import RenderedText
 from prge.data.tokenization.tokenizer import Tokenizer
@@ -79,7 +79,9 @@ class Models:
         """Serve another adapter under a name; completions in progress continue with the old one."""
         self._adapters[name] = adapter
 
-    def answered(self, id: str, parsed: Asked, request: Request, number: int, text: str) -> AnswerRecord:
+    def answer_record(
+        self, id: str, parsed: ParsedRequest, request: Request, number: int, text: str
+    ) -> AnswerRecord:
         """Return a completion as feedback needs it; `number` is the index of its request."""
         prompt_fields: Fields = conversation_fields(parsed.messages, {**self._variables, **parsed.variables})
         if not parsed.is_chat:
@@ -88,13 +90,13 @@ class Models:
         self._digests[request.adapter] = digest
         return AnswerRecord(id, parsed.model, digest, prompt_fields, text, request.settings.facts())
 
-    async def apart(self, work: Callable[[], _T]) -> _T:
+    async def run_in_parser(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the parsing thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     async def requests(
-        self, body: bytes, read: Callable[[bytes], Asked], context: int
-    ) -> tuple[Asked, list[Request]]:
+        self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int
+    ) -> tuple[ParsedRequest, list[Request]]:
         """Parse a body, and return it with the generation requests for its completions.
 
         Args:
@@ -112,7 +114,7 @@ class Models:
             rendered = await loop.run_in_executor(self._templates, self._rendered, parsed)
         return parsed, await loop.run_in_executor(self._texts, self._requests, parsed, *rendered, context)
 
-    def _read(self, body: bytes, read: Callable[[bytes], Asked], context: int) -> Asked:
+    def _read(self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int) -> ParsedRequest:
         parsed = read(body)
         self.adapter(parsed.model)
         texts = [str(message["content"]) for message in parsed.messages]
@@ -124,7 +126,7 @@ class Models:
             raise _too_long(parsed, f"{len(texts)} messages", context)
         return parsed
 
-    def _rendered(self, parsed: Asked) -> tuple[Prompts, RenderedText]:
+    def _rendered(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
         with self._refusing():
             variables = {**self._variables, **parsed.variables}
             return self._prompts, self._prompts.render(parsed.messages, variables)
@@ -143,7 +145,7 @@ class Models:
             raise RequestError(400, error.what) from None
 
     def _requests(
-        self, parsed: Asked, prompts: Prompts, rendered: RenderedText, context: int
+        self, parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
     ) -> list[Request]:
         adapter = self.adapter(parsed.model)
         requests = []
@@ -157,7 +159,9 @@ class Models:
         return requests
 
 
-def _prompts_of(parsed: Asked, prompts: Prompts, rendered: RenderedText, context: int) -> list[Prompt]:
+def _prompts_of(
+    parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
+) -> list[Prompt]:
     try:
         if parsed.is_chat:
             return [prompts.encode_rendered(rendered, most=context)]
@@ -169,7 +173,7 @@ def _prompts_of(parsed: Asked, prompts: Prompts, rendered: RenderedText, context
         raise RequestError(400, str(error)) from None
 
 
-def _too_long(parsed: Asked, size: str, context: int) -> RequestError:
+def _too_long(parsed: ParsedRequest, size: str, context: int) -> RequestError:
     return RequestError(
         400,
         f"the prompt has {size}; the context is {context} tokens for prompt and completion together",

@@ -75,7 +75,7 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A parsed request; either `messages` or `prompts` is empty."""
 
     model: str
@@ -102,7 +102,7 @@ class Asked:
         return bool(self.messages)
 
 
-def read_chat(body: bytes) -> Asked:
+def read_chat(body: bytes) -> ParsedRequest:
     """Parse a request to /v1/chat/completions; raises RequestError."""
     content = _content(body, ("messages", "max_completion_tokens", TEMPLATE_KWARGS))
     messages = content.get("messages")
@@ -116,7 +116,7 @@ def read_chat(body: bytes) -> Asked:
     return replace(_asked(content, None, messages=parsed), variables=variables)
 
 
-def read_completion(body: bytes) -> Asked:
+def read_completion(body: bytes) -> ParsedRequest:
     """Parse a request to /v1/completions; raises RequestError."""
     content = _content(body, ("prompt",))
     prompt = content.get("prompt")
@@ -133,7 +133,7 @@ def read_completion(body: bytes) -> Asked:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class FeedbackRequest:
     """Feedback on a completion.
 
     Attributes:
@@ -149,7 +149,7 @@ class Judgement:
     correction: str | None
 
 
-def read_judgement(body: bytes, most: int) -> Judgement:
+def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
     """Parse a request to /v1/feedback; its correction has at most `most` characters; raises RequestError."""
     content = _object(body)
     for name in content:
@@ -162,7 +162,7 @@ def read_judgement(body: bytes, most: int) -> Judgement:
         problem = f"correction has {len(content['correction'])} characters, at most {most} are allowed"
         raise RequestError(400, problem, param="correction")
     index = _whole(content, "index", 0) if "index" in content else 0
-    return Judgement(content["id"], index, content.get("rating"), content.get("correction"))
+    return FeedbackRequest(content["id"], index, content.get("rating"), content.get("correction"))
 
 
 def read_version(body: bytes) -> int:
@@ -213,7 +213,7 @@ def _asked(
     default: int | None,
     messages: tuple[Message, ...] = (),
     prompts: tuple[str | tuple[int, ...], ...] = (),
-) -> Asked:
+) -> ParsedRequest:
     model = content.get("model")
     if not isinstance(model, str):
         raise _wrong("model", model, "the name of a model")
@@ -244,7 +244,7 @@ def _asked(
         if not isinstance(content.get(name, ""), str):
             raise _wrong(name, content[name], "a string")
     cache_key = tuple(content.get(name, "") for name in _CACHE_KEYS)
-    return Asked(
+    return ParsedRequest(
         model,
         messages,
         prompts,
@@ -320,15 +320,15 @@ def _wrong(where: str, value: object, needed: str) -> RequestError:
 class Reply:
     """Builds the bodies of the response to one request."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._asked = parsed
+        prefix, kind = ("chatcmpl", "chat.completion") if parsed.is_chat else ("cmpl", "text_completion")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head: Json = {
             "id": self.id,
             "object": kind,
             "created": int(time.time()),
-            "model": asked.model,
+            "model": parsed.model,
         }
 
     def whole(self, answers: list[tuple[str, Finish]], usage: Json) -> Json:
@@ -344,7 +344,7 @@ class Reply:
         """Return the first events of a streamed completion."""
         return [self._chunk(index, {"role": "assistant", "content": ""})] if self._asked.is_chat else []
 
-    def piece(self, index: int, text: str) -> Json:
+    def text_event(self, index: int, text: str) -> Json:
         """Return the event for a chunk of a completion's text."""
         return self._chunk(index, {"content": text}, text)
 
@@ -367,7 +367,7 @@ class Reply:
         return {**event, "usage": usage} if self._asked.usage else event
 
 
-def usage_of(prompt: int, completion: int, cached: int) -> Json:
+def format_usage(prompt: int, completion: int, cached: int) -> Json:
     """Return the token counts in OpenAI's form; `cached`: prompt tokens that were not computed again."""
     return {
         "prompt_tokens": prompt,

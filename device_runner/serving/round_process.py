@@ -80,7 +80,7 @@ class RoundProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def poll(self) -> dict[str, Any] | None:
-        """Return the outcome of the round, see device_runner.serving.rounds.outcome_of; None while it runs.
+        """Return the round's outcome, see device_runner.serving.rounds.round_outcome; None while it runs.
 
         Raises:
             RunError: the process has ended without an outcome.
@@ -124,10 +124,10 @@ def main() -> None:
     os.dup2(2, 1)
     print("ready", file=output, flush=True)
 
-    from device_runner.serving.rounds import outcome_of
+    from device_runner.serving.rounds import round_outcome
     from device_runner.session.generation import note
 
-    print(json.dumps(outcome_of(pickle.loads(pickled), note)), file=output, flush=True)
+    print(json.dumps(round_outcome(pickle.loads(pickled), note)), file=output, flush=True)
 
 
 if __name__ == "__main__":

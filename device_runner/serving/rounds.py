@@ -59,7 +59,7 @@ _LONGEST_ID = 100
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedExamples:
     """Examples of the rows that must not be forgotten.
 
     Attributes:
@@ -75,7 +75,7 @@ class Kept:
     sha256: str | None = None
 
 
-def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
+def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> RetainedExamples:
     """Build examples of a run's training and development rows; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
     train = read_source(settings.train, "train", settings.columns, objective="completion", task=task)
@@ -92,7 +92,7 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
+    return RetainedExamples(some(train, _MOST_KEPT, True), judged, task, train.sha256)
 
 
 def _liked(source: RowSource) -> list[Row]:
@@ -106,7 +106,7 @@ def _liked(source: RowSource) -> list[Row]:
     return liked
 
 
-def held_back(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
+def split_held_out(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
     """Split rows into rows to learn and rows to hold out; rows with the same question stay together.
 
     Rows that cannot be trained on are dropped.
@@ -164,7 +164,7 @@ class Round:
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
-def outcome_of(round: Round, tell: Callable[[str], object]) -> Record:
+def round_outcome(round: Round, tell: Callable[[str], object]) -> Record:
     """Run a round, and return its outcome as JSON.
 
     Returns:
@@ -172,14 +172,14 @@ def outcome_of(round: Round, tell: Callable[[str], object]) -> Record:
         `problem`, with the reason why the round is to be tried again.
     """
     try:
-        return take_round(round, tell)
+        return run_round(round, tell)
     except ChangedError:
         return {"status": "changed"}
     except (PrgeError, OSError) as error:
         return {"status": "problem", "problem": str(error)}
 
 
-def take_round(round: Round, tell: Callable[[str], object]) -> Record:
+def run_round(round: Round, tell: Callable[[str], object]) -> Record:
     """Take or resume the steps of a round, write its adapter, and judge it.
 
     Args:
@@ -196,7 +196,7 @@ def take_round(round: Round, tell: Callable[[str], object]) -> Record:
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     tokenizer.chat_template = round.chat_template
-    retained = read_kept(settings, tokenizer, bundle) if round.has_kept else Kept()
+    retained = read_retained_examples(settings, tokenizer, bundle) if round.has_kept else RetainedExamples()
     # Forks a process for the chat template, which must happen before an engine computes.
     builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     engine = open_engine(
@@ -214,7 +214,9 @@ def take_round(round: Round, tell: Callable[[str], object]) -> Record:
         return {"status": "failed", "why": error.what}
 
 
-def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, retained: Kept) -> Record:
+def _taken(
+    round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, retained: RetainedExamples
+) -> Record:
     learning = feedback.examples(round.learnt)
     if not learning:
         return _verdict(round, 0, 0, {"rows": 0}, {"rows": 0})
@@ -270,7 +272,7 @@ def _verdict(round: Round, steps: int, learnt: int, held_scores: Record, retaine
     return {"status": "refused", "why": why, **facts} if why else {"status": "served", **facts}
 
 
-def _score(engine: Engine, adapter: Adapter, retained: Kept) -> tuple[str, float]:
+def _score(engine: Engine, adapter: Adapter, retained: RetainedExamples) -> tuple[str, float]:
     """Return the name and value of the retained rows' metric, where more is better; -loss without a task."""
     scores, _ = evaluate(engine, adapter, retained.judged, retained.task)
     if "perplexity" in scores:
@@ -278,7 +280,7 @@ def _score(engine: Engine, adapter: Adapter, retained: Kept) -> tuple[str, float
     return score_of(scores)
 
 
-def _replayed(round: Round, learnt: int, feedback: _Feedback, retained: Kept) -> list[Example]:
+def _replayed(round: Round, learnt: int, feedback: _Feedback, retained: RetainedExamples) -> list[Example]:
     """Sample earlier examples: half of them feedback, half retained rows, if there are enough."""
     count = math.ceil(learnt * round.replay / (1 - round.replay))
     earlier = round.learnt_before

@@ -65,18 +65,18 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         worker: generates its completions; None: the application needs none.
-        begun: called once the server listens.
-        ending: called before the server waits for responses that are being sent.
-        ticking: called ten times a second.
+        on_listening: called once the server listens.
+        on_stopping: called before the server waits for responses that are being sent.
+        on_each_tick: called ten times a second.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         worker: Worker | None,
-        begun: Callable[[], object] = lambda: None,
-        ending: Callable[[], object] = lambda: None,
-        ticking: Callable[[], object] = lambda: None,
+        on_listening: Callable[[], object] = lambda: None,
+        on_stopping: Callable[[], object] = lambda: None,
+        on_each_tick: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -94,24 +94,24 @@ class Server(uvicorn.Server):
             )
         )
         self._worker = worker
-        self._begun = begun
-        self._ending = ending
-        self._ticking = ticking
+        self._on_listening = on_listening
+        self._on_stopping = on_stopping
+        self._on_each_tick = on_each_tick
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening; from here on, signals stop the server, not the process."""
         await super().startup(sockets)
-        self._begun()
+        self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop now; called ten times a second."""
-        self._ticking()
+        self._on_each_tick()
         failed = self._worker is not None and not self._worker.alive
         return await super().on_tick(counter) or failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and finish the responses that are being sent."""
-        self._ending()
+        self._on_stopping()
         await super().shutdown(sockets)
 
     @contextmanager

@@ -9,9 +9,9 @@ from types import TracebackType
 from prge.errors import EngineError
 from prge.generation.loop import Generator, Request, Ticket
 
-Told = str | Ticket
+GenerationEvent = str | Ticket
 """A chunk of a completion's text, or finally the ticket, with the completion or an error."""
-Tell = Callable[[Told], object]
+EventHandler = Callable[[GenerationEvent], object]
 
 
 class BusyError(Exception):
@@ -65,7 +65,7 @@ class Worker:
         """Whether requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
-    def submit(self, requests: Sequence[tuple[Request, Tell]]) -> list[Ticket]:
+    def submit(self, requests: Sequence[tuple[Request, EventHandler]]) -> list[Ticket]:
         """Begin completions, all or none; each passes its text to its own callback, in the worker's thread.
 
         Raises:
@@ -96,7 +96,7 @@ class Worker:
             self._generator.cancel(ticket)
         self._wake.set()
 
-    def _ended(self, tell: Tell) -> Callable[[Ticket], None]:
+    def _ended(self, tell: EventHandler) -> Callable[[Ticket], None]:
         def end(ticket: Ticket) -> None:
             with self._lock:
                 self._tickets.discard(ticket)

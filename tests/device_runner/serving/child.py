@@ -86,4 +86,4 @@ if __name__ == "__main__":
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
         app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=gates)
-        Server(app, worker, ending=feedback.close).run([listener])
+        Server(app, worker, on_stopping=feedback.close).run([listener])

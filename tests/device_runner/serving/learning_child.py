@@ -70,6 +70,6 @@ if __name__ == "__main__":
 
         sys.addaudithook(watch)
         tell(format_address(listener))
-        Server(app, worker, ending=feedback.close, ticking=learning.tick).run([listener])
+        Server(app, worker, on_stopping=feedback.close, on_each_tick=learning.tick).run([listener])
     storage.shutdown(cancel_futures=True)
     learning.close()

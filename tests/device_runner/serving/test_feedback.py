@@ -15,7 +15,7 @@ import pytest
 
 from device_runner.serving import feedback as module
 from device_runner.serving.feedback import Feedback, FeedbackFile
-from device_runner.serving.protocol import Asked, Judgement, RequestError
+from device_runner.serving.protocol import FeedbackRequest, ParsedRequest, RequestError
 from prge.data.readers.feedback import AnswerRecord, read_feedback
 from prge.generation.sampling import SamplingSettings
 from tests.prge.data.test_feedback_examples import make_examples
@@ -41,7 +41,7 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
         def made(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, most_bytes)
             feedback = Feedback(file, told.append)
-            asked = Asked("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
+            asked = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
                 feedback.remember(
                     asked, 0, AnswerRecord(str(number), "m", "", {"prompt": prompt}, answer, {})
@@ -53,7 +53,7 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
 
 def take(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
     """The status and the message that a client gets."""
-    judgement = Judgement(id, 0, judged.get("rating"), judged.get("correction"))
+    judgement = FeedbackRequest(id, 0, judged.get("rating"), judged.get("correction"))
     try:
         asyncio.run(feedback.take(judgement, client))
     except RequestError as error:
@@ -76,7 +76,7 @@ def test_of_two_judgements_at_once_one_is_taken(make: Make, path: Path) -> None:
     feedback = make(" b")
 
     async def both() -> list[Any]:
-        judgements = [Judgement("0", 0, rating, None) for rating in ("good", "bad")]
+        judgements = [FeedbackRequest("0", 0, rating, None) for rating in ("good", "bad")]
         return await asyncio.gather(*(feedback.take(each, "") for each in judgements), return_exceptions=True)
 
     first, second = asyncio.run(both())
@@ -122,7 +122,7 @@ def test_a_lock_that_another_holds_is_waited_for_and_holds_up_nothing_else(
     async def taken() -> None:
         """Feedback beside a clock of the event loop."""
         nonlocal longest
-        taking = asyncio.ensure_future(feedback.take(Judgement("0", 0, "good", None), ""))
+        taking = asyncio.ensure_future(feedback.take(FeedbackRequest("0", 0, "good", None), ""))
         while not taking.done():
             begin = time.monotonic()
             await asyncio.sleep(0)

@@ -19,11 +19,11 @@ from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving import rounds
 from device_runner.serving.feedback_index import IndexEntry
-from device_runner.serving.history import FEEDBACK, HISTORY, date_of
+from device_runner.serving.history import FEEDBACK, HISTORY, read_date
 from device_runner.serving.learning import OnlineLearner, plan_rounds
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
+from device_runner.serving.rounds import Round, read_retained_examples, round_outcome, split_held_out
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.sensors import SensorReading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
@@ -79,7 +79,7 @@ class Here(RoundProcess):
 
     def poll(self) -> dict[str, Any] | None:
         assert not self.has_ended
-        return None if self.is_paused else json.loads(json.dumps(outcome_of(self.round, self.tell)))
+        return None if self.is_paused else json.loads(json.dumps(round_outcome(self.round, self.tell)))
 
     def pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused
@@ -327,7 +327,7 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
     feedback(place.learn / FEEDBACK, EVERY)
     place.learnt()
     learnt = place.processes[0].round.settings.date
-    assert learnt == date_of(place.learn) == date.today().isoformat() != "2027-01-02"
+    assert learnt == read_date(place.learn) == date.today().isoformat() != "2027-01-02"
 
 
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
@@ -643,13 +643,13 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
     write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
     settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
     bundle = open_bundle(place.folder / "bundle")
-    kept = read_kept(settings, load_bundle_tokenizer(bundle), bundle)
+    kept = read_retained_examples(settings, load_bundle_tokenizer(bundle), bundle)
     assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
 
 def test_feedback_on_one_question_is_in_one_part() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
-    learnt, held = held_back([IndexEntry.of(row) for row in rows])
+    learnt, held = split_held_out([IndexEntry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
     assert {row.key for row in held} == {feedback_key(rows[number]) for number in (4, 5, 14, 15)}
     assert not {row.question for row in held} & {row.question for row in learnt}

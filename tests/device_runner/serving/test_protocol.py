@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
+from device_runner.serving.protocol import Reply, RequestError, format_usage, read_chat, read_completion
 from prge.generation.sampling import SamplingSettings
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
@@ -162,7 +162,7 @@ def test_bodies_of_answers() -> None:
         json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
     )
     reply = Reply(asked)
-    whole = reply.whole([("a", "stop"), ("b", "length")], usage_of(3, 2, 1))
+    whole = reply.whole([("a", "stop"), ("b", "length")], format_usage(3, 2, 1))
     assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["a", "b"]
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
@@ -172,12 +172,17 @@ def test_bodies_of_answers() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    events = [*reply.begin(0), reply.piece(0, "a"), reply.end(0, "stop"), *reply.usage(usage_of(3, 2, 1))]
+    events = [
+        *reply.begin(0),
+        reply.text_event(0, "a"),
+        reply.end(0, "stop"),
+        *reply.usage(format_usage(3, 2, 1)),
+    ]
     assert all(event["object"] == "chat.completion.chunk" and event["id"] == whole["id"] for event in events)
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
     assert [event["usage"] for event in events[:3]] == [None] * 3 and events[3]["choices"] == []
     plain = Reply(read_completion(json.dumps(COMPLETION).encode()))
-    assert plain.whole([("a", "stop")], usage_of(3, 2, 1))["choices"][0]["text"] == "a"
-    assert plain.piece(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.piece(0, "a")
-    assert plain.begin(0) == plain.usage(usage_of(3, 2, 1)) == []
+    assert plain.whole([("a", "stop")], format_usage(3, 2, 1))["choices"][0]["text"] == "a"
+    assert plain.text_event(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.text_event(0, "a")
+    assert plain.begin(0) == plain.usage(format_usage(3, 2, 1)) == []

@@ -18,7 +18,7 @@ import pytest
 
 from device_runner.serving.feedback_index import FeedbackIndex
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, outcome_of
+from device_runner.serving.rounds import Round, round_outcome
 from device_runner.session.plan import settled
 from device_runner.session.settings import RunSettings
 from prge.data.readers.feedback import AnswerRecord, append_feedback, remove_rows
@@ -125,7 +125,7 @@ def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest
     expected = bits(made)
     here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
     monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
-    assert outcome_of(here, print) == found and bits(here) == expected
+    assert round_outcome(here, print) == found and bits(here) == expected
 
 
 def test_it_is_stopped_and_continued(made: Round) -> None:

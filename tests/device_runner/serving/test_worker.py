@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.models import Models
-from device_runner.serving.worker import BusyError, Told, Worker
+from device_runner.serving.worker import BusyError, GenerationEvent, Worker
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
@@ -38,7 +38,7 @@ class Broken(NumpyGenerationEngine):
         raise ZeroDivisionError("a mistake")
 
 
-def ended(told: Queue[Told]) -> tuple[str, Ticket]:
+def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
     """All pieces of an answer's text, and its ticket."""
     text = ""
     while isinstance(piece := told.get(timeout=10), str):
@@ -47,7 +47,7 @@ def ended(told: Queue[Told]) -> tuple[str, Ticket]:
 
 
 def test_texts_and_the_ticket_are_told_in_order() -> None:
-    told: Queue[Told] = Queue()
+    told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4) as worker:
         for tokens in ((1, 5), (1, 9)):
             worker.submit([(request(*tokens), told.put)])
@@ -58,7 +58,7 @@ def test_texts_and_the_ticket_are_told_in_order() -> None:
 
 
 def test_it_takes_all_answers_of_a_request_or_none() -> None:
-    told: Queue[Told] = Queue()
+    told: Queue[GenerationEvent] = Queue()
     worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
         tickets = worker.submit([(request(most=3000), told.put)] * 2)
@@ -76,7 +76,7 @@ def test_it_takes_all_answers_of_a_request_or_none() -> None:
 
 
 def test_at_its_end_nobody_waits_any_more() -> None:
-    told: Queue[Told] = Queue()
+    told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
         worker.submit([(request(most=3000), told.put)])
     with raises(EngineError, "server-ends"):
@@ -84,7 +84,7 @@ def test_at_its_end_nobody_waits_any_more() -> None:
 
 
 def test_a_mistake_ends_it_and_is_not_hidden() -> None:
-    told: Queue[Told] = Queue()
+    told: Queue[GenerationEvent] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
         worker.submit([(request(), told.put)])
         with raises(EngineError, "server-ends"):
@@ -94,7 +94,7 @@ def test_a_mistake_ends_it_and_is_not_hidden() -> None:
 
 def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> None:
     seen: list[bool] = []
-    told: Queue[Told] = Queue()
+    told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
         first = worker.submit([(request(most=3000), told.put)])
         second = worker.submit([(request(most=3000), told.put)])

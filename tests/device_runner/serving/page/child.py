@@ -25,7 +25,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.uvicorn_server import Server, format_address, listening
-from device_runner.serving.worker import Tell
+from device_runner.serving.worker import EventHandler
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.generation.loop import Completion, Request, Ticket
 from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
@@ -61,7 +61,7 @@ class ScriptedWorker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def submit(self, requests: Sequence[tuple[Request, Tell]]) -> list[Ticket]:
+    def submit(self, requests: Sequence[tuple[Request, EventHandler]]) -> list[Ticket]:
         tickets = [Ticket(request, [], tell, tell) for request, tell in requests]
         for ticket in tickets:
             Thread(target=self._write, args=(ticket,), daemon=True).start()
@@ -148,4 +148,4 @@ if __name__ == "__main__":
         access = Access((given["key"],) if given["key"] else ())
         app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
         print(format_address(listener), flush=True)
-        Server(app, worker, ending=runs.close if runs else lambda: None).run([listener])
+        Server(app, worker, on_stopping=runs.close if runs else lambda: None).run([listener])

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_watch_app
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import FOLDER, words_of
+from device_runner.serving.page.static import FOLDER, translator
 from prge.report import rendering
 
 # npm's htm 3.1.1, preact/standalone.module.js.
@@ -97,9 +97,9 @@ def test_texts_are_there_in_both_languages_and_are_used() -> None:
             == text.count("{}")
             == len([*Formatter().parse(text)]) - (text[-2:] != "{}")
         )
-    word = words_of("de")
+    word = translator("de")
     assert word("loss") == "Verlust" and word("something else") == "something else"
-    assert words_of("en")("loss") == words_of("../de")("loss") == "loss"
+    assert translator("en")("loss") == translator("../de")("loss") == "loss"
     # In order: colours of pages are the same everywhere.
     style = (FOLDER / "style.css").read_text()
     for colour in re.findall(r"--(?:text|muted|page|box|line): (#\w+)", rendering.PAGE.read_text()):

@@ -21,9 +21,9 @@ import pytest
 from device_runner.serving.page import runs, stopping
 from device_runner.serving.page import tail as following
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import words_of
-from device_runner.serving.page.stopping import state_of
-from device_runner.serving.page.tail import Followed, Lines, Thinned
+from device_runner.serving.page.static import translator
+from device_runner.serving.page.stopping import process_state
+from device_runner.serving.page.tail import LineReader, RunFollower, ThinnedRecords
 from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
 from prge.formats.run_folder import run_lock
@@ -35,12 +35,12 @@ def listed(root: Path) -> list[dict[str, Any]]:
     return asyncio.run(Runs(root).listed())["data"]
 
 
-def followed(folder: Path) -> Followed:
-    return Followed(folder, lambda: None)
+def followed(folder: Path) -> RunFollower:
+    return RunFollower(folder, lambda: None)
 
 
-def told(run: Followed) -> dict[str, Any]:
-    return run.told("en", str)
+def snapshot(run: RunFollower) -> dict[str, Any]:
+    return run.snapshot("en", str)
 
 
 def refusal(root: Path, name: str) -> int:
@@ -110,7 +110,7 @@ def test_a_folder_of_thousands_is_looked_through_in_part(
 
 def test_only_new_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    lines = Lines(path)
+    lines = LineReader(path)
     assert lines.new() == (False, [])
     path.write_bytes(b"a\nb\nc")
     assert lines.new() == (True, [b"a\n", b"b\n"])
@@ -130,12 +130,12 @@ def test_no_pipe_is_waited_for_and_no_link_followed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/passwd")
     for name in ("pipe", "link"):
-        assert Lines(tmp_path / name).new() == (False, [])
+        assert LineReader(tmp_path / name).new() == (False, [])
 
 
 def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MOST_RECORDS", 8)
-    thinned = Thinned()
+    thinned = ThinnedRecords()
     for step in range(1, 101):
         thinned.add({"step": step})
         steps = [each["step"] for each in thinned.records]
@@ -160,7 +160,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     run, looks, longest = followed(folder), 0, 0.0
     while True:
         begun = time.monotonic()
-        found, looks = told(run), looks + 1
+        found, looks = snapshot(run), looks + 1
         longest = max(longest, time.monotonic() - begun)
         if not run.has_more:
             break
@@ -176,11 +176,11 @@ def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.
         stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
     run = followed(folder)
     for _ in range(10):
-        found = told(run)
+        found = snapshot(run)
     assert found["steps"] == 7
-    assert found["problems"] == ["metrics.jsonl: 6 lines that are no records"]
-    (german,) = run.told("de", words_of("de"))["problems"]
-    assert german == "metrics.jsonl: 6 Zeilen, die keine Einträge sind"
+    assert found["problems"] == ["metrics.jsonl: 6 malformed lines"]
+    (german,) = run.snapshot("de", translator("de"))["problems"]
+    assert german == "metrics.jsonl: 6 fehlerhafte Zeilen"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_odd_settings_break_nothing(tmp_path: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
     (folder / "run.json").write_text(json.dumps(summary))
-    found = told(followed(folder))
+    found = snapshot(followed(folder))
     json.dumps(found, allow_nan=False)
     assert found["planned"] is None and found["left"] is None and found["memory"] is None
 
@@ -204,7 +204,7 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
             stream.write(json.dumps({"step": step, "prompt": "Once", "text": "x" * 5000}) + "\n")
         for number in range(50):
             stream.write(json.dumps({"step": 0, "prompt": [number], "text": ""}) + "\n")
-    samples = told(followed(folder))["samples"]
+    samples = snapshot(followed(folder))["samples"]
     assert [each["step"] for each in samples[0]["answers"]] == [0, 70, 80, 90]
     assert len(samples) == following.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
 
@@ -234,8 +234,8 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
-    assert state_of(tmp_path / "run") == (True, holding.pid)
-    found = told(followed(tmp_path / "run"))
+    assert process_state(tmp_path / "run") == (True, holding.pid)
+    found = snapshot(followed(tmp_path / "run"))
     assert found["status"] == "running" and found["can_stop"] and found["memory"] > 5e6
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
@@ -245,7 +245,7 @@ def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[s
     assert (caught.value.status, caught.value.code) == (409, "run_not_stopped")
     holding.kill()
     holding.wait()
-    assert state_of(tmp_path / "run") == (False, None)
+    assert process_state(tmp_path / "run") == (False, None)
     assert refusal(tmp_path, "run") == 409
 
 
@@ -255,7 +255,7 @@ def test_a_lock_that_names_another_process_harms_nobody(
     other = write_run(tmp_path / "other", status="running")
     for content in (f"{holding.pid}\n", "1\n", "-1\n", "0\n", "x", f"{os.getpid()}\n", "9" * 20):
         (other / "run.lock").write_text(content)
-        assert state_of(other) == (False, None), content
+        assert process_state(other) == (False, None), content
         assert refusal(tmp_path, "other") == 409
 
 
@@ -267,7 +267,7 @@ def test_a_run_that_takes_no_step_yet_or_is_this_process_is_not_stopped(
     assert refusal(tmp_path, "run") == 409
     own = write_run(tmp_path / "own", status="running")
     with run_lock(own):
-        assert state_of(own) == (True, None)
+        assert process_state(own) == (True, None)
         assert refusal(tmp_path, "own") == 409
 
 
@@ -275,7 +275,7 @@ def test_where_nothing_is_told_of_processes_a_run_is_seen_and_not_stopped(
     tmp_path: Path, holding: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stopping, "PROCESSES", tmp_path / "none")
-    assert state_of(tmp_path / "run") == (True, None)
+    assert process_state(tmp_path / "run") == (True, None)
     assert refusal(tmp_path, "run") == 409
 
 
@@ -283,14 +283,14 @@ def test_streams_are_bounded_and_share_what_they_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "run")
-    opened_runs: list[weakref.ref[Followed]] = []
+    opened_runs: list[weakref.ref[RunFollower]] = []
 
-    def opening(folder: Path, temperature: Callable[[], float | None]) -> Followed:
-        run = Followed(folder, temperature)
+    def opening(folder: Path, temperature: Callable[[], float | None]) -> RunFollower:
+        run = RunFollower(folder, temperature)
         opened_runs.append(weakref.ref(run))
         return run
 
-    monkeypatch.setattr(runs, "Followed", opening)
+    monkeypatch.setattr(runs, "RunFollower", opening)
 
     async def look() -> None:
         served = Runs(tmp_path)

@@ -36,7 +36,7 @@ def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -
             samples.write(json.dumps({"step": 30, "prompt": "Once", "text": EVIL}) + "\n")
         expect(view.get_by_text(EVIL)).to_be_visible()
         page.get_by_role("button", name="Stop after this step").click()
-        expect(page.get_by_text("The run ends after its step.")).to_be_visible()
+        expect(page.get_by_text("The run stops after this step.")).to_be_visible()
         expect(view.locator(".mark")).to_have_text("stopped early")
         expect(page.get_by_role("button", name="Stop after this step")).to_have_count(0)
         assert process.wait(10) == 0 and page.title() == "Training – prge"
@@ -64,9 +64,9 @@ def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> No
         page = visit(f"{server.url}/training", expected=("409",))
         button = page.get_by_role("button", name="Stop after this step")
         button.click()
-        expect(page.get_by_text("The run ends after its step.")).to_be_visible()
+        expect(page.get_by_text("The run stops after this step.")).to_be_visible()
         button.click()
-        expect(page.get_by_text("was asked before")).to_be_visible()
+        expect(page.get_by_text("was already asked to stop")).to_be_visible()
         os.kill(process.pid, signal.SIGCONT)
         assert process.wait(10) == 0
 
@@ -79,7 +79,7 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
     (tuned / "tune.json").write_text("{}")
     with served(runs=tuned) as server:
         page = visit(f"{server.url}/training")
-        listed = page.get_by_role("navigation", name="Runs").get_by_role("link")
+        listed = page.get_by_role("navigation", name="Training runs").get_by_role("link")
         expect(listed).to_have_count(3)
         names = sorted(listed.all_inner_texts())
         assert [name.split("\n")[0] for name in names] == ["run", "search/0.01-4", "search/0.03-4"]
@@ -120,7 +120,7 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path, visit: Visit) -> None
         page = visit(f"{server.url}/training")
         expect(page.locator("article")).to_contain_text("Step 25 of 40")
         port = server.port
-    expect(page.locator(".banner")).to_contain_text("tries again")
+    expect(page.locator(".banner")).to_contain_text("retries until")
     with (tmp_path / "first" / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"event": "step", "step": 39, "loss": 3.0, "seconds": 19}) + "\n")
     with served(runs=tmp_path, port=port):
@@ -154,7 +154,7 @@ def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit)
         expect(page.locator("main")).to_contain_text("prge watch FOLDER")
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training")
-        expect(page.locator("main")).to_contain_text("There is no run in this folder yet.")
+        expect(page.locator("main")).to_contain_text("This folder has no runs yet.")
         write_run(tmp_path / "new")
         expect(page.get_by_role("heading", name="new")).to_be_visible(timeout=15_000)
 
