@@ -18,9 +18,10 @@ from prge.engine import FloatArray
 LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
 _COLUMNS = 1 << 16
-# A result whose negative cosine exceeds _ASIDE times the median cosine lowers the device's trust, measured in
-# standard deviations of chance. Earlier rounds decay by _KEPT; chance alone gives a deviation of 1.7.
-_ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
+# A result whose negative cosine exceeds _OPPOSITION_SHARE times the median cosine lowers the device's trust,
+# measured in standard deviations of chance. Earlier rounds decay by _TRUST_DECAY; chance alone gives a
+# deviation of 1.7.
+_OPPOSITION_SHARE, _LARGEST_CHANGE, _TRUST_DECAY, _LEAST_TRUST = 0.25, 4.0, 0.8, -3.5
 
 
 def count_values(plan: Plan, size: int) -> int:
@@ -125,14 +126,14 @@ def find_opposed_results(
     directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     # Median cosine of each device with the others.
     cosines = [float(np.median(np.delete(row, own))) for own, row in enumerate(directions @ directions.T)]
-    aside = _ASIDE * float(np.median(cosines))
+    aside = _OPPOSITION_SHARE * float(np.median(cosines))
     chances = (np.array(cosines) + aside) * np.sqrt(directions.shape[1])
     trust = {
-        node: _KEPT * previous_trust.get(node, 0.0) + float(chance)
-        for node, chance in zip(answers, chances.clip(-_MOST_CHANCES, _MOST_CHANCES), strict=True)
+        node: _TRUST_DECAY * previous_trust.get(node, 0.0) + float(chance)
+        for node, chance in zip(answers, chances.clip(-_LARGEST_CHANGE, _LARGEST_CHANGE), strict=True)
     }
     worst = sorted(trust, key=lambda node: trust[node])[: (len(answers) - 1) // 3]
-    return [node for node in worst if trust[node] < _AGAINST], trust
+    return [node for node in worst if trust[node] < _LEAST_TRUST], trust
 
 
 def aggregate(table: FloatArray, plan: Plan) -> FloatArray:

@@ -102,7 +102,7 @@ def serve(settings: FleetServeSettings) -> Path:
                     _print(f"resuming after round {coordinator.round} of {coordinator.plan.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as post:
-                    run_rounds(post, coordinator, devices, lambda line: _print(_named(line, names)))
+                    run_rounds(post, coordinator, devices, lambda line: _print(_with_names(line, names)))
         return coordinator.write_final()
 
 
@@ -117,7 +117,7 @@ def check_keys(keys: Path | None, insecure: bool) -> None:
         )
 
 
-def _named(line: str, names: Mapping[int, str]) -> str:
+def _with_names(line: str, names: Mapping[int, str]) -> str:
     """Replace node ids in a line by the names of the devices."""
     for node, name in names.items():
         line = line.replace(str(node), name)

@@ -83,12 +83,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) -> dict[str, Any]:
+def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]) -> dict[str, Any]:
     """Train a simulated fleet, or resume a simulation that was killed in the same folder.
 
     Args:
         settings: of the simulation.
-        tell: called with the report of each round.
+        on_round: called with the report of each round.
 
     Returns:
         The figures of the simulation.
@@ -101,7 +101,7 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
         simulation.resume(fleet)
         before = simulation.test(fleet.first_state())
         while not fleet.finished:
-            tell(simulation.run_round(fleet))
+            on_round(simulation.run_round(fleet))
         fleet.write_final()
         after = simulation.test(fleet.best_state())
         return {**simulation.figures(fleet), "before": before, "after": after}

@@ -81,7 +81,7 @@ def make_app(
         gates: conditions; while they are not met, no completion is begun.
     """
     server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
-    description = {**(about or {}), **server.told, "runs": runs is not None}
+    description = {**(about or {}), **server.about, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -105,7 +105,7 @@ def _assembled(routes: list[Route], access: Access) -> Starlette:
         RequestError: _refuse,
         PrgeError: _refuse_failed,
         HTTPException: _refuse_http,
-        ClientDisconnect: _gone,
+        ClientDisconnect: _client_gone,
         Exception: _fail,
     }
     access_control = Middleware(AccessControl, access=access)
@@ -301,8 +301,10 @@ class _Server:
         group = hashlib.sha256(json.dumps([*named, *parsed.cache_key]).encode()).hexdigest()
         if key is not None or parsed.cache_key:
             return Sharing(group)
-        said = tuple(str(each["content"]) for each in parsed.messages if each["role"] == "assistant")
-        return Sharing(group, needs_answer=True, answers=said)
+        previous_answers = tuple(
+            str(each["content"]) for each in parsed.messages if each["role"] == "assistant"
+        )
+        return Sharing(group, needs_answer=True, answers=previous_answers)
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
@@ -317,17 +319,17 @@ class _Server:
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
-        def telling(index: int) -> EventHandler:
-            def tell(told: GenerationEvent) -> None:
+        def make_handler(index: int) -> EventHandler:
+            def handle(event: GenerationEvent) -> None:
                 with suppress(RuntimeError):  # the event loop has ended, and the server with it
-                    loop.call_soon_threadsafe(events.put_nowait, (index, told))
+                    loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-            return tell
+            return handle
 
         try:
             if not self.worker.alive:
                 raise RequestError(503, "the server is shutting down", kind="server_error")
-            jobs = self.worker.submit([(each, telling(index)) for index, each in enumerate(requests)])
+            jobs = self.worker.submit([(each, make_handler(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
             raise _busy(str(busy)) from None
         except DataError as error:
@@ -340,28 +342,30 @@ class _Server:
 
         def ended(index: int, answer: Completion) -> None:
             if self.feedback.keeps and answer.reason != "cancelled":
-                said = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
-                self.feedback.remember(parsed, index, said)
+                record = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
+                self.feedback.remember(parsed, index, record)
 
         if parsed.stream:
-            return _Stream(_streamed(reply, events, len(jobs), parsed.count, ended), cancel)
+            return _Stream(_stream_events(reply, events, len(jobs), parsed.count, ended), cancel)
         try:
-            return await _unless_gone(request, _whole(reply, events, len(jobs), parsed.count, ended))
+            return await _unless_gone(
+                request, _complete_response(reply, events, len(jobs), parsed.count, ended)
+            )
         finally:
             cancel()
 
 
 def _usage(answers: Mapping[int, Completion], each: int) -> Json:
     """Return the token counts of a request with `each` completions per prompt."""
-    made = [answers[index] for index in sorted(answers)]
-    prompts = [made[first : first + each] for first in range(0, len(made), each)]
+    completions = [answers[index] for index in sorted(answers)]
+    prompts = [completions[first : first + each] for first in range(0, len(completions), each)]
     # Further completions of a prompt reuse what was computed for the first one.
     cached = sum(min(answer.prompt_tokens - answer.fed_tokens for answer in prompt) for prompt in prompts)
     tokens = sum(prompt[0].prompt_tokens for prompt in prompts)
-    return format_usage(tokens, sum(len(answer.tokens) for answer in made), cached)
+    return format_usage(tokens, sum(len(answer.tokens) for answer in completions), cached)
 
 
-async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
+async def _complete_response(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
     answers: dict[int, Completion] = {}
     while len(answers) < count:
         index, event = await events.get()
@@ -374,7 +378,9 @@ async def _whole(reply: Reply, events: Events, count: int, each: int, ended: End
     return JSONResponse(reply.whole(texts, usage))
 
 
-async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> AsyncIterator[str]:
+async def _stream_events(
+    reply: Reply, events: Events, count: int, each: int, ended: Ended
+) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
@@ -454,7 +460,7 @@ async def _refuse_failed(request: Request, error: Exception) -> Response:
     return JSONResponse(_failure(error).body, 500)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # the client is gone
 
 

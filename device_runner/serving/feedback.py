@@ -53,19 +53,19 @@ class Feedback:
 
     Args:
         file: stores rows; None: no feedback is accepted.
-        tell: called once when the file fails, and again only after it could be written.
-        kept: called with every row that was stored.
+        log: called once when the file fails, and again only after it could be written.
+        on_stored: called with every row that was stored.
     """
 
     def __init__(
         self,
         file: FeedbackFile | None = None,
-        tell: Callable[[str], object] = lambda text: None,
-        kept: Callable[[Fields], object] = lambda row: None,
+        log: Callable[[str], object] = lambda text: None,
+        on_stored: Callable[[Fields], object] = lambda row: None,
     ) -> None:
         self._file = file
-        self._tell = tell
-        self._kept = kept
+        self._log = log
+        self._on_stored = on_stored
         self.problem = ""
         """Why the last feedback could not be stored; empty if nothing is wrong."""
         self._ends = threading.Event()
@@ -147,11 +147,11 @@ class Feedback:
             what = f"feedback cannot be stored: {error.what}"
             raise RequestError(503, what, kind="server_error") from None
         self.problem = ""
-        self._kept(row)
+        self._on_stored(row)
 
     def _fail(self, problem: str) -> None:
         if not self.problem:
-            self._tell(f"feedback cannot be stored: {problem}")
+            self._log(f"feedback cannot be stored: {problem}")
         self.problem = problem
 
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:

@@ -57,7 +57,7 @@ class FeedbackIndex:
         self._path = path
         self._stream: BinaryIO | None = None
         self.generation = 0
-        self._begin()
+        self._reset()
 
     @property
     def keys(self) -> Sequence[str]:
@@ -75,7 +75,7 @@ class FeedbackIndex:
 
     def read_on(self) -> bool:
         """Read what was appended, for about `SECONDS`; returns whether there is more to read."""
-        self._follow()
+        self._reopen()
         if self._stream is None:
             return False
         deadline = time.monotonic() + SECONDS
@@ -95,7 +95,7 @@ class FeedbackIndex:
             ChangedError: the file no longer has all of them.
         """
         generation = self.generation
-        self._follow()
+        self._reopen()
         if self._stream is None or generation != self.generation:
             raise ChangedError
         entries = self.entries(keys)
@@ -104,7 +104,7 @@ class FeedbackIndex:
         try:
             return _rows_at(self._stream.fileno(), entries)
         except ChangedError:
-            self._begin()
+            self._reset()
             raise
 
     def has_all(self, keys: Sequence[str]) -> bool:
@@ -121,7 +121,7 @@ class FeedbackIndex:
             self._stream.close()
         self._stream = None
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.generation += 1
         self._end, self._is_inside_line = 0, False
         self._keys: list[str] = []
@@ -129,7 +129,7 @@ class FeedbackIndex:
         self._questions, self._starts, self._lengths = array("Q"), array("Q"), array("Q")
         self._learnable = bytearray()
 
-    def _follow(self) -> None:
+    def _reopen(self) -> None:
         """Open the present file. An open file keeps its inode number, so that a replacement differs."""
         try:
             current = os.stat(self._path, follow_symlinks=False)
@@ -140,7 +140,7 @@ class FeedbackIndex:
             if current is not None and os.path.samestat(current, opened) and opened.st_size >= self._end:
                 return
             self.close()
-            self._begin()
+            self._reset()
         if current is not None:
             self._stream = open_regular(self._path, "rb", buffering=0)
 

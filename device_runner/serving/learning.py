@@ -102,7 +102,7 @@ class OnlineLearner:
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
         """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
         self._chat_template = tokenizer.chat_template
-        self._serve, self._tell, self._begin = serve, tell, begin
+        self._serve, self._log, self._begin = serve, tell, begin
         self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
@@ -125,8 +125,8 @@ class OnlineLearner:
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
         # Used by the event loop: the call of `work` in progress, and when the next one is due.
-        self._look: Future[bool] | None = None
-        self._next, self._is_woken = 0.0, False
+        self._pending: Future[bool] | None = None
+        self._due_at, self._is_woken = 0.0, False
         self._tidy()
 
     @property
@@ -136,14 +136,14 @@ class OnlineLearner:
 
     def tick(self) -> None:
         """Submit `work` to the storage's thread if it is due; called by the event loop."""
-        if self._look is not None:
-            if not self._look.done():
+        if self._pending is not None:
+            if not self._pending.done():
                 return
-            has_more, self._look = self._look.result(), None
-            self._next = time.monotonic() + (0 if has_more else SECONDS_TO_LOOK)
-        if self._is_woken or time.monotonic() >= self._next:
+            has_more, self._pending = self._pending.result(), None
+            self._due_at = time.monotonic() + (0 if has_more else SECONDS_TO_LOOK)
+        if self._is_woken or time.monotonic() >= self._due_at:
             self._is_woken = False
-            self._look = self.storage.submit(self.work)
+            self._pending = self.storage.submit(self.work)
 
     def wake(self, *_: object) -> None:
         """Look for something to learn as soon as possible; called by the event loop."""
@@ -164,24 +164,24 @@ class OnlineLearner:
         if time.monotonic() < self._retry_at:
             return False
         # Sensors may take a moment to read.
-        must_wait = bool(self._gates.closed(lambda text: self._tell(f"learning: {text}")))
+        must_wait = bool(self._gates.closed(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
         with self._lock:
             self._must_wait = must_wait
             self._set_pause()
         try:
-            has_more = self._worked()
+            has_more = self._advance()
         except (PrgeError, OSError) as error:
             self._end_round()
             self._retry_at = time.monotonic() + SECONDS_TO_RETRY
             if self.problem != str(error):
-                self._tell(f"learning failed, trying again every {SECONDS_TO_RETRY:.0f} seconds: {error}")
+                self._log(f"learning failed, trying again every {SECONDS_TO_RETRY:.0f} seconds: {error}")
             self.problem = str(error)
             return False
         if self._process is None:
             if self.problem:
-                self._tell("learning continues")
+                self._log("learning continues")
             self.problem = ""
         return has_more
 
@@ -214,7 +214,7 @@ class OnlineLearner:
         if (begun := self._history.open) is not None:
             self._history.add("judged", begun.number, status="abandoned")
             self._tidy()
-            self._tell(begun.format_line())
+            self._log(begun.format_line())
         self._serve(adapter)
         return parent
 
@@ -230,7 +230,7 @@ class OnlineLearner:
         running = 0.0 if process is None else process.cpu_seconds
         return time.process_time() + ended.children_user + ended.children_system + running
 
-    def _worked(self) -> bool:
+    def _advance(self) -> bool:
         has_more = self._read_on()
         version = self._history.open
         if (process := self._process) is None:
@@ -243,7 +243,7 @@ class OnlineLearner:
             self._end_round()
         elif (outcome := process.poll()) is not None:
             self._end_round()
-            self._take(version, outcome)
+            self._handle_outcome(version, outcome)
         return True
 
     def _begin_round(self, version: Version) -> None:
@@ -266,7 +266,7 @@ class OnlineLearner:
         if self._process is not None:
             self._process.pause(self._answering > 0 or self._must_wait)
 
-    def _take(self, version: Version, outcome: _Json) -> None:
+    def _handle_outcome(self, version: Version, outcome: _Json) -> None:
         """Handle the outcome of a round."""
         if outcome["status"] == "problem":
             raise RunError(outcome["problem"], code="round-failed")
@@ -279,7 +279,7 @@ class OnlineLearner:
         if adapter is not None:
             self._serve(adapter)
         self._tidy()
-        self._tell(version.format_line())
+        self._log(version.format_line())
 
     def _read_on(self) -> bool:
         """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
@@ -299,7 +299,7 @@ class OnlineLearner:
                 until = until or time.monotonic() + SECONDS
                 if time.monotonic() > until:
                     return True
-                if not self._look_at(key):
+                if not self._is_learnable(key):
                     continue
             new.append(key)
             if len(new) == every:
@@ -310,7 +310,7 @@ class OnlineLearner:
         self._seen = state
         return False
 
-    def _look_at(self, key: str) -> bool:
+    def _is_learnable(self, key: str) -> bool:
         """Try whether a row can be trained on; False if it is no longer there."""
         try:
             (row,) = self._index.rows([key])
@@ -320,7 +320,7 @@ class OnlineLearner:
             self.examples.build(row)
         except UnlearnableError as error:
             self._learnable[key] = False
-            self._tell(unlearnable(row, error))
+            self._log(unlearnable(row, error))
         else:
             self._learnable[key] = True
         return self._learnable[key]

@@ -52,7 +52,9 @@ class Models:
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
         _ = self._prompts.chat  # forks its process while this one has no other thread
-        self._texts, self._templates = (ThreadPoolExecutor(1, name) for name in ("texts", "templates"))
+        self._parser_thread, self._template_thread = (
+            ThreadPoolExecutor(1, name) for name in ("texts", "templates")
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +94,7 @@ class Models:
 
     async def run_in_parser(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the parsing thread, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+        return await asyncio.get_running_loop().run_in_executor(self._parser_thread, work)
 
     async def requests(
         self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int
@@ -108,11 +110,13 @@ class Models:
             RequestError: the request cannot be answered.
         """
         loop = asyncio.get_running_loop()
-        parsed = await loop.run_in_executor(self._texts, self._read, body, read, context)
+        parsed = await loop.run_in_executor(self._parser_thread, self._read, body, read, context)
         rendered = self._prompts, RenderedText("", True)
         if parsed.is_chat:
-            rendered = await loop.run_in_executor(self._templates, self._rendered, parsed)
-        return parsed, await loop.run_in_executor(self._texts, self._requests, parsed, *rendered, context)
+            rendered = await loop.run_in_executor(self._template_thread, self._render, parsed)
+        return parsed, await loop.run_in_executor(
+            self._parser_thread, self._requests, parsed, *rendered, context
+        )
 
     def _read(self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int) -> ParsedRequest:
         parsed = read(body)
@@ -126,7 +130,7 @@ class Models:
             raise _too_long(parsed, f"{len(texts)} messages", context)
         return parsed
 
-    def _rendered(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
+    def _render(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
         with self._refusing():
             variables = {**self._variables, **parsed.variables}
             return self._prompts, self._prompts.render(parsed.messages, variables)
@@ -149,17 +153,17 @@ class Models:
     ) -> list[Request]:
         adapter = self.adapter(parsed.model)
         requests = []
-        for prompt in _prompts_of(parsed, prompts, rendered, context):
+        for prompt in _make_prompts(parsed, prompts, rendered, context):
             tokens = len(prompt.tokens)
             if tokens >= context:
                 raise _too_long(parsed, f"at least {tokens} tokens", context)
-            most = context - tokens if parsed.most is None else min(parsed.most, context)
+            most = context - tokens if parsed.max_tokens is None else min(parsed.max_tokens, context)
             settings = GenerationSettings(most, parsed.stop, parsed.sampling, draft="lookup")
             requests += [Request(prompt, adapter, settings)] * parsed.count
         return requests
 
 
-def _prompts_of(
+def _make_prompts(
     parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
 ) -> list[Prompt]:
     try:

@@ -81,7 +81,7 @@ class ParsedRequest:
     model: str
     messages: tuple[Message, ...]
     prompts: tuple[str | tuple[int, ...], ...]
-    most: int | None
+    max_tokens: int | None
     """Most tokens of a completion; None: as many as the context has room for."""
     stop: tuple[str, ...]
     sampling: SamplingSettings
@@ -113,7 +113,7 @@ def read_chat(body: bytes) -> ParsedRequest:
         variables = template_kwargs(content.get(TEMPLATE_KWARGS, {}))
     except RowError as error:
         raise RequestError(400, str(error), param=TEMPLATE_KWARGS) from None
-    return replace(_asked(content, None, messages=parsed), variables=variables)
+    return replace(_parse_common(content, None, messages=parsed), variables=variables)
 
 
 def read_completion(body: bytes) -> ParsedRequest:
@@ -129,7 +129,7 @@ def read_completion(body: bytes) -> ParsedRequest:
             raise _wrong(f"prompt[{index}]", each, "a string or a list of tokens")
     prompts = tuple(each if isinstance(each, str) else tuple(each) for each in prompt)
     # OpenAI's default for completions; chats have none.
-    return _asked(content, 16, prompts=prompts)
+    return _parse_common(content, 16, prompts=prompts)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _content(body: bytes, further: tuple[str, ...]) -> Json:
     return content
 
 
-def _asked(
+def _parse_common(
     content: Json,
     default: int | None,
     messages: tuple[Message, ...] = (),
@@ -321,7 +321,7 @@ class Reply:
     """Builds the bodies of the response to one request."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        self._asked = parsed
+        self._request = parsed
         prefix, kind = ("chatcmpl", "chat.completion") if parsed.is_chat else ("cmpl", "text_completion")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head: Json = {
@@ -336,13 +336,13 @@ class Reply:
         choices = []
         for index, (text, finish) in enumerate(answers):
             message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self._asked.is_chat else {"text": text}
+            content = {"message": message} if self._request.is_chat else {"text": text}
             choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
         return {**self._head, "choices": choices, "usage": usage}
 
     def begin(self, index: int) -> list[Json]:
         """Return the first events of a streamed completion."""
-        return [self._chunk(index, {"role": "assistant", "content": ""})] if self._asked.is_chat else []
+        return [self._chunk(index, {"role": "assistant", "content": ""})] if self._request.is_chat else []
 
     def text_event(self, index: int, text: str) -> Json:
         """Return the event for a chunk of a completion's text."""
@@ -354,17 +354,17 @@ class Reply:
 
     def usage(self, usage: Json) -> list[Json]:
         """Return the last events of a stream: the token counts, if the request asked for them."""
-        return [self._event([], usage)] if self._asked.usage else []
+        return [self._event([], usage)] if self._request.usage else []
 
     def _chunk(self, index: int, delta: Json, text: str = "", finish: Finish | None = None) -> Json:
-        content: Json = {"delta": delta} if self._asked.is_chat else {"text": text}
+        content: Json = {"delta": delta} if self._request.is_chat else {"text": text}
         return self._event([{"index": index, **content, "logprobs": None, "finish_reason": finish}])
 
     def _event(self, choices: list[Json], usage: Json | None = None) -> Json:
         event = {**self._head, "choices": choices}
-        if self._asked.is_chat:
+        if self._request.is_chat:
             event["object"] = "chat.completion.chunk"
-        return {**event, "usage": usage} if self._asked.usage else event
+        return {**event, "usage": usage} if self._request.usage else event
 
 
 def format_usage(prompt: int, completion: int, cached: int) -> Json:

@@ -52,9 +52,9 @@ from prge.training.session import SessionData, SilentObserver, open_session
 from prge.training.store import RunStore
 
 # Hold out every fifth prompt, starting with the third.
-_HELD, _FIRST = 5, 2
+_HELD_OUT_EVERY, _FIRST_HELD_OUT = 5, 2
 # Limits on rows that must not be forgotten: candidates for replay, and rows to judge by.
-_MOST_KEPT, _MOST_JUDGED = 2000, 64
+_MOST_REPLAYED, _MOST_JUDGED = 2000, 64
 _LONGEST_ID = 100
 
 
@@ -86,16 +86,16 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
     def some(source: RowSource, most: int, training: bool) -> list[Example]:
-        rows = source.rows if task is not None else _liked(source)
+        rows = source.rows if task is not None else _well_rated(source)
         rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
         options = build_options(settings, task)
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return RetainedExamples(some(train, _MOST_KEPT, True), judged, task, train.sha256)
+    return RetainedExamples(some(train, _MOST_REPLAYED, True), judged, task, train.sha256)
 
 
-def _liked(source: RowSource) -> list[Row]:
+def _well_rated(source: RowSource) -> list[Row]:
     """Return rows of completions, or of those with good ratings: bad ones need not be retained."""
     if find_form(source.rows, source.name, source.renamed).prefers != "ratings":
         return source.rows
@@ -117,7 +117,7 @@ def split_held_out(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[I
         if not row.is_learnable:
             continue
         number = numbers.setdefault(row.question, len(numbers))
-        parts[number % _HELD == _FIRST].append(row)
+        parts[number % _HELD_OUT_EVERY == _FIRST_HELD_OUT].append(row)
     return parts
 
 
@@ -164,7 +164,7 @@ class Round:
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
-def round_outcome(round: Round, tell: Callable[[str], object]) -> Record:
+def round_outcome(round: Round, log: Callable[[str], object]) -> Record:
     """Run a round, and return its outcome as JSON.
 
     Returns:
@@ -172,19 +172,19 @@ def round_outcome(round: Round, tell: Callable[[str], object]) -> Record:
         `problem`, with the reason why the round is to be tried again.
     """
     try:
-        return run_round(round, tell)
+        return run_round(round, log)
     except ChangedError:
         return {"status": "changed"}
     except (PrgeError, OSError) as error:
         return {"status": "problem", "problem": str(error)}
 
 
-def run_round(round: Round, tell: Callable[[str], object]) -> Record:
+def run_round(round: Round, log: Callable[[str], object]) -> Record:
     """Take or resume the steps of a round, write its adapter, and judge it.
 
     Args:
         round: what to learn, and into which folder.
-        tell: called with a message about each row that cannot be trained on.
+        log: called with a message about each row that cannot be trained on.
 
     Returns:
         The verdict for the journal.
@@ -209,12 +209,12 @@ def run_round(round: Round, tell: Callable[[str], object]) -> Record:
         checkpoint_dtype=settings.checkpoint_dtype,
     ).engine
     try:
-        return _taken(round, bundle, engine, _Feedback(round, builder, tell), retained)
+        return _train_and_judge(round, bundle, engine, _Feedback(round, builder, log), retained)
     except (DivergenceError, DataError, BundleError) as error:
         return {"status": "failed", "why": error.what}
 
 
-def _taken(
+def _train_and_judge(
     round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, retained: RetainedExamples
 ) -> Record:
     learning = feedback.examples(round.learnt)
@@ -286,8 +286,8 @@ def _replayed(round: Round, learnt: int, feedback: _Feedback, retained: Retained
     earlier = round.learnt_before
     retained_count = min(len(retained.replayed), max(count - count // 2, count - len(earlier)))
     seed, number = round.settings.seed, round.number
-    replayed_feedback = _drawn(earlier, count - retained_count, seed, number)
-    return feedback.examples(replayed_feedback) + _drawn(retained.replayed, retained_count, seed, number)
+    replayed_feedback = _sample(earlier, count - retained_count, seed, number)
+    return feedback.examples(replayed_feedback) + _sample(retained.replayed, retained_count, seed, number)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class _Feedback:
 
     round: Round
     builder: FeedbackExamples
-    tell: Callable[[str], object]
+    log: Callable[[str], object]
 
     def examples(self, entries: Sequence[IndexEntry]) -> list[Example]:
         """Build examples of rows, rows of text before rows of messages."""
@@ -306,7 +306,7 @@ class _Feedback:
             try:
                 examples += self.builder.build(row, number)
             except UnlearnableError as error:  # possible if an earlier version of prge began the round
-                self.tell(unlearnable(row, error))
+                self.log(unlearnable(row, error))
         return examples
 
 
@@ -340,6 +340,6 @@ def _folder_of(folder: Path, identity: Record) -> Path:
     return folder
 
 
-def _drawn(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
+def _sample(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
     """Sample up to `count` of the items, others in every round."""
     return [items[index] for index in row_order(seed, number, len(items))[:count]] if items else []

@@ -77,8 +77,8 @@ class Worker:
                 raise BusyError(f"at most {self._most} completions are generated at once: try again later")
             tickets: list[Ticket] = []
             try:
-                for request, tell in requests:
-                    tickets.append(self._generator.submit(request, tell, self._ended(tell)))
+                for request, handler in requests:
+                    tickets.append(self._generator.submit(request, handler, self._ended(handler)))
             except BaseException:
                 self.cancel(tickets)
                 raise
@@ -96,13 +96,13 @@ class Worker:
             self._generator.cancel(ticket)
         self._wake.set()
 
-    def _ended(self, tell: EventHandler) -> Callable[[Ticket], None]:
+    def _ended(self, handler: EventHandler) -> Callable[[Ticket], None]:
         def end(ticket: Ticket) -> None:
             with self._lock:
                 self._tickets.discard(ticket)
                 if not self._tickets:
                     self._on_busy(False)
-            tell(ticket)
+            handler(ticket)
 
         return end
 

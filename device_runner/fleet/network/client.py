@@ -35,7 +35,7 @@ def join(
     server: str,
     keys: DeviceKeys | None,
     answer: Callable[[bytes], bytes],
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> NoReturn:
     """Answer a server's tasks until interrupted; waits for a server that is away.
 
@@ -45,7 +45,7 @@ def join(
         keys: authenticate the server and the device; None: no encryption, and the server does not know the
             device.
         answer: turns a task into a reply; see `messages`.
-        tell: called with a line about each task.
+        log: called with a line about each task.
 
     Raises:
         DeviceError: the server is not there, is not the one that its certificate should name, or does not
@@ -62,9 +62,9 @@ def join(
                 time.sleep(_SECONDS_TO_LOOK)
                 continue
             try:
-                tell(_answer(client, offer, answer))
+                log(_answer(client, offer, answer))
             except Exception as error:  # whatever the server did meanwhile, it asks again
-                tell(f"A task or its reply was lost: {error}")
+                log(f"A task or its reply was lost: {error}")
 
 
 def _answer(client: FleetClient, offer: TaskOffer, answer: Callable[[bytes], bytes]) -> str:

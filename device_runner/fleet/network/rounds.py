@@ -12,7 +12,7 @@ POLL_SECONDS = 0.5
 
 
 def run_rounds(
-    mailbox: Mailbox, coordinator: Coordinator, devices: int, tell: Callable[[str], None] = print
+    mailbox: Mailbox, coordinator: Coordinator, devices: int, log: Callable[[str], None] = print
 ) -> None:
     """Run a fleet's rounds, from the coordinator's next round to its last.
 
@@ -20,28 +20,28 @@ def run_rounds(
         post: carries messages to the devices.
         coordinator: of the fleet.
         devices: number of devices to wait for before the first of these rounds.
-        tell: called with a line about each round.
+        log: called with a line about each round.
     """
-    _await_devices(mailbox, devices, tell)
+    _await_devices(mailbox, devices, log)
     while not coordinator.finished:
-        _await_devices(mailbox, 1, tell)
+        _await_devices(mailbox, 1, log)
         tasks = coordinator.tasks(mailbox.nodes())
         seconds = coordinator.flags.seconds
-        answers = _round(mailbox, coordinator.round, tasks, seconds, tell) if tasks else {}
-        tell(str(coordinator.receive(answers)))
+        answers = _round(mailbox, coordinator.round, tasks, seconds, log) if tasks else {}
+        log(str(coordinator.receive(answers)))
 
 
-def _await_devices(mailbox: Mailbox, devices: int, tell: Callable[[str], None]) -> None:
+def _await_devices(mailbox: Mailbox, devices: int, log: Callable[[str], None]) -> None:
     last_count = -1
     while (count := len(mailbox.nodes())) < devices:
         if count != last_count:
-            tell(f"{count} of {devices} devices are connected")
+            log(f"{count} of {devices} devices are connected")
             last_count = count
         time.sleep(POLL_SECONDS)
 
 
 def _round(
-    mailbox: Mailbox, number: int, tasks: Mapping[int, bytes], seconds: float, tell: Callable[[str], None]
+    mailbox: Mailbox, number: int, tasks: Mapping[int, bytes], seconds: float, log: Callable[[str], None]
 ) -> dict[int, bytes]:
     """Send tasks, and return the replies that arrive in time, by node."""
     deadline = time.monotonic() + seconds
@@ -54,7 +54,7 @@ def _round(
             node = reply.sent.node
             waiting.discard(node)
             if reply.content is None:
-                tell(f"device {node} failed: {reply.problem}")
+                log(f"device {node} failed: {reply.problem}")
             else:
                 answers[node] = reply.content
         if not waiting or time.monotonic() >= deadline:

@@ -21,9 +21,9 @@ from prge.training.privacy_accounting import epsilon_of
 
 BEGUN, ANSWERED = "begun", "answered"
 # Rounds of version 0.1.0 count as rounds without noise, because their noise could be removed.
-_OLD = "round"
+_LEGACY_ROUND = "round"
 # Consecutive steps of an agreement with equal values of these share one pass order over the rows.
-_STRETCH = ("rows", "data", "examples", "noise", "unit")
+_STRETCH_FIELDS = ("rows", "data", "examples", "noise", "unit")
 
 
 class Ledger:
@@ -58,7 +58,7 @@ class Ledger:
 
     def is_answered(self, line: Record) -> bool:
         """Whether the result of a round may have been sent."""
-        return line["kind"] == _OLD or _answered(line) in self._journal.records
+        return line["kind"] == _LEGACY_ROUND or _answered(line) in self._journal.records
 
     def begin(self, line: Record) -> None:
         """Count a round; from here on it counts, whatever happens."""
@@ -100,7 +100,7 @@ class Ledger:
         for name in {record["agreement"] for record in rounds}:
             agreement_rounds = [record for record in rounds if record["agreement"] == name]
             for (rows, _, examples, noise, noise_unit), stretch in groupby(
-                agreement_rounds, lambda record: tuple(record.get(key) for key in _STRETCH)
+                agreement_rounds, lambda record: tuple(record.get(key) for key in _STRETCH_FIELDS)
             ):
                 steps = sum(record["steps"] for record in stretch)
                 if not noise or noise_unit is None:

@@ -32,7 +32,7 @@ def describe_bundle(bundle: Bundle) -> Json:
         "weights": bundle.quantization or "fp32",
         "hash": bundle.sha256[:16],
     }
-    return _known(facts)
+    return _showable(facts)
 
 
 def describe_adapter(source: Path) -> Json:
@@ -47,7 +47,7 @@ def describe_adapter(source: Path) -> Json:
         facts = {"adapter": folder.resolve().name, "rank": config.get("r"), "alpha": config.get("lora_alpha")}
         if (run := find_run(folder)) is not None:
             facts |= {"adapter": run.name, **describe_run(run)}
-        return _known(facts)
+        return _showable(facts)
     return {}
 
 
@@ -66,7 +66,7 @@ def describe_run(run: Path) -> Json:
         "seconds": result.get("seconds"),
         "best": _score(mapping(result.get("best"))),
     }
-    return _known(facts)
+    return _showable(facts)
 
 
 def _document(path: Path) -> Any:
@@ -100,7 +100,7 @@ def _score(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _known(facts: Mapping[str, Any]) -> Json:
+def _showable(facts: Mapping[str, Any]) -> Json:
     """Return the strings and numbers that the page can show."""
     return {
         name: printable(shortened(value, _LONGEST)) if isinstance(value, str) else value

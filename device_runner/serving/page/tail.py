@@ -124,7 +124,7 @@ class RunFollower:
             self._documents, self._pictures = documents, {}
             metrics = [*self._evaluations.records, *self._steps.records]
             self._facts = collect_run_facts(self.folder, metrics, [])
-            self._how = describe_run(self.folder)
+            self._description = describe_run(self.folder)
         return self._facts
 
     def snapshot(self, language: str, word: Callable[[str], str]) -> Json:
@@ -162,7 +162,7 @@ class RunFollower:
                 {**json.loads(prompt), "answers": list(answers.values())}
                 for prompt, answers in self._answers.items()
             ],
-            "how": self._how,
+            "how": self._description,
             "problems": [*facts.problems, *([malformed] if self._malformed else [])],
         }  # fmt: skip
 

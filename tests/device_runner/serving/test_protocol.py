@@ -26,9 +26,9 @@ def test_defaults_are_openais_but_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
     assert chat.sampling.min_p == 0.1
     assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).sampling.min_p == 0
-    assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
+    assert (chat.max_tokens, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
     assert chat.sampling == SamplingSettings(temperature=1.0)
-    assert read_completion(json.dumps(COMPLETION).encode()).most == 16
+    assert read_completion(json.dumps(COMPLETION).encode()).max_tokens == 16
 
 
 def test_a_chat_may_say_what_its_template_is_given() -> None:
@@ -67,7 +67,13 @@ def test_everything_that_a_request_may_say() -> None:
         {"role": "assistant", "content": "c"},
     )
     assert asked.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
-    assert (asked.most, asked.count, asked.stop, asked.stream, asked.usage) == (5, 2, ("\n", "."), True, True)
+    assert (asked.max_tokens, asked.count, asked.stop, asked.stream, asked.usage) == (
+        5,
+        2,
+        ("\n", "."),
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
