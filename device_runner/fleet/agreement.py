@@ -1,4 +1,4 @@
-"""What the server and the devices of a fleet agree on: how steps are taken, on which bundle, for which task.
+"""The agreement between a fleet's server and its devices: how to take steps, on which bundle, for which task.
 
 A device takes part only if it knows the hashes: the bundle is its own, the task is its owner's, and the plan
 is within its owner's policy. Every message carries the agreement's hash.

@@ -310,7 +310,7 @@ class FleetState:
             self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_SECONDS, name=name)
 
     def names(self) -> dict[int, str]:
-        """What registered devices are called, by the ids of their nodes."""
+        """Return the names of registered devices, by node id."""
         return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
 
     def nodes(self) -> list[int]:
@@ -326,7 +326,7 @@ class FleetState:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep a run without an app alive until the block ends; raises RunError if Flower can't start it."""
+        """Keep a run without an app alive until the block ends; raises RunError if it cannot be started."""
         state = self._state
         state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
         self._run = state.create_run(

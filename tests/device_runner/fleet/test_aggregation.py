@@ -1,4 +1,4 @@
-"""Means and medians, against numpy."""
+"""Tests of aggregation against numpy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _expected(values: FloatArray, combine: str) -> Any:
 
 
 def _trimmed(values: FloatArray) -> Any:
-    """The oracle: of four numbers the two in the middle, of seven the three."""
+    """The trimmed mean takes the middle two of four values, and the middle three of seven."""
     cut = {4: 1, 7: 2}[len(values)]
     return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
@@ -63,7 +63,7 @@ def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
 
 
 def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
-    """And its answer costs the mean of the honest ones a share of one device, whatever it holds."""
+    """Whatever its result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
     for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
@@ -76,7 +76,7 @@ def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
 
 
 def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
-    """By its whole, where each number is mostly noise; and nobody honest is."""
+    """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
     found = []

@@ -1,4 +1,4 @@
-"""An agreement has one hash, which stands for all of it; a plan's contradictions are told at once."""
+"""Tests of agreements: the hash covers everything, and contradictory plans are refused."""
 
 from __future__ import annotations
 

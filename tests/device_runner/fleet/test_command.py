@@ -1,4 +1,4 @@
-"""`prge fleet`: what its verbs ask for, before anything is started."""
+"""Tests of what the verbs of `prge fleet` check before they start anything."""
 
 from __future__ import annotations
 

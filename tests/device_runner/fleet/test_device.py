@@ -1,4 +1,4 @@
-"""A device and a server that wants more than it is told: one answer for a line, and each line is counted."""
+"""Tests of a device with a hostile server: one result per line of the ledger, and each line counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 14
 
 
 class Server:
-    """Asks one device for whatever it likes."""
+    """A server that sends arbitrary tasks to one device."""
 
     def __init__(self, fleet: Fleet, **changes: Any) -> None:
         settings = fleet.settings(**{"rounds": 50, "local_steps": 2, "learning_rate": 1e-3, **changes})
@@ -41,31 +41,31 @@ class Server:
         self.folder = fleet.folder / str(NODE)
 
     def steps(self, number: int, value: float = 0.0) -> RoundSteps:
-        """What a round gave all."""
+        """Return the steps of a round."""
         count = self.plan.local_steps
         scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
         return RoundSteps(count * number, few, few, scalars)
 
     def task(self, number: int, **changes: Any) -> bytes:
-        """A round after others of zeros, or what else is said."""
+        """Return the task of a round that follows rounds of zeros, with changed fields."""
         missed = b"".join(self.steps(each).to_bytes() for each in range(number))
         fields = {"number": number, "step": self.plan.local_steps * number, "missed": missed}
         return replace(self.first, **{**fields, "seconds": 60.0, **changes}).to_bytes()
 
     def ask(self, number: int, **changes: Any) -> Any:
-        """What the device says."""
+        """Return the device's decoded message."""
         return parse_reply(answer(self.folder, self.task(number, **changes)))
 
     def refusal(self, number: int, **changes: Any) -> str:
-        """Why it says no."""
+        """Return the reason of the device's refusal."""
         said = self.ask(number, **changes)
         assert isinstance(said, TaskRefusal), said
         return said.reason
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Rounds that the device has begun."""
+        """Return the ledger's lines of begun rounds."""
         there = (self.folder / LEDGER).is_file()
         return [line for line in ledger(self.folder) if line["kind"] == "begun"] if there else []
 
@@ -111,7 +111,7 @@ class TestOneAnswerALine:
     def test_killed_at_any_instant_it_says_one_thing(
         self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whatever reaches storage is the last thing that does, in one device after another."""
+        """Kill one device after another at each write to storage."""
         server = Server(fleet, **NOISE, **way)
         task, fsync, rename, append = server.task(0), os.fsync, os.replace, Journal.append
         instant, was_killed = 0, True
@@ -151,7 +151,7 @@ class TestOneAnswerALine:
 
 class TestCounting:
     def test_rounds_without_an_answer_count(self, server: Server) -> None:
-        """Two steps of 5 of 14 rows: a row is in 2 steps after six of them at most."""
+        """With two steps of 5 of 14 rows, a row is in at most 2 steps after six steps."""
         server.fleet.join(NODE, "most_rounds_a_day: 3\n")
         assert "out of time" in server.refusal(0, seconds=1e-9)
         assert isinstance(server.ask(0), RoundResult)
@@ -177,7 +177,7 @@ class TestCounting:
         fleet.join(NODE, "unit: owner\nmost_privacy_epsilon: 20\n")
         assert "has unit owner, the plan asks for row" in server.refusal(1)
         owner = Server(fleet, unit="owner", name="owner", out=fleet.folder / "owner", **NOISE)
-        # What was said by row is 5 times as much of the owner.
+        # Noise that protects a row protects the owner 5 times less.
         whole = epsilon_of([(8.0 / 5, 2), (8.0, 2)], 1e-5)
         assert owner.ask(0).privacy_epsilon == pytest.approx(whole, rel=1e-4)
 
@@ -201,7 +201,7 @@ class TestRowsDecideNothing:
         assert isinstance(said, RoundResult) and np.isfinite(said.values).all() and not said.losses.any()
 
     def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
-        """Noise that is drawn anew would say more."""
+        """New noise would reveal more."""
         server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
         assert "diverge" in server.refusal(0)
         fleet.numpy.calls_left = 0

@@ -1,4 +1,4 @@
-"""A fleet from the first round to the last: it learns, all have the same bits, kills and liars included."""
+"""Tests of a fleet from the first round to the last: training, equal bits, kills and malicious devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BUDGET_EXCEEDED = TaskRefusal(
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """Some of the ways, by default all; of an encoder where the name says so."""
+    """Parametrize over some estimators, by default all; with an encoder if the name says so."""
     chosen = {name: (WAYS | ENCODERS)[name] for name in names or (WAYS | ENCODERS)}
     cases = [("encoder" if name in ENCODERS else "decoder", way) for name, way in chosen.items()]
     return pytest.mark.parametrize(("fleet", "way"), cases, indirect=["fleet"], ids=list(chosen))
@@ -60,7 +60,7 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(
 ) -> None:
     settings = fleet.settings(**way)
     fleet.run(settings, rounds=2)
-    # A third round that devices answer, of which the journal has a part.
+    # A third round that devices answer, and that the journal holds only in part.
     with open_fleet(settings) as server:
         said = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
         append, written = server.journal.append, []
@@ -142,7 +142,7 @@ def test_a_fleet_that_was_killed_while_it_began_begins_anew(
 
 @ways("tangents", "FedAvg, trimmed", "encoder, tangents")
 def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
-    """One of them misses two rounds, one comes late."""
+    """One device misses two rounds, another one joins late."""
     settings = fleet.settings(**way, rounds=6)
     present = [NODES[:2], NODES[:2], NODES[:1], NODES[1:2], NODES, NODES]
     with open_fleet(settings) as server:
@@ -173,7 +173,7 @@ def test_a_device_that_is_killed_answers_what_it_would_have_answered(
 
 
 def test_rows_of_a_round_go_on_where_the_last_one_ended(fleet: Fleet) -> None:
-    """So in n passes over its rows a device shows each of them n times, whichever rounds it missed."""
+    """In n passes, each row of a device takes part n times, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
     seen = []
 
@@ -294,7 +294,7 @@ def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
 
 def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=8, learning_rate=1e30, optimizer="sgd")
-    with suppress(RunError):  # nobody answers, where steps diverge within a round
+    with suppress(RunError):  # no device answers if steps diverge within a round
         _, reports = fleet.run(settings)
         assert all(report.discarded for report in reports)
     with open_fleet(settings) as server:
@@ -302,7 +302,7 @@ def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet)
 
 
 def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> None:
-    """Even if all of its devices lie in the same way."""
+    """Even if all devices send the same malicious result."""
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:
@@ -323,17 +323,17 @@ Check = Callable[[RoundReport], bool]
 
 
 def says(**changes: Any) -> Callable[[RoundResult], bytes]:
-    """The honest answer but for some of its fields."""
+    """Return the honest result with some fields changed."""
     return lambda said: replace(said, **changes).to_bytes()
 
 
 def refused(words: str) -> Check:
-    """That the liar is refused by these words."""
+    """Check that the malicious device is refused with these words."""
     return lambda report: words in report.refused[NODE]
 
 
 def is_usual(report: RoundReport) -> bool:
-    """That the round's loss is what three honest devices' would be."""
+    """Check that the round's loss is that of honest devices."""
     return 0.1 < (report.loss or 0.0) < 3 and not report.problem
 
 

@@ -1,4 +1,4 @@
-"""Messages survive the way there and back; nothing else is one."""
+"""Tests that messages survive encoding and decoding, and that other bytes are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ answers = st.builds(
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Field by field, arrays to the bit."""
+    """Whether two messages are equal field by field, arrays in their bits."""
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if hasattr(left, "__dataclass_fields__"):

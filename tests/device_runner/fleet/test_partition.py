@@ -1,4 +1,4 @@
-"""Every row is on one device, and every device has one."""
+"""Tests that every row is on one device, and every device has a row."""
 
 from __future__ import annotations
 

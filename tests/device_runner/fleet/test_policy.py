@@ -1,4 +1,4 @@
-"""Hours and bounds of an owner's policy."""
+"""Tests of the hours and bounds of an owner's policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_default_allows_the_default_plan_by_scalars_alone() -> None:
 
 
 def test_an_epsilon_for_a_large_delta_is_none() -> None:
-    """A server that names delta 0.9 would make any noise look like enough."""
+    """With delta 0.9, any noise would look sufficient."""
     noisy = Plan(noise=1.0, clip=1.0, share_directions=True, delta=0.9)
     (objection,) = Policy().objections(noisy, _at(12), 0)
     assert objection == "the owner's policy has most_delta 1e-05, the plan asks for 0.9"

@@ -1,4 +1,4 @@
-"""A simulated fleet is the fleet that its devices would be."""
+"""Tests that a simulated fleet equals the fleet of its devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Words = Callable[..., list[str]]
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
-    """A command line for a fleet of eight, whose flags may be given anew."""
+    """Return a command line for a fleet of eight devices; flags may be overridden."""
     device = Device(has_back=True)
     device.replaces(monkeypatch, local, opening)
     write_films(tmp_path)

@@ -30,7 +30,7 @@ from tests.speakers import make_adapter
 
 
 class NumpyRound(RoundProcess):
-    """A process that takes a round with a numpy model."""
+    """A process that runs a round with a numpy model."""
 
     words = (str(Path(__file__).with_name("round_child.py")),)
 

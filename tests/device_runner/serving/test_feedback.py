@@ -1,4 +1,4 @@
-"""Feedback that clients give: what is refused when it is sent, quotas, and a file that others hold."""
+"""Tests of clients' feedback: what is refused at once, quotas, and a locked file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told() -> list[str]:
 
 @pytest.fixture
 def make(path: Path, told: list[str]) -> Iterator[Make]:
-    """Makes what keeps feedback, which remembers an answer to each of some prompts."""
+    """Return a Feedback that remembers a completion for each of some prompts."""
     with ThreadPoolExecutor(1) as storage:
 
         def made(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
@@ -52,7 +52,7 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
 
 
 def take(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
-    """The status and the message that a client gets."""
+    """Return the status and the message that a client receives."""
     judgement = FeedbackRequest(id, 0, judged.get("rating"), judged.get("correction"))
     try:
         asyncio.run(feedback.take(judgement, client))
@@ -120,7 +120,7 @@ def test_a_lock_that_another_holds_is_waited_for_and_holds_up_nothing_else(
     longest = 0.0
 
     async def taken() -> None:
-        """Feedback beside a clock of the event loop."""
+        """Send feedback while the event loop's latency is measured."""
         nonlocal longest
         taking = asyncio.ensure_future(feedback.take(FeedbackRequest("0", 0, "good", None), ""))
         while not taking.done():
@@ -138,7 +138,7 @@ def test_a_lock_that_another_holds_is_waited_for_and_holds_up_nothing_else(
         assert feedback.problem
         Thread(target=lambda: (time.sleep(0.1), fcntl.flock(stream, fcntl.LOCK_UN))).start()
         assert take(feedback, "0", rating="good") == (200, "") and not feedback.problem
-        # Who ends waits no longer.
+        # After `close`, nothing waits for the lock.
         fcntl.flock(stream, fcntl.LOCK_EX)
         monkeypatch.setattr(module, "SECONDS_TO_LOCK", 60.0)
         Thread(target=lambda: (time.sleep(0.1), feedback.close())).start()

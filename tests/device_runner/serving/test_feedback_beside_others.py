@@ -1,4 +1,4 @@
-"""A server whose file of feedback is large, held by another process, or rewritten by one."""
+"""Tests of a server whose feedback file is large, locked by another process, or rewritten by one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
 
 ROWS = 150_000
-# How long an answer and an end may take; a machine that does much else has longer for the slowest of many.
+# Limits on the time of a response and of shutting down; a busy machine gets more for the slowest of many.
 HEALTH, SLOWEST, END = 0.1, 0.5, 2.0
 
 
 @dataclass
 class Child:
-    """A server in a process."""
+    """A server in a process of its own."""
 
     process: subprocess.Popen[str]
     url: str
@@ -56,7 +56,7 @@ class Child:
         return found
 
     def check_health_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask again and again; every answer comes at once, once the client has asked for the first time."""
+        """Send requests repeatedly; every response is fast after the client's first request."""
         self.health()
         self.seconds.clear()
         deadline = time.monotonic() + 120
@@ -76,7 +76,7 @@ class Child:
         return str(found["id"])
 
     def end(self) -> float:
-        """Seconds that the end takes."""
+        """Return the seconds that shutting down takes."""
         begin = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0
@@ -94,7 +94,7 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
 
 
 def write_many(path: Path, count: int = ROWS) -> None:
-    """Feedback of a long time."""
+    """Return a large amount of feedback."""
     path.parent.mkdir(exist_ok=True)
     row = AnswerRecord(
         "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}
@@ -151,7 +151,7 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
     with serving(tmp_path, 10**6) as child:
         begin = time.monotonic()
         child.check_health_until(lambda: time.monotonic() - begin > 5)
-        # It is read still, and takes more.
+        # The file is still being read, and more feedback is accepted.
         id = child.answer()
         assert child.ask("/v1/feedback", {"id": id, "rating": "good"})[0] == 200
         assert child.ask("/v1/adapters")[0] == 200

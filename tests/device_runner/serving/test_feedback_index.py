@@ -1,4 +1,4 @@
-"""The index of a file of feedback that grows, loses rows and is written by others."""
+"""Tests of the index of a feedback file that grows, loses rows and is written by others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prge.data.readers.feedback import AnswerRecord, append_feedback, feedback_k
 
 
 def rows(*numbers: int) -> list[Any]:
-    """Rows of these numbers, equal whenever they are made."""
+    """Return rows for these numbers; equal numbers give equal rows."""
     return [
         {
             **AnswerRecord(str(number), "m", "", {"prompt": f"q{number % 3}"}, f" a{number}", {}).to_feedback(
@@ -42,7 +42,7 @@ def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> Non
     append_feedback(path, rows(0, 5))
     entries = read(index)
     kept = read_feedback(path)
-    assert len(kept) == 7  # one of them twice
+    assert len(kept) == 7  # one of them is duplicated
     assert [entry.key for entry in entries] == list(dict.fromkeys(map(feedback_key, kept)))
     assert [entry.is_learnable for entry in entries] == [False, True] * 3
     questions = [entry.question for entry in entries]
@@ -81,7 +81,7 @@ def test_a_last_line_is_taken_once_it_is_whole(tmp_path: Path) -> None:
     index = FeedbackIndex(path)
     for end in range(1, len(lines[1])):
         path.write_bytes(lines[0] + lines[1][:end])
-        assert len(read(index)) == 1 + (end == len(lines[1]) - 1)  # its line break alone is missing
+        assert len(read(index)) == 1 + (end == len(lines[1]) - 1)  # only its line break is missing
         index = FeedbackIndex(path) if end % 2 else index
     append_feedback(path, rows(2))
     assert len(read(index)) == 3
@@ -92,7 +92,7 @@ def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
     append_feedback(path, rows(*range(6)))
     index = FeedbackIndex(path)
     first, second, *_ = read(index)
-    for _ in range(3):  # inode numbers come again
+    for _ in range(3):  # inode numbers are reused
         remove_rows(path, lambda number, fields, line: number == 1)
         with pytest.raises(ChangedError):
             index.rows([second.key])

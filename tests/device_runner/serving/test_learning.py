@@ -1,4 +1,4 @@
-"""Learning while serving, with a model in numpy: which adapter comes of which feedback, which is served."""
+"""Tests of learning while serving, with a numpy model: which adapter follows from which feedback."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ EVERY = 4
 
 
 class Later:
-    """A clock that is past every wait."""
+    """A clock that is past every timeout."""
 
     process_time = staticmethod(time.process_time)
 
     @staticmethod
     def monotonic() -> float:
-        """Seconds."""
+        """Return seconds."""
         return time.monotonic() + 2 * module.SECONDS_TO_RETRY
 
 
 def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
-    """Corrections, and here and there a rating."""
+    """Return rows with corrections and some ratings."""
     rows = []
     for number in range(start, start + count):
         asked = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
@@ -68,7 +68,7 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
 
 
 class Here(RoundProcess):
-    """Stands for the process of a round: takes it in this one, when it is asked what became of it."""
+    """Stands in for the process of a round: runs the round in this process when polled."""
 
     cpu_seconds: Any = 0.0
     peak_bytes: Any = 0
@@ -105,7 +105,7 @@ class Place:
         return self.flags.learn
 
     def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> OnlineLearner:
-        """What learns, as a process that begins has it."""
+        """Open a learner, as a new process does."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
         given, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
@@ -126,7 +126,7 @@ class Place:
         return self.processes[-1]
 
     def learnt(self, **flags: Any) -> list[dict[str, Any]]:
-        """The history, once all that can be learnt is."""
+        """Return the history after everything was learned."""
         learning = self.open(**flags)
         while learning.work():
             pass
@@ -134,7 +134,7 @@ class Place:
         return learning.history()
 
     def bits(self) -> dict[str, bytes]:
-        """Results of all rounds."""
+        """Return the adapters of all rounds, as bytes."""
         found = self.learn.glob("rounds/*/final/adapter_model.safetensors")
         return {path.parts[-3]: path.read_bytes() for path in found}
 
@@ -153,7 +153,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def take_round(learning: OnlineLearner) -> None:
-    """Look until a round is judged."""
+    """Call `work` until a round is judged."""
     judged = sum(each["status"] not in ("start", "learning") for each in learning.history())
     while sum(each["status"] not in ("start", "learning") for each in learning.history()) == judged:
         assert learning.work()
@@ -227,7 +227,7 @@ def test_it_goes_on_from_a_run_with_its_rows_and_rate(
 
 @pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
 def test_texts_and_conversations_are_learnt_together(place: Place, last: str) -> None:
-    """Also where the template renders an answer otherwise once others follow."""
+    """Holds also if the template renders an answer differently once other messages follow."""
     shutil.rmtree(place.folder / "bundle")
     template = "{% for message in messages %}{{ message.content }}" + last + " {% endfor %}"
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
@@ -263,7 +263,7 @@ def test_what_a_template_refuses_is_told(place: Place) -> None:
 
 
 def with_template(place: Place) -> list[str]:
-    """A bundle whose template refuses some messages, and honest rows of texts and conversations."""
+    """A bundle whose template refuses some messages, and valid rows of texts and conversations."""
     shutil.rmtree(place.folder / "bundle")
     place.device.write_bundle(place.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
     messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]
@@ -337,7 +337,7 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: 
     content = (place.learn / FEEDBACK).read_bytes()
     shutil.rmtree(place.learn)
     place.learn.mkdir()
-    # The same rows come one by one, and the process is killed again and again.
+    # The same rows arrive one by one, and the process is killed repeatedly.
     lines, lives, kills = content.splitlines(keepends=True), 0, 0
     while lines or told(place.open(**kept).history()) != history:
         if lines:
@@ -364,7 +364,8 @@ def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_l
     _, *rounds = place.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
     assert [each["status"] for each in rounds] == ["refused", "refused"]
     assert {each["why"] for each in rounds} == {"worse on the kept rows"}
-    # Two rows of the second round can be learnt beside the one that is held back, and all four of the first.
+    # Of the second round, two rows are learned besides the held-out one; and all four rows of the first
+    # round.
     assert [each["learnt"] for each in rounds] == [3, 6]
     assert rounds[0]["kept"]["metric"] == "-loss" and not place.served
     assert not any((place.learn / "rounds").iterdir())
@@ -372,7 +373,7 @@ def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_l
 
 def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2)
-    # What is held back is asked for the opposite.
+    # The held-out rows ask for the opposite.
     feedback(place.learn / FEEDBACK, 1, "\x00\x01", start=2)
     feedback(place.learn / FEEDBACK, 1, start=3)
     _, found = place.learnt(learning_rate=0.5)
@@ -404,7 +405,7 @@ def test_the_last_adapter_is_taken_back(place: Place) -> None:
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
     assert learning.take_back(1) == 0 and not place.served[-1].values.any()
-    # What taught those adapters isn't learnt again.
+    # The rows of the reverted adapters are not learned again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
     found = place.learnt()[-1]
@@ -443,16 +444,18 @@ def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: P
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
     learning.pause(True)
-    assert learning.work() and [each.is_paused for each in place.processes] == [True]  # it begins so
+    assert learning.work() and [each.is_paused for each in place.processes] == [
+        True
+    ]  # a new process starts paused
     assert learning.work() and learning.history()[-1]["status"] == "learning"
     learning.pause(True)
     learning.pause(False)
-    assert [each.is_paused for each in place.processes] == [True]  # another answer is made still
+    assert [each.is_paused for each in place.processes] == [True]  # another completion is still in progress
     learning.pause(False)
     assert [each.is_paused for each in place.processes] == [False]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
-    # One that has ended is left alone.
+    # A process that has ended is not signalled.
     learning.pause(True)
     assert [each.is_paused for each in place.processes] == [False]
 
@@ -489,7 +492,7 @@ def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place)
 def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     place: Place, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """The adapter has the bits of one that never saw the row."""
+    """The adapter has the same bits as one that never saw the row."""
 
     def forget() -> None:
         remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
@@ -510,7 +513,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     count, (last, calls) = 0, (0, 0)
     if at != "first step":
         monkeypatch.setattr(place.device, "count", lambda: None)
-        # How many calls the steps and the whole round make.
+        # Count the calls of the steps and of the whole round.
         probe = replace(place, served=[], told=[])
         total = 0
 
@@ -626,7 +629,7 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
-    """`--when idle` pauses for others' use of the machine."""
+    """`--when idle` pauses while other programs use the machine."""
     place.open(when="idle").close()
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
@@ -665,7 +668,7 @@ def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
 
 
 def test_an_adapter_that_only_generates_is_not_learnt_from(place: Place) -> None:
-    """Steps would be taken against another lora_A than the one that answers."""
+    """Steps would use another lora_A than the one that is served."""
     bundle = open_bundle(place.folder / "bundle")
     found = read_lora(bundle.adapter)
     others = {name: matrix + 1 for name, matrix in found.lora_a.items()}

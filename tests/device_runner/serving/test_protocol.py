@@ -1,4 +1,4 @@
-"""OpenAI's protocol: what is understood of a request, and what is refused with which words."""
+"""Tests of OpenAI's protocol: how requests are parsed, and which errors name what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that takes a round: stopped and continued, killed at any time, and never left alone."""
+"""Tests of the process of a round: paused and continued, killed at any time, and never orphaned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.device_runner.numpy_device import Device
 from tests.refusals import raises
 from tests.verbs import REPOSITORY
 
-# A server that has the process of a round, stops it, and waits.
+# A server that starts the process of a round, stops it, and waits.
 SERVER = """
 import pickle, sys, time
 from pathlib import Path
@@ -62,7 +62,7 @@ class NumpyRound(RoundProcess):
 
 @pytest.fixture
 def made(tmp_path: Path) -> Round:
-    """A round of many steps."""
+    """Return a round of many steps."""
     Device(has_back=True).write_bundle(tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     feedback = tmp_path / "learn/feedback.jsonl"
@@ -109,7 +109,7 @@ def bits(round: Round) -> bytes:
 
 
 def state(process: int) -> str:
-    """A letter, T of one that is stopped; empty where there is none."""
+    """Return the state letter of a process, such as T for stopped; empty if there is no process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -150,7 +150,7 @@ def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
     for steps in (1, 20, 40):
         process = NumpyRound(other)
         until(lambda: journal(other).count(b"step") >= steps)  # noqa: B023
-        process.pause(steps == 20)  # one that is stopped, too
+        process.pause(steps == 20)  # also one that is stopped
         process.end()
     process = NumpyRound(other)
     assert (outcome(process), bits(other)) == expected
@@ -176,12 +176,12 @@ def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
 
 @contextmanager
 def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server, and the number of its stopped child."""
+    """A server, and the id of its stopped child."""
     path = folder / "round"
     path.write_bytes(pickle.dumps(made))
     words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    # Where a test's parent takes in orphans, it is of another session, as the system's is.
+    # A test's parent that adopts orphans must be of another session, as the system's init is.
     options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
         try:
@@ -194,7 +194,7 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
-    """Also where the system kills no child of a process that ended."""
+    """Also if the system does not kill the child of a process that ended."""
     with server(made, tmp_path, platform) as (process, child):
         until(lambda: state(child) == "T")
         process.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The server with OpenAI's own client, many clients, rude clients, and at its end."""
+"""Tests of the server with OpenAI's own client, many clients, malformed requests, and at shutdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Child:
         return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
 
     def ask(self, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer to a request; `body` is JSON, or bytes as they are."""
+        """Send a request, and return status and body of its response; `body` is JSON, or raw bytes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=30)) as connection:
             connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
@@ -85,14 +85,14 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Child]:
-    """A server that makes or keeps 2 answers at most, a hundred tokens a second."""
+    """A server with a queue of at most 2 completions, at a hundred tokens per second."""
     with served(SLOW, queue=2) as server:
         yield server
         assert server.health()
 
 
 def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
-    """What the model says, asked without a server."""
+    """Return the model's completion, generated without a server."""
     prompts = Prompts(make_tokenizer())
     asked = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
     request = Request(asked, adapters()[model], GenerationSettings(most))
@@ -143,7 +143,7 @@ def test_a_completion(child: Child) -> None:
 
 
 def test_control_tokens_are_read_in_prompts_of_completions_and_nowhere_else(child: Child) -> None:
-    """By transformers' tokenizer: a rendered prompt is read as it was rendered, what is said in it is not."""
+    """Compared with transformers: control tokens of the template count, those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
@@ -243,7 +243,7 @@ def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
 
 def test_many_large_bodies_are_not_held_at_once(child: Child) -> None:
     before = child.peak_bytes()
-    # Each lacks its last byte.
+    # Each body lacks its last byte.
     content = _head(MOST_BYTES) + b" " * (MOST_BYTES - 1)
     room = MOST_HELD // MOST_BYTES
     connections = [_raw(child, content) for _ in range(room + 10)]
@@ -336,12 +336,12 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
     while (found := slow.ask(one))[0] != 429:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        # An answer may end after a few tokens, as it is drawn.
+        # A sampled completion may end after a few tokens.
         connections.append(_raw(slow, _request({**LONG, "stream": stream})))
     assert "at most 2 completions" in found[1]["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         slow.client().completions.create(model="base", prompt="a", max_tokens=1)
-    # They would have gone on for twenty seconds.
+    # The completions would have taken twenty seconds.
     for connection in connections:
         connection.close()
     deadline = time.monotonic() + 5
@@ -376,13 +376,13 @@ NO_NUMBERS = [-1, 0, -(1 << 31), -(1 << 63), 10**9, 1 << 31, 1 << 63, 1 << 64, 1
     "name", ["n", "best_of", "logprobs", "top_logprobs", "n_discard", "n_keep", "n_probs"]
 )
 def test_numbers_out_of_bounds_are_refused_before_anything_is_made_for_them(child: Child, name: str) -> None:
-    """As negative sizes and unbounded numbers of answers have ended other servers."""
+    """Negative sizes and unbounded counts have crashed other servers."""
     for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
         for number in NO_NUMBERS:
             begun = time.monotonic()
             body = {"model": "base", "max_tokens": 1, **prompt, name: number}
             status, answer = child.ask(body, f"/v1/{path}")
-            # Python's 1 and 0, which ask for what is done anyway.
+            # Python's 1 and 0 equal True and False, which ask for the default.
             is_same = number is True if name == "best_of" else number == 0 and name.endswith("logprobs")
             assert status == (200 if is_same else 400), (path, number, answer)
             assert time.monotonic() - begun < 5
@@ -446,7 +446,7 @@ def test_of_a_body_that_is_shorter_than_its_length_nothing_is_made(child: Child,
 
 
 def test_what_comes_after_a_body_is_another_request_with_its_own_checks(child: Child) -> None:
-    """A length that is too small hides nothing: what follows has no key, no name and no type of its own."""
+    """Bytes after a body are checked as a request of their own: they have no key, host or type."""
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1}).encode()
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"
     with closing(_raw(child, _head(len(body)) + body + hidden)) as connection:
@@ -460,7 +460,7 @@ def test_what_comes_after_a_body_is_another_request_with_its_own_checks(child: C
     with closing(_raw(child, both + chunks)) as connection:
         connection.settimeout(5)
         told = connection.recv(1 << 16)
-    # Either is refused, or the chunks count; the rest is no request.
+    # Either the request is refused, or the chunks count; the rest is not a request.
     assert told.count(b"HTTP/1.1 ") == 1
 
 
@@ -483,7 +483,7 @@ def test_a_template_in_a_message_is_text(child: Child, text: str) -> None:
         messages = [{"role": role, "content": text}, *HELLO]
         asked = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": messages}
         status, answer = child.ask(asked, "/v1/chat/completions")
-        # What the template of the test writes, of which only its own names of control tokens are some.
+        # The rendered prompt; only the control tokens of the template itself are control tokens.
         written = [f"{each['role']}\n{each['content']}" for each in messages]
         count = sum(3 + len(tokenizer.encode(each)) for each in written)
         count += 1 + len(tokenizer.encode("assistant\n"))
@@ -549,7 +549,7 @@ def test_who_leaves_while_others_are_read_is_not_read_at_all(child: Child) -> No
         _raw(child, _request(chat, b"/v1/chat/completions")).close()
     begun = time.monotonic()
     assert child.ask({**chat, "messages": HELLO}, "/v1/chat/completions")[0] == 200
-    # Each of them would have taken half a second.
+    # Each template would have taken half a second.
     assert time.monotonic() - begun < 5
 
 
@@ -569,7 +569,7 @@ SYSTEM = [{"role": "system", "content": "a long secret of a client " * 8}]
 
 
 def _cached(server: Child, messages: list[Any], key: str = "none", **fields: Any) -> tuple[int, int, str]:
-    """Tokens of a prompt that weren't computed again, all of them, and the answer."""
+    """Return the cached tokens of a prompt, all of its tokens, and the completion."""
     chat = server.client(key).chat.completions.create(
         model="base", messages=messages, max_tokens=12, temperature=0, extra_body=fields
     )
@@ -587,10 +587,10 @@ def test_nobody_is_faster_for_what_another_key_has_asked() -> None:
         cached, tokens, answer = _cached(server, messages, "first")
         assert cached == 0 and tokens > 100
         assert _cached(server, messages, "second")[0] == 0
-        # One's own are all there but for the last token, whose logits are the answer's first.
+        # All of one's own tokens are cached, except the last one, whose logits give the first new token.
         assert _cached(server, messages, "first")[0] == tokens - 1
         assert _cached(server, _next_turn(messages, answer), "second")[0] >= tokens
-        # A service with one key for many users names them.
+        # A service that uses one key for many users names the user.
         for name in ("user", "prompt_cache_key", "cache_salt"):
             assert _cached(server, messages, "first", **{name: "ada"})[0] == 0
             assert _cached(server, messages, "first", **{name: "eve"})[0] == 0
@@ -605,7 +605,7 @@ def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else
     for guess in (messages, [*messages[:1], {"role": "user", "content": "?"}], _next_turn(messages, "no")):
         assert _cached(child, guess)[0] == 0
     _, tokens, answer = _cached(child, messages)
-    # Who has seen the answer repeats it.
+    # A client that has received the answer can repeat it.
     cached, _, second = _cached(child, _next_turn(messages, answer))
     assert cached >= tokens
     assert _cached(child, _next_turn(_next_turn(messages, answer), second))[0] > cached
@@ -666,7 +666,7 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
             found = _judged(server, **fields)
             assert found[0] == status and told in found[1], found
         assert len(path.read_text().splitlines()) == 2
-        # The storage refuses: answers go on.
+        # Completions continue if the storage fails.
         path.unlink()
         path.mkdir()
         for _ in range(2):
@@ -711,7 +711,7 @@ def test_executorchs_own_conformance_test(child: Child) -> None:
     import executorch
 
     contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"
-    # It asks for tools, which no server has that doesn't constrain what a model writes.
+    # This example needs tools, which need constrained generation.
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
              f"{contract}::test_tool_call_response_shape", "-k", "not tool_call"]  # fmt: skip
     environment = {**os.environ, "OPENAI_BASE_URL": child.url, "OPENAI_MODEL": "base"}

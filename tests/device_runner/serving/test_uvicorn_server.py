@@ -1,4 +1,4 @@
-"""Clients that don't say what they want: connections without a request, bodies that never come."""
+"""Tests of clients that send no request, or bodies that never end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]
 
 
 def served(*clients: Client) -> list[bytes]:
-    """What each client gets of a server in this process; the clients come one after another, and stay."""
+    """Return what each client receives from a server in this process; clients connect in turn, and stay."""
 
     async def serve() -> list[bytes]:
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
@@ -60,7 +60,7 @@ def served(*clients: Client) -> list[bytes]:
 
 
 def sends(*parts: bytes) -> Client:
-    """A client that sends parts, one after the other, and reads to the end."""
+    """Run a client that sends parts, one after the other, and reads to the end."""
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         with suppress(ConnectionError):

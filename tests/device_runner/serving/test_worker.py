@@ -1,4 +1,4 @@
-"""The thread that asks the engine: how much it takes in, and what happens to that at its end."""
+"""Tests of the engine's thread: the limit of its queue, and what happens to requests at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Broken(NumpyGenerationEngine):
 
 
 def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
-    """All pieces of an answer's text, and its ticket."""
+    """Return a completion's whole text, and its ticket."""
     text = ""
     while isinstance(piece := told.get(timeout=10), str):
         text += piece
@@ -120,5 +120,5 @@ def test_what_learns_waits_from_a_request_to_the_end_of_its_answer() -> None:
             asked = {"model": "base", "prompt": prompt, "max_tokens": 3}
             assert client.post("/v1/completions", json=asked).status_code == status
     waits = list(accumulate(seen))
-    # Of an answer, twice, until the worker has it, and then once.
+    # Paused twice until the worker has the request, and then once.
     assert waits == [1, 2, 1, 0, 1, 0, 1, 2, 1, 0]

@@ -1,4 +1,4 @@
-"""The server against its own devices and against strangers: nothing that is said ends or fills it."""
+"""Tests of the server against its own devices and strangers: no message stops it or fills its storage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECONDS = 8.0
 
 @dataclass
 class Scene:
-    """A server, its keys, two devices of which one is an enemy, and rounds that go on meanwhile."""
+    """A server, its keys, an honest and a hostile device, and rounds in progress."""
 
     link: SuperLink
     keys: Path
@@ -51,7 +51,7 @@ class Scene:
     rounds: Echoes
 
     def task(self) -> PulledTask:
-        """The enemy's next task."""
+        """Return the hostile device's next task."""
         return _task(self.enemy)
 
     def goes_on(self) -> None:
@@ -65,7 +65,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One server for all tests: each is another thing that it withstands."""
+    """One server for all tests, each of which attacks it in another way."""
     folder = tmp_path_factory.mktemp("hostile")
     keys = folder / "keys"
     make_keys(keys, [], ["honest", "enemy"])
@@ -200,7 +200,7 @@ def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
 
 
 def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a time that is none, if nobody refused it."""
+    """NaN times, if they were not refused."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     asked = scene.task()
     scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
@@ -221,7 +221,7 @@ def test_an_answer_counts_once(scene: Scene) -> None:
 
 
 class TestAStranger:
-    """Without a key."""
+    """Requests without a key."""
 
     def _connect(self, scene: Scene) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=str(scene.keys / "server" / "ca.pem"))
@@ -231,7 +231,7 @@ class TestAStranger:
 
     def test_fills_no_memory(self, scene: Scene) -> None:
         path = "/v1/fleet/push-object"
-        body = b"x" * 10_000_000  # of this process, as the server is
+        body = b"x" * 10_000_000  # the server is in this process too
         before = _resident()
         for _ in range(20):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
@@ -262,7 +262,7 @@ class TestAStranger:
             assert f" {status} ".encode() in connection.recv(100)
 
     def test_gets_one_last_word(self, scene: Scene) -> None:
-        """Requests that follow each other, what is none after the last answer, and a body that is none."""
+        """Pipelined requests, garbage after the last response, and an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ class TestAStranger:
         assert "Traceback" not in log.read_text()
 
     def test_keeps_nobody_out(self, scene: Scene) -> None:
-        """Half heads, no heads and no handshakes: the oldest make room."""
+        """Incomplete heads, no heads and no handshakes: the oldest connections make room."""
         host, port = scene.link.address.split(":")
         with contextlib.ExitStack() as stack:
             for index in range(MOST_STRANGERS + 100):
@@ -286,7 +286,7 @@ class TestAStranger:
 
 
 def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of a connection, and one that follows another request."""
+    """Slow requests: the first one of a connection, and one after another request."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
         host, port = link.address.split(":")
@@ -320,7 +320,7 @@ def test_the_store_holds_one_round(scene: Scene) -> None:
                 "object_children",
             )
         }
-    # Two tasks and two answers at most, of three objects each.
+    # At most two tasks and two replies, of three objects each.
     assert max(counts.values()) <= 12, counts
 
 

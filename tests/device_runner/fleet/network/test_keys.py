@@ -1,4 +1,4 @@
-"""Keys of a fleet: who gets what, who may read it, and what is told of damaged ones."""
+"""Tests of a fleet's keys: who gets which files, their permissions, and the errors about damaged ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_certificate_is_that_of_its_hosts_for_those_who_know_the_authority(t
 
 
 def handshake(serving: ssl.SSLContext, asking: ssl.SSLContext, host: str) -> None:
-    """Shake hands in memory."""
+    """Do a TLS handshake in memory."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = serving.wrap_bio(to_server, to_client, server_side=True)
     client = asking.wrap_bio(to_client, to_server, server_hostname=host)

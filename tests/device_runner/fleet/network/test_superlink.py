@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes as real processes on loopback: rounds go round, strangers stay out."""
+"""Tests of a SuperLink and devices as real processes on loopback: rounds complete, strangers are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
-    """Flower's own SuperLink lets everyone who reaches it start apps and register devices."""
+    """Flower's own SuperLink lets anyone who reaches it start apps and register devices."""
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
         control = ControlHttpClient.from_server_address(link.address, True, None, [])
         for ask in (
@@ -98,7 +98,7 @@ def test_a_device_knows_its_server(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
-    """A round goes on without a device that vanishes; a server that is back finds its devices."""
+    """A round continues without a device that disappears; a restarted server finds its devices."""
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])
     folder = tmp_path / "server"
@@ -115,7 +115,7 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
             names = link.names()
         assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
         with serving(folder, keys / "server", port) as link:
-            # Where a killed device begins anew, the server takes it for absent for a moment.
+            # The server considers a device that was killed and restarted absent for a moment.
             node = tmp_path / "two" / NAME / "node"
             before = node.stat().st_mtime_ns
             devices.enter_context(joined("two"))

@@ -1,4 +1,4 @@
-"""Noise of whole numbers has the distribution that its name says, and tells no more than normals would."""
+"""Tests that the noise has its nominal distribution, and reveals no more than normals would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _words(seed: int) -> Any:
 
 
 def _masses(bits: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers that are worth counting, and their probabilities."""
+    """Return values that are likely enough to count, and their probabilities."""
     numbers = np.arange(-(12 << bits), (12 << bits) + 1)
     masses = np.exp(-(numbers**2) / 2 / 4.0**bits)
     return numbers, masses / masses.sum()
@@ -33,7 +33,7 @@ def test_numbers_come_as_often_as_their_probabilities_say(bits: int) -> None:
     seen, expected = np.histogram(drawn, [*numbers, numbers[-1] + 1])[0], masses * len(drawn)
     often = expected > 20
     distance = ((seen - expected) ** 2 / expected)[often].sum()
-    # Chi-squared: five deviations above its mean.
+    # Chi-squared: five standard deviations above its mean.
     freedom = int(often.sum()) - 1
     assert distance < freedom + 5 * math.sqrt(2 * freedom)
 
@@ -55,7 +55,7 @@ def test_a_kept_sampler_draws_the_same_distribution() -> None:
 
 
 def test_its_epsilon_is_below_that_of_a_kept_library() -> None:
-    """Theirs comes from concentrated differential privacy, which bounds less tightly."""
+    """The paper's bound comes from concentrated differential privacy, which is less tight."""
     from opendp import prelude as dp
 
     dp.enable_features("contrib")
@@ -69,7 +69,7 @@ def test_its_epsilon_is_below_that_of_a_kept_library() -> None:
 
 @pytest.mark.parametrize("shift", [1, 37, 700, 1024, 3000])
 def test_it_tells_at_most_what_normals_of_a_smaller_variance_tell(shift: int) -> None:
-    """Delta of two discrete Gaussians apart by a whole number, term by term, at the normals' epsilon."""
+    """Compute delta of two discrete Gaussians an integer apart, term by term, at the normals' epsilon."""
     bits = 10
     _, masses = _masses(bits)
     counted = math.sqrt(1 - 16 / 4.0**bits)

@@ -1,4 +1,4 @@
-"""What one example can change of a report, and what noise hides."""
+"""Tests of how much one example can change a report, and of the noise that hides it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULES = [AdaptedModule("layer", 2, 4, 6)]
 
 
 class _Measured(TangentEstimator):
-    """Tangents that were measured before."""
+    """An estimator that returns a given measurement."""
 
     def __init__(self, measurement: Measurement) -> None:
         super().__init__(3, shared=True)
@@ -41,7 +41,7 @@ class _Measured(TangentEstimator):
         self.steps: list[Step] = []
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """What was measured."""
+        """Return the given measurement."""
         self.steps.append(step)
         return self._measurement
 
@@ -60,7 +60,7 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
 def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
-    """Whatever its number of windows is, and wherever in its order a device begins."""
+    """Holds for any number of windows, and wherever in its order a device begins."""
     sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
     seen = [Counter(example.row for example in sampler.examples_at(step)) for step in range(steps)]
@@ -78,7 +78,7 @@ def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
 
 
 def _split(windows: list[int]) -> list[Example]:
-    """Rows of so many windows each; a window's tokens are its row and number."""
+    """Build rows with these numbers of windows; a window's tokens are its row and number."""
     return [
         Example(row, (TokenSequence((row, window), ()),), 2, 0)
         for row, count in enumerate(windows)
@@ -99,7 +99,7 @@ anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, m
 def test_a_part_changes_the_sum_by_at_most_its_norm_whatever_it_is(
     parts: list[list[float]], which: int, noise: float, norm: float
 ) -> None:
-    """In whole numbers, so exactly; what others say changes nothing of it."""
+    """The bound holds exactly, because sums are integers, whatever the other rows are."""
     unit = noise * norm / 2**20
     whole = np.array(parts)
     without = whole.copy()
@@ -164,7 +164,7 @@ def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator
 
 
 def test_each_example_of_a_noisy_exact_step_is_measured_alone() -> None:
-    """Its gradient is bounded by itself; scalars of tangents are each example's as they are."""
+    """An exact gradient is clipped per example; projected gradients are per example already."""
     nothing: Any = None
     step = Step(nothing, _split([1, 1, 1, 1]), 0, 0)
     gradient = np.full(12, 0.1, np.float32)

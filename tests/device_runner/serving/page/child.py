@@ -53,7 +53,7 @@ ABOUT = {
 
 
 class ScriptedWorker:
-    """In the place of a worker."""
+    """Stands in for a worker."""
 
     alive = True
     context = 1 << 20
@@ -104,13 +104,13 @@ def _pieces(asked: str, who: str) -> Iterator[str]:
 
 
 class ScriptedLearning:
-    """In the place of what learns: two adapters were learnt, the newest is served."""
+    """Stands in for a learner with two learned adapters, of which the newest is served."""
 
     current = 2
     storage = ThreadPoolExecutor(1)
 
     def pause(self, is_answering: bool) -> None:
-        """Nothing is computed."""
+        """Do nothing."""
 
     def history(self) -> list[dict[str, Any]]:
         held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]

@@ -1,4 +1,4 @@
-"""The page's files: what is vendored, what a browser is told of them, which of them need no key."""
+"""Tests of the page's files: vendored ones, security headers, and access without a key."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_texts_are_there_in_both_languages_and_are_used() -> None:
     word = translator("de")
     assert word("loss") == "Verlust" and word("something else") == "something else"
     assert translator("en")("loss") == translator("../de")("loss") == "loss"
-    # In order: colours of pages are the same everywhere.
+    # The page's colours are those of reports.
     style = (FOLDER / "style.css").read_text()
     for colour in re.findall(r"--(?:text|muted|page|box|line): (#\w+)", rendering.PAGE.read_text()):
         assert colour in style

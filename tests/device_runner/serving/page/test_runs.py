@@ -1,4 +1,4 @@
-"""Runs as a server finds, reads, tells of and stops them: within its folder and within bounds."""
+"""Tests of how a server finds, reads, streams and stops runs: within its folder and within bounds."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.whole
 def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
-    """Read in pieces, kept in part."""
+    """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
         '{"event": "step", "step": %d, "loss": 2.5, "rows": 4, "seconds": 1.5, "padding": "'

@@ -1,4 +1,4 @@
-"""Talking to models on the server's page, in a real browser."""
+"""Tests of the page's chat, in a real browser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     answer = ask(page, "Hello!")
     expect(answer).to_contain_text("This is base, turn 1, temperature 1.0. You said: Hello!")
     expect(answer.locator("footer")).to_contain_text(re.compile(r"10 tokens · [\d.\u202f]+ tokens/s"))
-    # What came at once was not written at once.
+    # Text that arrives in a burst says nothing about the generation speed.
     expect(ask(page, "burst").locator("footer .muted")).to_have_text("50 tokens")
     slow = ask(page, "slow")
     expect(slow).to_contain_text("word word")
@@ -49,7 +49,7 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     expect(slow).to_contain_text("stopped")
     written = slow.locator(".text").inner_text()
     assert 2 <= written.count("word") < 500
-    # It can be asked again; the next one knows what was said.
+    # The message can be sent again; the next turn includes the stopped answer.
     expect(ask(page, "Go on")).to_contain_text("turn 4")
 
 
@@ -112,7 +112,8 @@ def test_what_can_not_be_kept_is_lost_with_the_page_and_nothing_else(server: Ser
     page.reload()
     expect(ask(page, "Hello!")).to_contain_text("turn 1")
     for kept in ("{", "null", "[]", '{"turns": 1}'):
-        # Whatever lies there: it is written when the page goes, so from the next one's beginning.
+        # Invalid stored content; written while the page unloads, so that the next page finds it from the
+        # start.
         page.add_init_script(f"sessionStorage.setItem('prge-talk', {json.dumps(kept)})")
         page.reload()
         expect(ask(page, "Hello!")).to_contain_text("turn 1")
@@ -234,7 +235,7 @@ def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
     expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     begun = time.monotonic()
-    # The line isn't sent back: it is longer than the context.
+    # The message is not sent with the next one, because it is longer than the context.
     expect(ask(page, "Hello")).to_contain_text("older messages were omitted", timeout=30_000)
     assert time.monotonic() - begun < 10
     answer = page.locator(".answer").first
@@ -257,7 +258,7 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
         begun = time.monotonic()
         field.press_sequentially("twenty characters ..")
         assert time.monotonic() - begun < 2
-        # Time that a frame takes while an answer streams.
+        # Time per frame while an answer streams.
         field.fill("slow")
         field.press("Enter")
         page.wait_for_timeout(300)
@@ -288,7 +289,7 @@ def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
 
 @contextmanager
 def forwarded(port: int) -> Iterator[int]:
-    """Another port of this machine for a server's, as adb and ssh make one."""
+    """Forward another port of this machine to the server's, as adb and ssh do."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -335,7 +336,7 @@ def test_a_key_is_asked_once_for_a_tab(visit: Visit) -> None:
         other = page.context.new_page()
         other.goto(server.url)
         expect(other.get_by_label("API key")).to_be_visible()
-        # In a URL it is no key.
+        # A key in the URL has no effect.
         other.goto(f"{server.url}/?key=secret&api_key=secret")
         expect(other.get_by_label("API key")).to_be_visible()
 

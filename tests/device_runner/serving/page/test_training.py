@@ -1,4 +1,4 @@
-"""Runs on the server's page while they go on, in a real browser."""
+"""Tests of the page's training runs, in a real browser."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
         expect(page.locator("article")).to_contain_text("Step 20 of 40")
         expect(page.locator("article .mark")).to_have_text("completed")
         expect(page.locator("table tbody tr")).to_have_count(2)
-        # A link to a run opens it; another folder is no run.
+        # A link to a run opens the run; other folders are not runs.
         page.goto(f"{server.url}/training#run=search%2F0.01-4")
         page.reload()
         expect(page.get_by_role("heading", name="search/0.01-4")).to_be_visible()
