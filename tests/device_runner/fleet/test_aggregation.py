@@ -45,13 +45,13 @@ def _trimmed(values: FloatArray) -> Any:
 
 @pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
 @pytest.mark.parametrize("devices", [4, 7])
-def test_every_device_has_the_same_say(combine: Any, devices: int) -> None:
+def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
     changes = _changes(devices)
     found = aggregate(changes, Plan(estimator="exact", combine=combine))
     np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
-def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
+def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
     honest = _changes(7)
     for combine in ("trimmed", "median"):
         for lie in (1e6, -1e6, 0.0):
@@ -62,7 +62,7 @@ def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
     assert np.all(aggregate(table, Plan(combine="mean")) > honest.max(0))
 
 
-def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
+def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
     """Whatever its result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
@@ -75,7 +75,7 @@ def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
     assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 
-def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
+def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
     """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
@@ -92,7 +92,7 @@ def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
     assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
 
 
-def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
+def test_devices_without_signal_seldom_oppose_each_other() -> None:
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
     count = 0
@@ -104,7 +104,7 @@ def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
     assert count < 50  # of 1,000
 
 
-def test_two_answers_are_never_shortened() -> None:
+def test_two_results_are_never_scaled_down() -> None:
     answers = {1: _answer(np.ones(4, np.float32)), 2: _answer(np.full(4, 1000, np.float32))}
     assert shorten_outliers(answers, Plan())[1] == []
     answers[3] = _answer(np.ones(4, np.float32))

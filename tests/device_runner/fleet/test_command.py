@@ -28,7 +28,7 @@ from prge.cli.main import main
         ),
     ],
 )
-def test_what_is_missing_is_told(
+def test_missing_settings_are_reported(
     words: list[str],
     told: str,
     capsys: pytest.CaptureFixture[str],
@@ -41,9 +41,7 @@ def test_what_is_missing_is_told(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fleet_of_an_earlier_version_is_told_as_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agreement = {"name": "old", "plan": {"directions": "common", "most_epsilon": 0.0}, "bundle": "b" * 64}
     (tmp_path / "agreement.json").write_text(json.dumps(agreement))
     (tmp_path / "serve.yaml").write_text("directions: common\n")

@@ -87,7 +87,7 @@ class TestOneAnswerALine:
         assert [line["round"] for line in server.lines] == [0, 1]
 
     @pytest.mark.parametrize("lost", ["answer", "fleets"])
-    def test_what_was_said_and_deleted_is_not_said_again(self, server: Server, lost: str) -> None:
+    def test_a_deleted_result_is_not_computed_again(self, server: Server, lost: str) -> None:
         server.ask(0)
         if lost == "answer":
             (said,) = server.folder.glob("fleets/*/round-*/answer.bin")
@@ -108,7 +108,7 @@ class TestOneAnswerALine:
     @pytest.mark.parametrize(
         "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
     )
-    def test_killed_at_any_instant_it_says_one_thing(
+    def test_killed_at_any_instant_it_sends_one_result(
         self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kill one device after another at each write to storage."""
@@ -141,7 +141,7 @@ class TestOneAnswerALine:
             instant += 1
         assert instant > 12
 
-    def test_what_was_begun_with_other_rows_does_not_go_on(self, server: Server) -> None:
+    def test_a_round_begun_with_other_rows_is_refused(self, server: Server) -> None:
         server.refusal(0, seconds=1e-9)
         rows = server.fleet.folder / f"{NODE}.jsonl"
         rows.write_text(rows.read_text().replace("good", "bad"))
@@ -194,7 +194,9 @@ class TestCounting:
 class TestRowsDecideNothing:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
     @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-    def test_derivatives_that_are_none_are_nothing(self, fleet: Fleet, value: float, estimator: str) -> None:
+    def test_derivatives_that_are_not_finite_count_as_zero(
+        self, fleet: Fleet, value: float, estimator: str
+    ) -> None:
         server = Server(fleet, **NOISE, estimator=estimator, optimizer="sgd")
         fleet.numpy.broken = value
         said = server.ask(0)
@@ -234,7 +236,7 @@ class TestWhatIsNotOfThePlan:
         assert "steps to 2, the round begins at 4" in server.refusal(2, missed=good.to_bytes())
         assert "is at step 0, needs that of step 6" in server.refusal(3, missed=server.steps(1).to_bytes())
 
-    def test_missed_steps_of_changes_and_more_bytes_of_them_than_there_are(self, fleet: Fleet) -> None:
+    def test_missed_steps_of_changes_and_wrong_sizes_are_refused(self, fleet: Fleet) -> None:
         server = Server(fleet, estimator="exact")
         assert "steps from 0 on" in server.refusal(1, step=1, missed=server.steps(0).to_bytes())
         content = bytearray(server.task(1))
@@ -267,7 +269,7 @@ class TestWhatIsNotOfThePlan:
             assert reason in server.refusal(0, state=state(change))
         assert not server.lines
 
-    def test_noise_that_has_no_grid(self, server: Server) -> None:
+    def test_noise_out_of_bounds_is_refused(self, server: Server) -> None:
         for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
             said = json.loads(server.agreement.content)
             said["plan"][setting] = value
@@ -283,7 +285,7 @@ def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
     assert not folder.exists() or not list(folder.iterdir())
 
 
-def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
+def test_time_may_run_out_during_the_replay_which_is_stored(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter([False] * 3 + [True] * 100)
@@ -296,9 +298,7 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
     assert isinstance(server.ask(6, missed=rest, state=b""), RoundResult)
 
 
-def test_settings_that_somebody_changed_name_no_rows_of_mine(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_settings_are_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     config = server.folder / "device.yaml"
     config.write_text(f"# changed\n{config.read_text()}")
     assert "an error on the device" in server.refusal(0)

@@ -55,7 +55,7 @@ def test_it_learns_its_rows(fleet: Fleet, way: dict[str, Any]) -> None:
 
 
 @ways("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(
+def test_a_killed_server_resumes_with_the_same_bits(
     fleet: Fleet, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = fleet.settings(**way)
@@ -120,7 +120,7 @@ def _evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
-def test_a_fleet_that_was_killed_while_it_began_begins_anew(
+def test_a_fleet_that_was_killed_at_its_start_starts_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = fleet.settings()
@@ -155,9 +155,7 @@ def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, 
 
 
 @ways("tangents", "P-RGE", "encoder, FedAvg, trimmed")
-def test_a_device_that_is_killed_answers_what_it_would_have_answered(
-    fleet: Fleet, way: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any], tmp_path: Path) -> None:
     with open_fleet(fleet.settings(**way)) as server:
         task = server.tasks([NODE])[NODE]
     folder = fleet.folder / str(NODE)
@@ -172,7 +170,7 @@ def test_a_device_that_is_killed_answers_what_it_would_have_answered(
     assert kinds(folder) == ["begun", "answered"]
 
 
-def test_rows_of_a_round_go_on_where_the_last_one_ended(fleet: Fleet) -> None:
+def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
     """In n passes, each row of a device takes part n times, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
     seen = []
@@ -204,7 +202,7 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
     assert len(list(there.missed_steps())) == 1 and not there.agreement
 
 
-def test_development_rows_are_scored_before_and_after_alone(fleet: Fleet) -> None:
+def test_development_rows_may_be_evaluated_only_before_and_after(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=3, evaluate_every=0)
     fleet.run(settings)
     assert [step for step, _ in _evaluations(settings.out)] == [0, 9]
@@ -242,7 +240,7 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
     assert same(values, honest)
 
 
-def test_devices_that_vanish_and_late_answers(fleet: Fleet) -> None:
+def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
     late: dict[int, bytes] = {}
 
     def network(node: int, task: bytes) -> bytes | None:
@@ -257,7 +255,7 @@ def test_devices_that_vanish_and_late_answers(fleet: Fleet) -> None:
     assert "late: an answer of round 1" in reports[1].refused[NODES[2]]
 
 
-def test_a_server_that_nobody_answers_stops_and_can_go_on(fleet: Fleet) -> None:
+def test_a_server_without_answers_stops_and_can_be_resumed(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=2, least_answers=2)
     with raises(RunError, "devices-silent", saying="--resume"):
         fleet.run(settings, lambda node, task: None)
@@ -301,7 +299,7 @@ def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet)
         assert not server.state.overflow() and server.state.step == 0
 
 
-def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> None:
+def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
     """Even if all devices send the same malicious result."""
     settings = fleet.settings(rounds=4, estimator="exact")
 
@@ -366,7 +364,7 @@ LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = 
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> None:
+def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) -> None:
     told, changes, check = LIES[lie]
 
     def network(node: int, task: bytes) -> bytes:
@@ -379,7 +377,7 @@ def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> Non
     assert all(map(check, reports))
 
 
-def test_no_privacy_left_while_the_others_are_away(fleet: Fleet) -> None:
+def test_a_spent_budget_while_the_other_devices_are_away(fleet: Fleet) -> None:
     with open_fleet(fleet.settings(rounds=1)) as server:
         play(server, lambda node, task: BUDGET_EXCEEDED if node == NODE else None)
         assert not server.finished
@@ -403,11 +401,11 @@ class TestADeviceRefuses:
             ("only_charging: true", "an error on the device"),
         ],
     )
-    def test_what_its_owner_did_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
+    def test_what_its_owner_does_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
         fleet.join(NODE, policy)
         assert reason in self._reason(fleet)
 
-    def test_and_tells_no_row_nor_path(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_without_revealing_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
         rows = fleet.folder / f"{NODE}.jsonl"
         rows.write_text('{"text": "my secret", "label": "neither"}\n')
         assert self._reason(fleet) == "an error on the device, which printed it"
@@ -421,19 +419,19 @@ class TestADeviceRefuses:
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
         assert "the fleet's task is not mine" in self._reason(fleet)
 
-    def test_an_agreement_or_a_state_that_is_not_what_it_should_be(self, fleet: Fleet) -> None:
+    def test_a_wrong_agreement_or_state(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:
             other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
         assert "does not have the hash" in self._reason(fleet, agreement=other.content)
         for state in (b"nothing", b"\x00" * 64):
             assert "state" in self._reason(fleet, state=state)
 
-    def test_what_is_no_task(self, fleet: Fleet) -> None:
+    def test_malformed_tasks(self, fleet: Fleet) -> None:
         assert isinstance(parse_reply(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 
 class TestWithNoise:
-    def test_nobody_is_told_a_loss_and_the_fleet_ends_where_its_budget_does(self, fleet: Fleet) -> None:
+    def test_losses_stay_hidden_and_the_fleet_ends_with_its_budget(self, fleet: Fleet) -> None:
         settings = fleet.settings(rounds=50, most_privacy_epsilon=6.0, **NOISE)
         reports = []
         with open_fleet(settings) as server:
@@ -453,7 +451,7 @@ class TestWithNoise:
         assert report.answered == list(NODES[1:]) and report.privacy_epsilon < 20
 
 
-def test_states_of_old_fleets_come_back(fleet: Fleet, tmp_path: Path) -> None:
+def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> None:
     for name in "abcdef":
         fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
     assert kinds(fleet.folder / str(NODE)) == ["begun", "answered"] * 6

@@ -45,7 +45,7 @@ def test_a_small_parameter_gives_devices_few_classes() -> None:
 
 
 @pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
-def test_another_word(how: str) -> None:
+def test_unknown_partitions_are_refused(how: str) -> None:
     with raises(ConfigError, "partition-unusable", saying=repr(how)):
         partition_examples(_examples(10, 2), 2, how, 0)
 

@@ -87,7 +87,7 @@ def test_two_names_at_once_are_refused() -> None:
         OTHERS.check({"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs})
 
 
-def test_a_rebound_page_is_refused_though_it_is_of_one_origin_with_the_server() -> None:
+def test_dns_rebinding_is_refused() -> None:
     evil = {
         "host": "evil.example:8000",
         "origin": "http://evil.example:8000",
@@ -117,13 +117,13 @@ def test_a_rebound_page_is_refused_though_it_is_of_one_origin_with_the_server() 
         ("file://", 403),
     ],
 )
-def test_pages_of_other_origins_may_not_ask(origin: str, found: int) -> None:
+def test_pages_of_other_origins_are_refused(origin: str, found: int) -> None:
     access = ListenFlags(host="my-phone").access((), False)
     assert status(access, host="my-phone:8000", origin=origin) == found
     assert status(access, "GET", "/health", host="my-phone:8000", origin=origin) == found
 
 
-def test_what_a_page_of_another_site_has_from_here_is_refused_and_a_link_is_not() -> None:
+def test_foreign_embeds_are_refused_and_links_are_not() -> None:
     for path in ("/v1/models", "/v1/runs/events", "/page/app.js"):
         assert status(HERE, "GET", path, sec_fetch_site="cross-site") == 403
         for site in ("same-origin", "same-site", "none"):
@@ -154,7 +154,7 @@ def test_the_page_and_its_files_need_no_key() -> None:
         ("", 415),
     ],
 )
-def test_what_a_page_can_send_unasked_is_no_json(kind: str, found: int) -> None:
+def test_content_types_that_need_no_preflight_are_refused(kind: str, found: int) -> None:
     assert status(content_type=kind) == found
     assert status(method="GET", content_type=kind) == 0
 

@@ -61,7 +61,7 @@ def take(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tu
     return 200, ""
 
 
-def test_what_cannot_be_learnt_is_refused_and_may_be_corrected(make: Make, path: Path) -> None:
+def test_unusable_feedback_is_refused_and_may_be_corrected(make: Make, path: Path) -> None:
     feedback = make("")
     for rating in ("good", "bad"):
         status, message = take(feedback, "0", rating=rating)
@@ -72,7 +72,7 @@ def test_what_cannot_be_learnt_is_refused_and_may_be_corrected(make: Make, path:
     assert [row["correction"] for row in read_feedback(path)] == ["a cat"]
 
 
-def test_of_two_judgements_at_once_one_is_taken(make: Make, path: Path) -> None:
+def test_of_two_simultaneous_judgements_one_is_accepted(make: Make, path: Path) -> None:
     feedback = make(" b")
 
     async def both() -> list[Any]:
@@ -84,7 +84,7 @@ def test_of_two_judgements_at_once_one_is_taken(make: Make, path: Path) -> None:
     assert [row["rating"] for row in read_feedback(path)] == ["good"]
 
 
-def test_a_client_may_give_some_bytes_an_hour_and_others_go_on(
+def test_a_client_has_an_hourly_quota_of_its_own(
     make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback = make(*[" b"] * 20, prompt="word " * 100)
@@ -99,9 +99,7 @@ def test_a_client_may_give_some_bytes_an_hour_and_others_go_on(
     assert take(feedback, "4", rating="good") == (200, "")
 
 
-def test_a_file_has_a_limit_and_takes_more_once_there_is_room(
-    make: Make, path: Path, told: list[str]
-) -> None:
+def test_a_file_has_a_size_limit(make: Make, path: Path, told: list[str]) -> None:
     feedback = make(*[" b"] * 9, most_bytes=500)
     statuses = [take(feedback, str(number), rating="good")[0] for number in range(9)]
     assert set(statuses) == {200, 507} and path.stat().st_size <= 500
@@ -112,7 +110,7 @@ def test_a_file_has_a_limit_and_takes_more_once_there_is_room(
     assert take(feedback, "8", rating="good") == (200, "") and not feedback.problem
 
 
-def test_a_lock_that_another_holds_is_waited_for_and_holds_up_nothing_else(
+def test_waiting_for_a_lock_delays_nothing_else(
     make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback = make(" b", " c")

@@ -128,7 +128,7 @@ def test_a_lock_that_another_process_holds(tmp_path: Path) -> None:
             assert not waiting.done() and child.end() < END
 
 
-def test_the_event_loop_touches_no_file(tmp_path: Path) -> None:
+def test_the_event_loop_opens_no_file(tmp_path: Path) -> None:
     with serving(tmp_path, 3) as child:
         for _ in range(3):
             body = {"id": child.answer(), "correction": " Yes"}
@@ -159,7 +159,7 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_rows_that_are_forgotten_beside_a_server(tmp_path: Path) -> None:
+def test_rows_are_deleted_while_a_server_runs(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
     write_many(path)
     words = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]

@@ -32,7 +32,7 @@ def read(index: FeedbackIndex) -> list[IndexEntry]:
     return [index[number] for number in range(len(index))]
 
 
-def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> None:
+def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     index = FeedbackIndex(path)
     assert read(index) == []
@@ -75,7 +75,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert count == path.stat().st_size - before
 
 
-def test_a_last_line_is_taken_once_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_read_later(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     lines = [json.dumps(row).encode() + b"\n" for row in rows(0, 1)]
     index = FeedbackIndex(path)
@@ -87,7 +87,7 @@ def test_a_last_line_is_taken_once_it_is_whole(tmp_path: Path) -> None:
     assert len(read(index)) == 3
 
 
-def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
+def test_deleted_rows_are_gone(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(*range(6)))
     index = FeedbackIndex(path)
@@ -105,7 +105,7 @@ def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
     assert read(index) == []
 
 
-def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_path: Path) -> None:
+def test_a_file_edited_in_place_gives_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(1, 3, 5))
     index = FeedbackIndex(path)
@@ -116,7 +116,7 @@ def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_pat
     assert [entry.key for entry in read(index)] == [keys[0], feedback_key(read_feedback(path)[1]), keys[2]]
 
 
-def test_a_line_that_never_ends_is_left_out(tmp_path: Path) -> None:
+def test_an_endless_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     with path.open("wb") as stream:
         stream.truncate(40 << 20)

@@ -192,7 +192,7 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
 
 
-def test_a_strangers_run_names_no_rows_of_mine(
+def test_a_foreign_run_cannot_name_local_rows(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place.device.replaces(monkeypatch, run_verb)
@@ -208,7 +208,7 @@ def test_a_strangers_run_names_no_rows_of_mine(
     place.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
 
 
-def test_it_goes_on_from_a_run_with_its_rows_and_rate(
+def test_it_continues_a_run_with_its_rows_and_learning_rate(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place.device.replaces(monkeypatch, run_verb)
@@ -243,7 +243,7 @@ def test_texts_and_conversations_are_learnt_together(place: Place, last: str) ->
     assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
 
 
-def test_what_a_template_refuses_is_told(place: Place) -> None:
+def test_template_errors_are_reported(place: Place) -> None:
     shutil.rmtree(place.folder / "bundle")
     template = (
         "{% for m in messages %}{% if m.content == 'e' %}{{ raise_exception('no e') }}{% endif %}"
@@ -275,9 +275,7 @@ def with_template(place: Place) -> list[str]:
 
 
 @pytest.mark.whole
-def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_rows_do_not_change_the_adapter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
     honest = with_template(place)
 
@@ -298,7 +296,7 @@ def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
 
 
 @pytest.mark.parametrize("name", UNUSUAL_FEEDBACK)
-def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> None:
+def test_unusual_rows_fail_no_round(place: Place, name: str) -> None:
     honest = with_template(place)
     lines = [json.dumps(UNUSUAL_FEEDBACK[name]), *honest[:-1]]
     (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
@@ -314,7 +312,7 @@ def test_a_model_without_a_template_learns_texts_beside_conversations(place: Pla
     assert (found["status"], found["feedback"]) == ("served", EVERY)
 
 
-def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_keeps_its_first_date(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates write the date into rows, which are read again whenever the server starts."""
     place.open().close()
 
@@ -330,7 +328,7 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
     assert learnt == read_date(place.learn) == date.today().isoformat() != "2027-01-02"
 
 
-def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
+def test_killed_at_any_time_it_resumes_with_the_same_bits(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
     history, bits = told(place.learnt(**kept)), place.bits()
@@ -357,9 +355,7 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: 
     assert place.bits() == bits and len(bits) == 3
 
 
-def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_later(
-    place: Place, tmp_path: Path
-) -> None:
+def test_an_adapter_that_harms_retained_rows_is_not_served(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     _, *rounds = place.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
     assert [each["status"] for each in rounds] == ["refused", "refused"]
@@ -389,7 +385,7 @@ def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
     assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
 
 
-def test_the_last_adapter_is_taken_back(place: Place) -> None:
+def test_the_last_adapter_can_be_reverted(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     with pytest.raises(RequestError) as caught:
@@ -412,7 +408,7 @@ def test_the_last_adapter_is_taken_back(place: Place) -> None:
     assert (found["parent"], found["learnt"], found["status"]) == (0, 2, "served")
 
 
-def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_again(
+def test_reverting_the_start_of_a_round_abandons_the_round(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
@@ -440,7 +436,7 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
     assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
 
 
-def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: Place) -> None:
+def test_the_process_of_a_round_is_paused_during_generation(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
     learning.pause(True)
@@ -460,7 +456,7 @@ def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: P
     assert [each.is_paused for each in place.processes] == [False]
 
 
-def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -> None:
+def test_deleting_a_row_ends_the_process_that_learns_it(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
     learning.pause(True)
@@ -473,7 +469,7 @@ def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -
     assert (len(first), len(second)) == (3, 2) and learning.history()[-1]["learnt"] == 2
 
 
-def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place) -> None:
+def test_deleting_a_row_during_a_round_restarts_the_round(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     place.device.calls_left = 3
     with pytest.raises(Killed):
@@ -489,7 +485,7 @@ def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place)
 
 
 @pytest.mark.parametrize("at", ["first step", "last step", "judgement"])
-def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
+def test_an_adapter_with_a_deleted_row_is_not_served(
     place: Place, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """The adapter has the same bits as one that never saw the row."""
@@ -543,7 +539,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     assert b"good good" not in texts
 
 
-def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> None:
+def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     while learning.work():
@@ -556,7 +552,7 @@ def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> Non
     assert [each["current"] for each in learning.history()] == [False, True, False]
 
 
-def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
+def test_a_folder_continues_only_with_its_bundle_and_adapter(place: Place) -> None:
     place.open().close()
     other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
     with raises(ConfigError, "learning-differs", saying="adapter"):
@@ -564,7 +560,7 @@ def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
 
 
 @pytest.mark.parametrize("at", ["round", "step", "judged"])
-def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
+def test_a_full_disk_is_retried(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
@@ -597,9 +593,7 @@ def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
     assert place.bits() == expected
 
 
-def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_only_stops_learning(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     learning = place.open()
     (place.learn / FEEDBACK).mkdir()
     assert not learning.work() and not learning.work()
@@ -628,7 +622,7 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     assert place.told[1].startswith("learning: going on after a pause of ")
 
 
-def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
+def test_the_process_of_a_round_does_not_count_as_other_use(place: Place) -> None:
     """`--when idle` pauses while other programs use the machine."""
     place.open(when="idle").close()
     feedback(place.learn / FEEDBACK, EVERY)
@@ -641,7 +635,7 @@ def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
     assert 100 <= learning.cpu_seconds() - before < 110
 
 
-def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
+def test_bad_ratings_are_not_retained(place: Place, tmp_path: Path) -> None:
     rows = [{"prompt": word, "completion": " No", "label": number % 2} for number, word in enumerate(WORDS)]
     write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
     settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
@@ -650,7 +644,7 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
     assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
 
-def test_feedback_on_one_question_is_in_one_part() -> None:
+def test_feedback_on_one_question_is_not_split() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
     learnt, held = split_held_out([IndexEntry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
@@ -667,7 +661,7 @@ def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
     assert len(read_feedback(place.learn / FEEDBACK)) == EVERY
 
 
-def test_an_adapter_that_only_generates_is_not_learnt_from(place: Place) -> None:
+def test_an_incompatible_adapter_is_refused(place: Place) -> None:
     """Steps would use another lora_A than the one that is served."""
     bundle = open_bundle(place.folder / "bundle")
     found = read_lora(bundle.adapter)

@@ -31,7 +31,7 @@ def test_defaults_are_openais_but_for_rare_tokens() -> None:
     assert read_completion(json.dumps(COMPLETION).encode()).max_tokens == 16
 
 
-def test_a_chat_may_say_what_its_template_is_given() -> None:
+def test_a_chat_may_set_template_variables() -> None:
     given = {"enable_thinking": False}
     assert read_chat(json.dumps({**CHAT, "chat_template_kwargs": given}).encode()).variables == given
     for wrong in (3, ["a"], {"messages": []}):
@@ -45,7 +45,7 @@ def test_a_chat_may_say_what_its_template_is_given() -> None:
     )
 
 
-def test_everything_that_a_request_may_say() -> None:
+def test_all_parameters_of_a_request() -> None:
     asked = read_chat(
         json.dumps(
             {
@@ -122,7 +122,7 @@ def test_prompts(prompt: object, expected: tuple[object, ...]) -> None:
         ({"tempature": 1}, "tempature", "unknown field 'tempature'"),
     ],
 )
-def test_what_is_refused_is_named(change: dict[str, Any], param: str, told: str) -> None:
+def test_errors_name_the_parameter(change: dict[str, Any], param: str, told: str) -> None:
     error = refused({**CHAT, **change})
     assert error.status == 400
     described = error.body["error"]
@@ -133,12 +133,12 @@ def test_what_is_refused_is_named(change: dict[str, Any], param: str, told: str)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"model": "\\ud800"}', b'{"n": NaN}', b"9" * 5000]
 )
-def test_a_body_that_is_no_request(body: bytes) -> None:
+def test_malformed_bodies_are_refused(body: bytes) -> None:
     assert refused(body).status == refused(body, read_completion).status == 400
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], {"a": 1}, ["a", 3], [True], 3])
-def test_a_prompt_that_is_none(prompt: object) -> None:
+def test_malformed_prompts_are_refused(prompt: object) -> None:
     error = refused({**COMPLETION, "prompt": prompt}, read_completion)
     assert error.body["error"]["param"].startswith("prompt")
 
@@ -155,7 +155,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES, JSON), st.sampled_from([CHAT, COMPLETION]))
 @settings(suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
+def test_any_json_is_parsed_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
     for read in (read_chat, read_completion):
         try:
             read(json.dumps({**whole, **changes}).encode())
@@ -163,7 +163,7 @@ def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[
             assert error.status == 400
 
 
-def test_bodies_of_answers() -> None:
+def test_response_bodies() -> None:
     asked = read_chat(
         json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
     )

@@ -116,7 +116,7 @@ def state(process: int) -> str:
         return ""
 
 
-def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
     process = NumpyRound(made)
     found = outcome(process)
     assert found["status"] in ("served", "refused") and found["steps"] == 60
@@ -128,7 +128,7 @@ def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest
     assert round_outcome(here, print) == found and bits(here) == expected
 
 
-def test_it_is_stopped_and_continued(made: Round) -> None:
+def test_it_is_paused_and_continued(made: Round) -> None:
     process = NumpyRound(made)
     until(lambda: journal(made).count(b"step") > 5)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_it_is_stopped_and_continued(made: Round) -> None:
 
 
 @pytest.mark.whole
-def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
+def test_killed_repeatedly_it_reaches_the_same_bits(made: Round) -> None:
     process = NumpyRound(made)
     expected = outcome(process), bits(made)
     other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))
@@ -156,7 +156,7 @@ def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
     assert (outcome(process), bits(other)) == expected
 
 
-def test_one_that_another_program_ended_is_told(made: Round) -> None:
+def test_a_process_that_was_killed_is_reported(made: Round) -> None:
     process = NumpyRound(made)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
@@ -166,7 +166,7 @@ def test_one_that_another_program_ended_is_told(made: Round) -> None:
     process.end()
 
 
-def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
+def test_missing_rows_and_bundles_are_reported(made: Round) -> None:
     process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
     found = outcome(process)
     assert found["status"] == "problem" and "nothing" in found["problem"]
@@ -193,7 +193,7 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
+def test_a_paused_process_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
     """Also if the system does not kill the child of a process that ended."""
     with server(made, tmp_path, platform) as (process, child):
         until(lambda: state(child) == "T")
@@ -202,7 +202,7 @@ def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, p
         until(lambda: state(child) in ("", "Z"), 5)
 
 
-def test_no_server_begins_before_the_process_of_another_one_has_ended(made: Round, tmp_path: Path) -> None:
+def test_no_server_starts_before_another_ones_process_has_ended(made: Round, tmp_path: Path) -> None:
     folder = made.feedback.parent
     with server(made, tmp_path, "linux") as (process, child):
         os.kill(child, signal.SIGSTOP)

@@ -142,7 +142,7 @@ def test_a_completion(child: Child) -> None:
     assert "".join(event.choices[0].text for event in asked) == texts[0]
 
 
-def test_control_tokens_are_read_in_prompts_of_completions_and_nowhere_else(child: Child) -> None:
+def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
     """Compared with transformers: control tokens of the template count, those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
@@ -201,7 +201,7 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
         ({"prompt": [FAILING]}, 500, None, "the engine refuses token 419"),
     ],
 )
-def test_errors_are_told_as_openai_does(
+def test_errors_have_openais_form(
     child: Child, change: dict[str, Any], status: int, code: str | None, told: str
 ) -> None:
     found, body = child.ask({"model": "base", "prompt": "a", **change})
@@ -209,7 +209,7 @@ def test_errors_are_told_as_openai_does(
     assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
 
 
-def test_paths_and_methods_that_are_not_there(child: Child) -> None:
+def test_unknown_paths_and_methods(child: Child) -> None:
     assert child.ask({}, "/v1/embeddings")[0] == 404
     assert child.ask({}, "/v1/completions/")[0] == 404
     assert child.ask({}, "/health")[0] == 405
@@ -221,7 +221,7 @@ def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
         [*child.client().completions.create(model="base", prompt=[FAILING], stream=True)]
 
 
-def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
+def test_a_hundred_megabytes_are_refused_and_not_buffered(child: Child) -> None:
     before = child.peak_bytes()
     piece, pieces = b" " * (1 << 20), 100
 
@@ -241,7 +241,7 @@ def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
     assert child.peak_bytes() - before < 30e6
 
 
-def test_many_large_bodies_are_not_held_at_once(child: Child) -> None:
+def test_many_large_bodies_are_not_buffered_at_once(child: Child) -> None:
     before = child.peak_bytes()
     # Each body lacks its last byte.
     content = _head(MOST_BYTES) + b" " * (MOST_BYTES - 1)
@@ -303,7 +303,7 @@ def _head(length: int) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_while_it_is_hot_no_answer_is_begun_and_others_go_on(tmp_path: Path) -> None:
+def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
     zone = tmp_path / "class/thermal/thermal_zone0/temp"
     zone.parent.mkdir(parents=True)
     zone.write_text("40000\n")
@@ -362,7 +362,7 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
         b"",
     ],
 )
-def test_connections_that_make_no_sense_or_are_cut(child: Child, content: bytes) -> None:
+def test_malformed_and_interrupted_connections(child: Child, content: bytes) -> None:
     for _ in range(5):
         _raw(child, content).close()
     with closing(_raw(child, content)):
@@ -375,7 +375,7 @@ NO_NUMBERS = [-1, 0, -(1 << 31), -(1 << 63), 10**9, 1 << 31, 1 << 63, 1 << 64, 1
 @pytest.mark.parametrize(
     "name", ["n", "best_of", "logprobs", "top_logprobs", "n_discard", "n_keep", "n_probs"]
 )
-def test_numbers_out_of_bounds_are_refused_before_anything_is_made_for_them(child: Child, name: str) -> None:
+def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> None:
     """Negative sizes and unbounded counts have crashed other servers."""
     for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
         for number in NO_NUMBERS:
@@ -398,9 +398,7 @@ def test_numbers_out_of_bounds_are_refused_before_anything_is_made_for_them(chil
         ("seed", (-1, 0, -(1 << 31), -(1 << 63), 1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
     ],
 )
-def test_numbers_that_have_no_upper_bound_make_nothing_larger(
-    child: Child, name: str, taken: tuple[int, ...]
-) -> None:
+def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken: tuple[int, ...]) -> None:
     prompt = [5] * (CONTEXT - 3)
     for number in NO_NUMBERS:
         body = {"model": "base", "messages": HELLO, "max_tokens": 3, "temperature": 0}
@@ -424,7 +422,7 @@ def test_numbers_that_have_no_upper_bound_make_nothing_larger(
         (str(1 << 63),), (str(1 << 64),), (str(10**9),), ("64", "65"), ("0", "64"),
     ],
 )  # fmt: skip
-def test_a_length_that_is_none_or_lies_is_refused_at_once(child: Child, lengths: tuple[str, ...]) -> None:
+def test_invalid_content_lengths_are_refused_at_once(child: Child, lengths: tuple[str, ...]) -> None:
     head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head += [f"Content-Length: {length}" for length in lengths]
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1, "temperature": 0})
@@ -437,7 +435,7 @@ def test_a_length_that_is_none_or_lies_is_refused_at_once(child: Child, lengths:
 
 
 @pytest.mark.parametrize("more", [1, 1000])
-def test_of_a_body_that_is_shorter_than_its_length_nothing_is_made(child: Child, more: int) -> None:
+def test_a_body_shorter_than_its_length_is_not_answered(child: Child, more: int) -> None:
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1}).encode()
     with closing(_raw(child, _head(len(body) + more) + body)) as connection:
         connection.settimeout(5)
@@ -445,7 +443,7 @@ def test_of_a_body_that_is_shorter_than_its_length_nothing_is_made(child: Child,
         assert b'"choices"' not in connection.recv(1 << 16)
 
 
-def test_what_comes_after_a_body_is_another_request_with_its_own_checks(child: Child) -> None:
+def test_bytes_after_a_body_are_checked_as_another_request(child: Child) -> None:
     """Bytes after a body are checked as a request of their own: they have no key, host or type."""
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1}).encode()
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"
@@ -493,7 +491,7 @@ def test_a_template_in_a_message_is_text(child: Child, text: str) -> None:
 @pytest.mark.parametrize(
     "name", ["chat_template", "template", "jinja", "documents", "continue_final_message"]
 )
-def test_no_client_brings_a_template(child: Child, name: str) -> None:
+def test_clients_cannot_set_a_template(child: Child, name: str) -> None:
     body = {"model": "base", "messages": HELLO, name: "{{ 7 * 7 }}"}
     status, answer = child.ask(body, "/v1/chat/completions")
     assert status == 400 and answer["error"]["code"] == "unknown_parameter"
@@ -510,7 +508,7 @@ def test_no_client_brings_a_template(child: Child, name: str) -> None:
         {"messages[0]": INJECTED[3]},
     ],
 )
-def test_variables_of_a_template_change_none_of_its_own(child: Child, given: dict[str, Any]) -> None:
+def test_template_variables_cannot_override_its_own(child: Child, given: dict[str, Any]) -> None:
     body = {"model": "base", "messages": HELLO, "max_tokens": 5, "temperature": 0}
     _, plain = child.ask(body, "/v1/chat/completions")
     status, answer = child.ask({**body, "chat_template_kwargs": given}, "/v1/chat/completions")
@@ -520,19 +518,19 @@ def test_variables_of_a_template_change_none_of_its_own(child: Child, given: dic
         assert status == 200 and answer["choices"] == plain["choices"]
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody(child: Child) -> None:
+def test_a_slow_reader_delays_nobody(child: Child) -> None:
     with closing(_raw(child, _request({**LONG, "stream": True}))):
         assert child.ask({"model": "base", "prompt": "a", "max_tokens": 5})[0] == 200
 
 
-def test_a_template_that_never_ends_is_that_clients_problem(child: Child) -> None:
+def test_an_endless_template_only_affects_its_client(child: Child) -> None:
     asked = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     status, answer = child.ask(asked, "/v1/chat/completions")
     assert status == 400 and "chat template takes more than" in answer["error"]["message"]
     assert child.ask({**asked, "messages": HELLO}, "/v1/chat/completions")[0] == 200
 
 
-def test_a_slow_template_holds_up_no_completion(child: Child) -> None:
+def test_a_slow_template_delays_no_completion(child: Child) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(child.ask, chat, "/v1/chat/completions") for _ in range(4)]
@@ -543,7 +541,7 @@ def test_a_slow_template_holds_up_no_completion(child: Child) -> None:
         assert [each.result()[0] for each in asked] == [400] * 4
 
 
-def test_who_leaves_while_others_are_read_is_not_read_at_all(child: Child) -> None:
+def test_requests_of_disconnected_clients_are_not_parsed(child: Child) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     for _ in range(20):
         _raw(child, _request(chat, b"/v1/chat/completions")).close()
@@ -554,7 +552,7 @@ def test_who_leaves_while_others_are_read_is_not_read_at_all(child: Child) -> No
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_what_is_far_too_long_is_refused_before_it_is_read(child: Child, many: bool) -> None:
+def test_far_too_long_prompts_are_refused_before_tokenization(child: Child, many: bool) -> None:
     messages = (
         [{"role": "user", "content": "a"}] * 10_000 if many else [{"role": "user", "content": "a" * 400_000}]
     )
@@ -581,7 +579,7 @@ def _next_turn(messages: list[Any], answer: str) -> list[Any]:
     return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
 
 
-def test_nobody_is_faster_for_what_another_key_has_asked() -> None:
+def test_cached_prompts_are_not_shared_between_keys() -> None:
     messages = [*SYSTEM, *HELLO]
     with served(key="first,second") as server:
         cached, tokens, answer = _cached(server, messages, "first")
@@ -597,7 +595,7 @@ def test_nobody_is_faster_for_what_another_key_has_asked() -> None:
             assert _cached(server, messages, "first", **{name: "eve"})[0] == tokens - 1
 
 
-def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else_does(
+def test_without_keys_a_conversation_reuses_only_its_own_tokens(
     child: Child,
 ) -> None:
     messages = [{"role": "system", "content": "another secret " * 12}, *HELLO]
@@ -615,14 +613,14 @@ def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else
 
 
 @pytest.mark.parametrize("name", ["user", "prompt_cache_key", "cache_salt"])
-def test_a_cache_key_is_a_text(child: Child, name: str) -> None:
+def test_a_cache_key_is_a_string(child: Child, name: str) -> None:
     for value in (3, ["a"], {}):
         status, answer = child.ask({"model": "base", "prompt": "a", name: value})
         assert status == 400 and answer["error"]["param"] == name
     assert child.ask({"model": "base", "prompt": "a", name: "x" * 50_000})[0] == 200
 
 
-def test_a_page_of_the_web_that_calls_itself_this_server(child: Child) -> None:
+def test_a_web_page_with_another_host_name_is_refused(child: Child) -> None:
     with closing(http.client.HTTPConnection(child.host, child.port, timeout=10)) as connection:
         connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
         answer = connection.getresponse()
@@ -635,7 +633,7 @@ def _judged(server: Child, **fields: object) -> tuple[int, str]:
     return status, answer["error"]["message"] if "error" in answer else ""
 
 
-def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
+def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     with served(feedback=path) as server:
         client = server.client()
@@ -687,7 +685,7 @@ def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
     assert child.ask({}, "/v1/adapters/back")[0] == 404
 
 
-def test_a_key_and_an_end_by_a_signal() -> None:
+def test_a_key_and_shutdown_by_a_signal() -> None:
     with served(SLOW, key="secret") as server:
         assert server.health()
         assert [model.id for model in server.client("secret").models.list()] == ["base", "tuned"]
@@ -700,7 +698,7 @@ def test_a_key_and_an_end_by_a_signal() -> None:
         assert server.process.wait(15) == 0
 
 
-def test_a_terminal_that_is_closed_ends_it_in_order() -> None:
+def test_closing_the_terminal_shuts_it_down() -> None:
     with served(SLOW) as server:
         assert server.health()
         server.process.send_signal(signal.SIGHUP)

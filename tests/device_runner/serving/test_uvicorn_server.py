@@ -22,7 +22,7 @@ from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokeni
 from tests.refusals import raises
 
 
-def test_a_free_port_and_one_that_is_taken() -> None:
+def test_a_free_and_a_used_port() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.format_address(listener)
         port = int(address.removeprefix("127.0.0.1:"))
@@ -83,20 +83,20 @@ def test_a_connection_without_a_request_is_closed(
     assert found == b"reset" or found.count(b"200 OK") == len(before)
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_arrives_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
     drip = [HEALTH[number : number + 1] for number in range(20)]
     assert b"200" not in served(sends(*drip))[0]
 
 
-def test_a_body_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
     head = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     (found,) = served(sends(head + b"Content-Length: 999\r\n\r\n", *[b"a"] * 6))
     assert found == b"reset" or b" 404 " in found
 
 
-def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
@@ -104,7 +104,7 @@ def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"200 OK" in asked and not any(b"200" in each for each in idle)
 
 
-def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_READ", 0.3)
     ended = asyncio.Event()
 
@@ -135,7 +135,7 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\r\n\r\n", b"GET /health\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]
 )
-def test_what_is_no_http_is_told_so_as_openai_does(garbage: bytes) -> None:
+def test_invalid_http_gets_an_error_in_openais_form(garbage: bytes) -> None:
     (found,) = served(sends(garbage))
     head, _, body = found.partition(b"\r\n\r\n")
     assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is not an HTTP request"
@@ -143,7 +143,9 @@ def test_what_is_no_http_is_told_so_as_openai_does(garbage: bytes) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("path", [b"/nothing", b"/v1/completions"])
-def test_garbage_in_a_body_is_the_end(caplog: pytest.LogCaptureFixture, path: bytes, is_late: bool) -> None:
+def test_garbage_in_a_body_closes_the_connection(
+    caplog: pytest.LogCaptureFixture, path: bytes, is_late: bool
+) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
     (found,) = served(sends(head, b"zz\r\n") if is_late else sends(head + b"zz\r\n"))
@@ -151,7 +153,7 @@ def test_garbage_in_a_body_is_the_end(caplog: pytest.LogCaptureFixture, path: by
     assert not caplog.records
 
 
-def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SECONDS", 0.1)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
@@ -187,7 +189,7 @@ def test_addresses_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_answers_to(host: str) -> None:
+def test_the_printed_address_of_a_wildcard_is_accepted(host: str) -> None:
     if host == "::":
         need_ipv6()
     with listening.listening(host, 0) as listener:
@@ -195,6 +197,6 @@ def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_ans
         assert listening.format_address(listener) == f"localhost:{port}"
 
 
-def test_an_empty_address_is_none() -> None:
+def test_an_empty_address_is_refused() -> None:
     with pytest.raises(RunError), listening.listening("", 0):
         pass

@@ -46,7 +46,7 @@ def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
     return text, piece
 
 
-def test_texts_and_the_ticket_are_told_in_order() -> None:
+def test_text_and_the_ticket_arrive_in_order() -> None:
     told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4) as worker:
         for tokens in ((1, 5), (1, 9)):
@@ -57,7 +57,7 @@ def test_texts_and_the_ticket_are_told_in_order() -> None:
             assert alone.text == text
 
 
-def test_it_takes_all_answers_of_a_request_or_none() -> None:
+def test_all_completions_of_a_request_are_accepted_or_none() -> None:
     told: Queue[GenerationEvent] = Queue()
     worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
@@ -75,7 +75,7 @@ def test_it_takes_all_answers_of_a_request_or_none() -> None:
         worker.submit([(request(), told.put)])
 
 
-def test_at_its_end_nobody_waits_any_more() -> None:
+def test_at_its_end_all_tickets_end() -> None:
     told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
         worker.submit([(request(most=3000), told.put)])
@@ -83,7 +83,7 @@ def test_at_its_end_nobody_waits_any_more() -> None:
         ended(told)[1].wait(0)
 
 
-def test_a_mistake_ends_it_and_is_not_hidden() -> None:
+def test_an_unexpected_error_ends_it_and_is_raised() -> None:
     told: Queue[GenerationEvent] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
         worker.submit([(request(), told.put)])
@@ -92,7 +92,7 @@ def test_a_mistake_ends_it_and_is_not_hidden() -> None:
         assert not worker.alive
 
 
-def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> None:
+def test_it_reports_when_it_becomes_busy_and_idle() -> None:
     seen: list[bool] = []
     told: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
@@ -110,7 +110,7 @@ def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> N
         assert seen == [True, False] * 2
 
 
-def test_what_learns_waits_from_a_request_to_the_end_of_its_answer() -> None:
+def test_learning_is_paused_from_a_request_to_its_completion() -> None:
     seen: list[int] = []
     learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: seen.append(is_answering or -1))
     models = Models({"base": make_adapter()}, TOKENIZER)

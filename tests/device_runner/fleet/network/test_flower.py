@@ -227,7 +227,7 @@ def test_a_device_without_a_key_is_refused_as_flower_does() -> None:
     assert flower.refusal("/v1/fleet/pull-messages").status_code == 401
 
 
-def test_what_has_no_signature_is_where_it_was() -> None:
+def test_attributes_without_signature_exist() -> None:
     """A message's id is an attribute of its metadata, and middleware finds its state by attributes."""
     metadata = flwr.app.Metadata(1, "", 2, 3, "", "", 0.0, 1.0, "train")
     message = make_message(metadata=metadata, content=flwr.app.RecordDict())

@@ -183,14 +183,14 @@ def _tree(enemy: HostileDevice, asked: PulledTask) -> ObjectTree:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_is_no_answer_is_nothing(scene: Scene, name: str) -> None:
+def test_invalid_replies_are_ignored(scene: Scene, name: str) -> None:
     ANSWERS[name](scene.enemy, scene.task())
     scene.goes_on()
     assert not scene.rounds.received[-1].get(scene.enemy.node.node_id)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
+def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> None:
     asked = scene.task()
     with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
         REFUSED[name](scene, asked)
@@ -199,7 +199,9 @@ def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
 
-def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_flower_fails_on_only_affect_their_sender(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN times, if they were not refused."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     asked = scene.task()
@@ -261,7 +263,7 @@ class TestAStranger:
                 connection.sendall(request_.encode())
             assert f" {status} ".encode() in connection.recv(100)
 
-    def test_gets_one_last_word(self, scene: Scene) -> None:
+    def test_gets_one_last_response(self, scene: Scene) -> None:
         """Pipelined requests, garbage after the last response, and an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
@@ -285,7 +287,7 @@ class TestAStranger:
             scene.goes_on()
 
 
-def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow requests: the first one of a connection, and one after another request."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:

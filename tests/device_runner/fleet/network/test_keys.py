@@ -22,7 +22,7 @@ def names_of(keys: Path) -> list[str]:
     return sorted(str(name.value) for name in found)
 
 
-def test_each_side_gets_a_folder_that_its_owner_alone_reads(tmp_path: Path) -> None:
+def test_each_side_gets_a_folder_that_only_its_owner_can_read(tmp_path: Path) -> None:
     made = make_keys(tmp_path / "keys", ["server.lan", "192.168.1.5"], ["one", "two"])
     assert made.devices == ("one", "two")
     assert made.until is not None
@@ -36,7 +36,7 @@ def test_each_side_gets_a_folder_that_its_owner_alone_reads(tmp_path: Path) -> N
     assert sorted(keys.devices) == ["one", "two"]
 
 
-def test_the_certificate_is_that_of_its_hosts_for_those_who_know_the_authority(tmp_path: Path) -> None:
+def test_the_certificate_is_valid_for_its_hosts(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", ["server.lan"], ["one"])
     keys = ServerKeys.open(tmp_path / "keys" / "server")
     authority = DeviceKeys.open(tmp_path / "keys" / "devices" / "one").authority
@@ -86,9 +86,7 @@ def test_devices_and_hosts_can_be_added(tmp_path: Path) -> None:
         ([], [""], "''"),
     ],
 )
-def test_names_that_cant_be_used_are_told(
-    tmp_path: Path, hosts: list[str], devices: list[str], value: str
-) -> None:
+def test_invalid_names_are_reported(tmp_path: Path, hosts: list[str], devices: list[str], value: str) -> None:
     with raises(KeysError, "names-unusable", saying=value):
         make_keys(tmp_path / "keys", hosts, devices)
     assert not (tmp_path / "keys").exists()
@@ -115,7 +113,9 @@ def test_damaged_and_missing_keys_are_named(tmp_path: Path) -> None:
         make_keys(keys, [], ["two"])
 
 
-def test_keys_that_others_may_read_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_others_can_read_cause_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_keys(tmp_path / "keys", [], ["one"])
     folder = tmp_path / "keys" / "devices" / "one"
     DeviceKeys.open(folder)

@@ -46,7 +46,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
+def test_the_server_accepts_no_commands(tmp_path: Path) -> None:
     """Flower's own SuperLink lets anyone who reaches it start apps and register devices."""
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
         control = ControlHttpClient.from_server_address(link.address, True, None, [])
@@ -65,7 +65,7 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
+def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     make_keys(ours, [], ["one"])
     make_keys(others, [], ["one"])
@@ -78,7 +78,7 @@ def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_device_knows_its_server(tmp_path: Path) -> None:
+def test_a_device_verifies_its_server(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     make_keys(ours, [], ["one"])
     make_keys(others, [], ["one"])
@@ -97,7 +97,7 @@ def test_a_device_knows_its_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
+def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
     """A round continues without a device that disappears; a restarted server finds its devices."""
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])

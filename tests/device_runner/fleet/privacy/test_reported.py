@@ -57,7 +57,7 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     st.integers(1, 12),
     st.lists(st.integers(1, 4), min_size=1, max_size=30),
 )
-def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
+def test_participations_are_bounded_and_no_step_has_a_row_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
     """Holds for any number of windows, and wherever in its order a device begins."""
@@ -86,7 +86,7 @@ def _split(windows: list[int]) -> list[Example]:
     ]
 
 
-def test_a_bound_of_zero_is_none() -> None:
+def test_a_bound_of_zero_means_no_bound() -> None:
     assert budget_refusal(100.0, 0.0) == "" and budget_refusal(3.0, 4.0) == ""
     assert "at most 4" in budget_refusal(4.1, 4.0)
     assert "inf after this round, because earlier rounds had no noise" in budget_refusal(math.inf, 4.0)
@@ -96,7 +96,7 @@ anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, m
 
 
 @given(anything, st.integers(0, 3), st.floats(1e-3, 1e6), st.floats(1e-6, 1e6))
-def test_a_part_changes_the_sum_by_at_most_its_norm_whatever_it_is(
+def test_a_contribution_changes_the_sum_by_at_most_the_norm(
     parts: list[list[float]], which: int, noise: float, norm: float
 ) -> None:
     """The bound holds exactly, because sums are integers, whatever the other rows are."""
@@ -109,7 +109,7 @@ def test_a_part_changes_the_sum_by_at_most_its_norm_whatever_it_is(
     assert change.tolist() == whole_sum(whole[[which % len(parts)]], norm, unit).tolist()
 
 
-def test_what_is_short_enough_stays_as_it_is() -> None:
+def test_contributions_within_the_norm_are_not_clipped() -> None:
     assert whole_sum(np.array([[0.5, -0.25], [0.1, 0.0]]), 1.0, 2.0**-20).tolist() == [
         2**19 - 1 + math.floor(0.1 * 2**20),
         -(2**18) + 1,
@@ -118,7 +118,7 @@ def test_what_is_short_enough_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("unit", ["row", "owner"])
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-def test_noise_is_in_units_of_what_the_unit_changes(unit: Any, estimator: Any) -> None:
+def test_noise_is_relative_to_the_sensitivity(unit: Any, estimator: Any) -> None:
     plan = Plan(estimator=estimator, queries=3, clip=2.0, noise=0.5, unit=unit, share_directions=True)
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     assert part_norm(plan) == norm
@@ -143,14 +143,14 @@ def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
     np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)
 
 
-def test_what_is_told_is_what_a_message_carries() -> None:
+def test_the_report_is_what_a_message_carries() -> None:
     told = _report(Plan(), _measured(4))
     assert np.array_equal(told.projected_gradients, told.projected_gradients.astype(np.float32))
     assert told.projected_gradients.shape == (4, 4)
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator: Any) -> None:
+def test_noise_has_the_plans_deviation_and_hides_the_loss(estimator: Any) -> None:
     plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
     measured = _measured()
     if estimator == "exact":
@@ -163,7 +163,7 @@ def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator
     assert told.loss == 0.0 and told.largest_tangent is None
 
 
-def test_each_example_of_a_noisy_exact_step_is_measured_alone() -> None:
+def test_each_example_of_a_noisy_exact_step_is_measured_separately() -> None:
     """An exact gradient is clipped per example; projected gradients are per example already."""
     nothing: Any = None
     step = Step(nothing, _split([1, 1, 1, 1]), 0, 0)
@@ -181,7 +181,7 @@ def test_each_example_of_a_noisy_exact_step_is_measured_alone() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-def test_with_noise_an_answer_is_finite_whatever_a_row_says(estimator: Any, value: float) -> None:
+def test_with_noise_a_result_is_finite_for_any_row(estimator: Any, value: float) -> None:
     plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
     measured = _measured()
     if estimator == "exact":

@@ -60,7 +60,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path) -> None:
                 assert answer.status == 404, (target, path)
 
 
-def test_a_key_in_a_url_opens_nothing_and_is_not_told(
+def test_a_key_in_a_url_has_no_effect_and_is_not_logged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with served(runs=tmp_path, key="secret") as server:
@@ -118,7 +118,7 @@ def elsewhere(text: str) -> Iterator[int]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("host", ["evil.localhost", "127.0.0.1"])
-def test_a_page_of_others_stops_no_run_and_reads_nothing(
+def test_a_foreign_page_stops_no_run_and_reads_nothing(
     tmp_path: Path, visit: Callable[..., Any], host: str
 ) -> None:
     """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""

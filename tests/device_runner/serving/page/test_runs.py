@@ -65,7 +65,7 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     ["..", "../secret", "a/../../secret", "/etc", "{root}/../secret", "linked", "elsewhere/secret", "a\0b",
      "x" * 5000, "none", ""],
 )  # fmt: skip
-def test_what_lies_elsewhere_is_no_run(tmp_path: Path, name: str) -> None:
+def test_folders_elsewhere_are_not_runs(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
     write_run(tmp_path / "secret")
     write_run(root / "a")
@@ -77,7 +77,7 @@ def test_what_lies_elsewhere_is_no_run(tmp_path: Path, name: str) -> None:
     assert [each["run"] for each in listed(root)] == ["a"]
 
 
-def test_a_name_that_is_not_unicode_hides_itself_alone(tmp_path: Path) -> None:
+def test_a_name_that_is_not_unicode_hides_only_itself(tmp_path: Path) -> None:
     write_run(tmp_path / os.fsdecode(b"\xff"))
     write_run(tmp_path / "\u202ea\n")
     assert [each["run"] for each in listed(tmp_path)] == ["\u202ea\n"]
@@ -96,9 +96,7 @@ def test_a_run_with_a_link_in_it_is_not_shown(tmp_path: Path, name: str) -> None
         Runs(tmp_path / "runs").at("a")
 
 
-def test_a_folder_of_thousands_is_looked_through_in_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_thousands_is_searched_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / str(number))
@@ -126,7 +124,7 @@ def test_only_new_lines_are_read(tmp_path: Path) -> None:
     assert lines.new() == (True, [b"y\n", b"z\n"])
 
 
-def test_no_pipe_is_waited_for_and_no_link_followed(tmp_path: Path) -> None:
+def test_pipes_and_links_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/passwd")
     for name in ("pipe", "link"):
@@ -169,7 +167,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     assert sum(len(each["svg"]) for each in found["pictures"]) < 200_000
 
 
-def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MOST_BYTES", 1000)
     folder = write_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as stream:
@@ -187,7 +185,7 @@ def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.
     "config",
     ["steps: .inf", "steps: -5", f"steps: {10**4000}", "steps: [1]", "&a [*a]", "learning_rate: .nan"],
 )
-def test_odd_settings_break_nothing(tmp_path: Path, config: str) -> None:
+def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
@@ -271,7 +269,7 @@ def test_a_run_that_takes_no_step_yet_or_is_this_process_is_not_stopped(
         assert refusal(tmp_path, "own") == 409
 
 
-def test_where_nothing_is_told_of_processes_a_run_is_seen_and_not_stopped(
+def test_without_proc_a_run_is_listed_but_cannot_be_stopped(
     tmp_path: Path, holding: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stopping, "PROCESSES", tmp_path / "none")
@@ -315,7 +313,7 @@ def test_streams_are_bounded_and_share_what_they_read(
 
 
 @pytest.mark.parametrize("became", ["nothing", "a link", "a link to itself", "a file"])
-def test_a_run_that_goes_away_is_told_of_no_more(
+def test_the_stream_of_a_deleted_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, became: str
 ) -> None:
     monkeypatch.setattr(runs, "SECONDS", 0.01)

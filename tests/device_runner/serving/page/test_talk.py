@@ -79,7 +79,7 @@ def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit)
 
 
 @pytest.mark.whole
-def test_a_conversation_outlives_loading_the_page_again_but_not_its_tab(server: Served, visit: Visit) -> None:
+def test_a_conversation_survives_a_reload_but_not_its_tab(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()
     page.get_by_role("checkbox", name="base").uncheck()
@@ -105,7 +105,7 @@ def test_a_conversation_outlives_loading_the_page_again_but_not_its_tab(server: 
 
 
 @pytest.mark.whole
-def test_what_can_not_be_kept_is_lost_with_the_page_and_nothing_else(server: Served, visit: Visit) -> None:
+def test_a_conversation_too_large_to_store_is_lost_with_the_page(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     ask(page, "x" * 400_000)
     page.evaluate("sessionStorage.setItem('other', 'x'.repeat(4_900_000))")
@@ -120,7 +120,7 @@ def test_what_can_not_be_kept_is_lost_with_the_page_and_nothing_else(server: Ser
 
 
 @pytest.mark.whole
-def test_models_answer_side_by_side_and_each_knows_its_own(server: Served, visit: Visit) -> None:
+def test_models_answer_side_by_side_and_see_their_own_answers(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()
     answers = ask(page, "Who are you?")
@@ -153,7 +153,7 @@ def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_keeps_nothing_says_so(visit: Visit) -> None:
+def test_a_server_without_feedback_says_so(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("textbox", name="Text to continue").fill("Once upon")
@@ -165,7 +165,7 @@ def test_a_server_that_keeps_nothing_says_so(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_settings_of_drawing_go_with_the_question(server: Served, visit: Visit) -> None:
+def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visit) -> None:
     page = visit(server.url, expected=("400",))
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
@@ -186,7 +186,7 @@ def test_settings_of_drawing_go_with_the_question(server: Served, visit: Visit) 
 
 
 @pytest.mark.whole
-def test_what_it_learnt_and_taking_it_back(visit: Visit) -> None:
+def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
     with served(learns=True) as server:
         page = visit(server.url)
         history = page.locator(".history li")
@@ -215,7 +215,7 @@ def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: V
 
 
 @pytest.mark.whole
-def test_what_a_model_says_is_text(server: Served, visit: Visit) -> None:
+def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -270,7 +270,7 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
+def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
     with served() as first:
         page = visit(first.url)
         expect(ask(page, "Hello!")).to_contain_text("You said")
@@ -317,7 +317,7 @@ def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None
 
 
 @pytest.mark.whole
-def test_a_key_is_asked_once_for_a_tab(visit: Visit) -> None:
+def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
     with served(key="secret") as server:
         page = visit(server.url, expected=("401",))
         asked: list[str] = []
@@ -342,7 +342,7 @@ def test_a_key_is_asked_once_for_a_tab(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_the_keyboard_alone(server: Served, visit: Visit) -> None:
+def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     reached = []

@@ -19,7 +19,7 @@ Visit = Callable[..., Any]
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
-def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -> None:
+def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
     with going_on(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         expect(page.get_by_role("heading", name="first")).to_be_visible()
@@ -43,7 +43,7 @@ def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -
 
 
 @pytest.mark.whole
-def test_a_pause_and_what_it_waits_for_are_told(tmp_path: Path, visit: Visit) -> None:
+def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
     with going_on(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         mark = page.locator("article .mark")
@@ -96,7 +96,7 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_the_pictures_speak_german(tmp_path: Path, visit: Visit) -> None:
+def test_the_charts_are_translated(tmp_path: Path, visit: Visit) -> None:
     write_run(tmp_path / "first")
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training", "de-DE")
@@ -114,7 +114,7 @@ def test_the_pictures_speak_german(tmp_path: Path, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_goes_and_comes_back(tmp_path: Path, visit: Visit) -> None:
+def test_the_page_reconnects_to_a_restarted_server(tmp_path: Path, visit: Visit) -> None:
     write_run(tmp_path / "first", steps=25)
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training")
@@ -129,7 +129,7 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path, visit: Visit) -> None
 
 
 @pytest.mark.whole
-def test_what_a_stranger_wrote_into_a_run_is_text(tmp_path: Path, visit: Visit) -> None:
+def test_hostile_content_of_a_run_is_shown_as_text(tmp_path: Path, visit: Visit) -> None:
     folder = write_run(tmp_path / EVIL.replace("/", "_"), status=EVIL)
     summary = json.loads((folder / "run.json").read_text())
     summary["run"] |= {"model": {"name_or_path": EVIL}, "quantization": {"scheme": EVIL}}
