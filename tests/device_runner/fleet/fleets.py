@@ -76,9 +76,9 @@ class Fleet:
 
     def direct(self, node: int, task: bytes) -> bytes:
         """A network that delivers everything."""
-        said = answer(self.folder / str(node), task)
-        self.said[node, RoundTask.parse(task).number] = said
-        return said
+        reply = answer(self.folder / str(node), task)
+        self.said[node, RoundTask.parse(task).number] = reply
+        return reply
 
     def again(self, node: int, task: bytes) -> bytes:
         """A network that repeats the device's message to an earlier server of the same plan."""
@@ -108,8 +108,8 @@ class Fleet:
 
 def play(server: Coordinator, network: Network, nodes: Iterable[int] = NODES) -> RoundReport:
     """Run one round."""
-    said = {node: network(node, task) for node, task in server.tasks(list(nodes)).items()}
-    return server.receive({node: content for node, content in said.items() if content is not None})
+    replies = {node: network(node, task) for node, task in server.tasks(list(nodes)).items()}
+    return server.receive({node: content for node, content in replies.items() if content is not None})
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:

@@ -47,8 +47,8 @@ def _trimmed(values: FloatArray) -> Any:
 @pytest.mark.parametrize("devices", [4, 7])
 def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
     changes = _changes(devices)
-    found = aggregate(changes, Plan(estimator="exact", combine=combine))
-    np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
+    result = aggregate(changes, Plan(estimator="exact", combine=combine))
+    np.testing.assert_allclose(result, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
 def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
@@ -56,8 +56,8 @@ def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
     for combine in ("trimmed", "median"):
         for lie in (1e6, -1e6, 0.0):
             table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
-            found = aggregate(table, Plan(combine=combine))
-            assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
+            result = aggregate(table, Plan(combine=combine))
+            assert np.all((honest.min(0) <= result) & (result <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
     assert np.all(aggregate(table, Plan(combine="mean")) > honest.max(0))
 
@@ -70,8 +70,8 @@ def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
         table = np.concatenate([honest, lie.astype(np.float32)])
         most = np.median(np.linalg.norm(table, axis=1))
         expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
-        found = aggregate_projected_gradients(table, Plan(combine="trimmed"))
-        assert np.linalg.norm(found - expected) <= most / 4 * (1 + 1e-5)
+        result = aggregate_projected_gradients(table, Plan(combine="trimmed"))
+        assert np.linalg.norm(result - expected) <= most / 4 * (1 + 1e-5)
     assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 
@@ -79,7 +79,7 @@ def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
     """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
-    found = []
+    result = []
     for _ in range(12):
         signal = random.normal(size=1280)
         honest = 0.3 * signal + random.normal(size=(4, 1280))
@@ -87,8 +87,8 @@ def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
         answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
         opposed, now = find_opposed_results(answers, plan, spoken)
         spoken |= now
-        found.append(opposed)
-    assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
+        result.append(opposed)
+    assert result.count([3]) >= 8 and result.count([]) == 12 - result.count([3])
     assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
 
 

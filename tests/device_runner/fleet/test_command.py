@@ -48,15 +48,15 @@ def test_a_fleet_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "journal.jsonl").touch()
     for words in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
         assert main(["fleet", *words]) == 2
-        told = capsys.readouterr().err
-        assert "version of prge" in told and "use the version that started the fleet" in told
+        output = capsys.readouterr().err
+        assert "version of prge" in output and "use the version that started the fleet" in output
 
 
 def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cryptography")
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "one"]) == 0
-    told = capsys.readouterr().out
-    assert f"{tmp_path}/keys/server: for the server; its certificate is valid until 2" in told
-    assert f"{tmp_path}/keys/devices/one: move it to the device one, and keep no copy" in told
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/keys/server: for the server; its certificate is valid until 2" in output
+    assert f"{tmp_path}/keys/devices/one: move it to the device one, and keep no copy" in output
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "two"]) == 0
     assert "copy it to the server and restart the server" in capsys.readouterr().out

@@ -59,9 +59,9 @@ class Server:
 
     def refusal(self, number: int, **changes: Any) -> str:
         """Return the reason of the device's refusal."""
-        said = self.ask(number, **changes)
-        assert isinstance(said, TaskRefusal), said
-        return said.reason
+        reply = self.ask(number, **changes)
+        assert isinstance(reply, TaskRefusal), reply
+        return reply.reason
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -90,8 +90,8 @@ class TestOneAnswerALine:
     def test_a_deleted_result_is_not_computed_again(self, server: Server, lost: str) -> None:
         server.ask(0)
         if lost == "answer":
-            (said,) = server.folder.glob("fleets/*/round-*/answer.bin")
-            said.unlink()
+            (reply,) = server.folder.glob("fleets/*/round-*/answer.bin")
+            reply.unlink()
         else:
             shutil.rmtree(server.folder / FLEETS)
         assert server.refusal(0) == "round 1 was answered, but its result is gone"
@@ -132,11 +132,11 @@ class TestOneAnswerALine:
                 patch.setattr(os, "replace", until_killed(rename))
                 patch.setattr(Journal, "append", until_killed(append))
                 try:
-                    said, was_killed = {answer(twin, task)}, False
+                    reply, was_killed = {answer(twin, task)}, False
                 except Killed:
-                    said, was_killed = set(), True
-            said |= {answer(twin, task), answer(twin, task)}
-            assert len(said) == 1 and isinstance(parse_reply(said.pop()), RoundResult)
+                    reply, was_killed = set(), True
+            reply |= {answer(twin, task), answer(twin, task)}
+            assert len(reply) == 1 and isinstance(parse_reply(reply.pop()), RoundResult)
             assert kinds(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
@@ -156,8 +156,8 @@ class TestCounting:
         assert "out of time" in server.refusal(0, seconds=1e-9)
         assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
-        said = server.ask(2)
-        assert said.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
+        reply = server.ask(2)
+        assert reply.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
         assert "most_rounds_a_day 3, the plan asks for 4" in server.refusal(3)
 
     def test_fewer_rows_than_examples_are_one_mechanism_a_step(self, fleet: Fleet) -> None:
@@ -199,8 +199,8 @@ class TestRowsDecideNothing:
     ) -> None:
         server = Server(fleet, **NOISE, estimator=estimator, optimizer="sgd")
         fleet.numpy.broken = value
-        said = server.ask(0)
-        assert isinstance(said, RoundResult) and np.isfinite(said.values).all() and not said.losses.any()
+        reply = server.ask(0)
+        assert isinstance(reply, RoundResult) and np.isfinite(reply.values).all() and not reply.losses.any()
 
     def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
         """New noise would reveal more."""
@@ -241,8 +241,8 @@ class TestWhatIsNotOfThePlan:
         assert "steps from 0 on" in server.refusal(1, step=1, missed=server.steps(0).to_bytes())
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
-        said = parse_reply(answer(server.folder, bytes(content)))
-        assert isinstance(said, TaskRefusal) and "ends early" in said.reason
+        reply = parse_reply(answer(server.folder, bytes(content)))
+        assert isinstance(reply, TaskRefusal) and "ends early" in reply.reason
 
     def test_states(self, server: Server) -> None:
         def state(change: Any) -> bytes:
@@ -271,10 +271,10 @@ class TestWhatIsNotOfThePlan:
 
     def test_noise_out_of_bounds_is_refused(self, server: Server) -> None:
         for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
-            said = json.loads(server.agreement.content)
-            said["plan"][setting] = value
+            reply = json.loads(server.agreement.content)
+            reply["plan"][setting] = value
             problem = f"--{setting} is {value:g}, with noise it must be from "
-            assert problem in server.refusal(0, agreement=json.dumps(said).encode())
+            assert problem in server.refusal(0, agreement=json.dumps(reply).encode())
 
 
 def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
@@ -302,6 +302,6 @@ def test_changed_settings_are_refused(server: Server, capsys: pytest.CaptureFixt
     config = server.folder / "device.yaml"
     config.write_text(f"# changed\n{config.read_text()}")
     assert "an error on the device" in server.refusal(0)
-    told = capsys.readouterr().err
-    assert "outside of its folder" in told and " --train " in told
+    output = capsys.readouterr().err
+    assert "outside of its folder" in output and " --train " in output
     assert not server.lines

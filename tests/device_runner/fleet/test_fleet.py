@@ -62,7 +62,7 @@ def test_a_killed_server_resumes_with_the_same_bits(
     fleet.run(settings, rounds=2)
     # A third round that devices answer, and that the journal holds only in part.
     with open_fleet(settings) as server:
-        said = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
+        reply = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
         append, written = server.journal.append, []
 
         def killed(record: Any) -> Any:
@@ -72,7 +72,7 @@ def test_a_killed_server_resumes_with_the_same_bits(
 
         server.journal.append = killed  # type: ignore[method-assign]
         with pytest.raises(Killed):
-            server.receive(said)
+            server.receive(reply)
     values, reports = fleet.run(settings)
     assert [report.number for report in reports] == [2, 3]
     whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"), fleet.again)
@@ -92,7 +92,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
             if rounds == 0:
                 server.tasks(list(NODES))
                 continue
-            said = {node: fleet.again(node, task) for node, task in server.tasks(list(NODES)).items()}
+            reply = {node: fleet.again(node, task) for node, task in server.tasks(list(NODES)).items()}
             append = server.journal.append
 
             def killed(record: Any, append: Any = append) -> Any:
@@ -102,7 +102,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
 
             server.journal.append = killed  # type: ignore[method-assign]
             with pytest.raises(Killed):
-                server.receive(said)
+                server.receive(reply)
     with open_fleet(settings) as server:
         assert server.finished
         server.write_final()
@@ -160,13 +160,13 @@ def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any]
         task = server.tasks([NODE])[NODE]
     folder = fleet.folder / str(NODE)
     twin = shutil.copytree(folder, tmp_path / "twin" / "device")
-    said, fleet.numpy.calls_left = b"", 0
-    while not said:
+    reply, fleet.numpy.calls_left = b"", 0
+    while not reply:
         with suppress(Killed):
-            said = answer(folder, task)
+            reply = answer(folder, task)
         fleet.numpy.calls_left = 1
     fleet.numpy.calls_left = None
-    assert said == answer(twin, task)
+    assert reply == answer(twin, task)
     assert kinds(folder) == ["begun", "answered"]
 
 
@@ -176,12 +176,12 @@ def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> N
     seen = []
 
     def watched(device: int, task: bytes) -> bytes:
-        said = fleet.direct(device, task)
+        reply = fleet.direct(device, task)
         if device == NODE:
             (journal,) = (fleet.folder / str(NODE)).glob("fleets/*/round-*/journal.jsonl")
             records = Journal(journal, writable=False).records
             seen.extend(row for record in records for row in record["rows"])
-        return said
+        return reply
 
     with open_fleet(settings) as server:
         for nodes in (NODES, NODES[1:], NODES, NODES, NODES):
@@ -224,9 +224,9 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
     ]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(honest := fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        return lies[said.number][0](said) if node == liar else honest
+        reply = parse_reply(honest := fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        return lies[reply.number][0](reply) if node == liar else honest
 
     settings = fleet.settings(rounds=len(lies))
     values, reports = fleet.run(settings, network)
@@ -244,11 +244,11 @@ def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
     late: dict[int, bytes] = {}
 
     def network(node: int, task: bytes) -> bytes | None:
-        said = fleet.direct(node, task)
+        reply = fleet.direct(node, task)
         if node == NODES[2]:
-            before, late[node] = late.get(node), said
+            before, late[node] = late.get(node), reply
             return before
-        return said
+        return reply
 
     _, reports = fleet.run(fleet.settings(rounds=3), network)
     assert [report.silent for report in reports] == [[NODES[2]], [], []]
@@ -280,14 +280,14 @@ def test_a_device_that_lost_its_folder_or_has_an_older_state_catches_up(fleet: F
 
 
 def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
-    asked = set()
+    requested = set()
     with open_fleet(fleet.settings(rounds=20, per_round=2, dev=None)) as server:
         for _ in range(10):
             chosen = server.tasks(list(NODES))
             assert len(chosen) == 2 and chosen.keys() == server.tasks(list(reversed(NODES))).keys()
-            asked |= chosen.keys()
+            requested |= chosen.keys()
             server.receive({node: fleet.direct(node, task) for node, task in chosen.items()})
-    assert asked == set(NODES)
+    assert requested == set(NODES)
 
 
 def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet) -> None:
@@ -304,10 +304,10 @@ def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        absurd = np.full_like(said.values, 9e5)
-        return replace(said, values=absurd if said.number == 1 else said.values).to_bytes()
+        reply = parse_reply(fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        absurd = np.full_like(reply.values, 9e5)
+        return replace(reply, values=absurd if reply.number == 1 else reply.values).to_bytes()
 
     values, reports = fleet.run(settings, network)
     assert [report.discarded for report in reports] == [False, True, False, False]
@@ -365,12 +365,12 @@ LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) -> None:
-    told, changes, check = LIES[lie]
+    output, changes, check = LIES[lie]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        return told(said) if node == NODE else said.to_bytes()
+        reply = parse_reply(fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        return output(reply) if node == NODE else reply.to_bytes()
 
     _, reports = fleet.run(fleet.settings(**changes), network)
     assert [report.number for report in reports] == [0, 1, 2, 3]
@@ -388,9 +388,9 @@ class TestADeviceRefuses:
     def _reason(self, fleet: Fleet, **changes: Any) -> str:
         with open_fleet(fleet.settings()) as server:
             task = RoundTask.parse(server.tasks([NODE])[NODE])
-        said = parse_reply(fleet.direct(NODE, replace(task, **changes).to_bytes()))
-        assert isinstance(said, TaskRefusal)
-        return said.reason
+        reply = parse_reply(fleet.direct(NODE, replace(task, **changes).to_bytes()))
+        assert isinstance(reply, TaskRefusal)
+        return reply.reason
 
     @pytest.mark.parametrize(
         ("policy", "reason"),

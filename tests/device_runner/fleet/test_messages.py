@@ -75,10 +75,10 @@ def test_a_result_survives_encoding(answer: RoundResult) -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"])) | st.just("no\nno \x1b[2J"))
 def test_a_refusal_is_one_printable_line(reason: str) -> None:
-    said = parse_reply(TaskRefusal(reason).to_bytes())
-    assert isinstance(said, TaskRefusal) and "\n" not in said.reason and "\x1b" not in said.reason
+    reply = parse_reply(TaskRefusal(reason).to_bytes())
+    assert isinstance(reply, TaskRefusal) and "\n" not in reply.reason and "\x1b" not in reply.reason
     if reason.isprintable() and len(reason) < 100:
-        assert said.reason == reason
+        assert reply.reason == reason
 
 
 @given(st.binary(max_size=200))

@@ -41,10 +41,10 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
         def made(*answers: str, most_bytes: int = 1 << 20, prompt: str = "a dog") -> Feedback:
             file = FeedbackFile(path, make_examples(), storage, most_bytes)
             feedback = Feedback(file, told.append)
-            asked = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
+            parsed = ParsedRequest("m", (), (prompt,), 1, (), SamplingSettings(), 1, False, False)
             for number, answer in enumerate(answers):
                 feedback.remember(
-                    asked, 0, AnswerRecord(str(number), "m", "", {"prompt": prompt}, answer, {})
+                    parsed, 0, AnswerRecord(str(number), "m", "", {"prompt": prompt}, answer, {})
                 )
             return feedback
 
@@ -89,8 +89,10 @@ def test_a_client_has_an_hourly_quota_of_its_own(
 ) -> None:
     feedback = make(*[" b"] * 20, prompt="word " * 100)
     monkeypatch.setattr(module, "MOST_OF_CLIENT", 1500)
-    found = [take(feedback, str(number), rating="good") for number in range(5)]
-    assert [status for status, _ in found] == [200, 200, 429, 429, 429] and "go on in 3600" in found[2][1]
+    result = [take(feedback, str(number), rating="good") for number in range(5)]
+    assert [status for status, _ in result] == [200, 200, 429, 429, 429] and "wait 3600 seconds" in result[2][
+        1
+    ]
     assert path.stat().st_size <= 1500
     assert take(feedback, "5", "there", rating="good")[0] == 200
     assert take(feedback, "4", rating="good")[0] == 429

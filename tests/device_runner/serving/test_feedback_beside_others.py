@@ -50,10 +50,10 @@ class Child:
 
     def health(self) -> dict[str, Any]:
         begin = time.monotonic()
-        status, found = self.ask("/health")
+        status, result = self.ask("/health")
         self.seconds.append(time.monotonic() - begin)
         assert status == 200
-        return found
+        return result
 
     def check_health_until(self, is_so: Callable[[], bool]) -> None:
         """Send requests repeatedly; every response is fast after the client's first request."""
@@ -69,11 +69,11 @@ class Child:
         ]
 
     def answer(self) -> str:
-        status, found = self.ask(
+        status, result = self.ask(
             "/v1/completions", {"model": "base", "prompt": "a dog", "max_tokens": 2, "seed": 1}
         )
         assert status == 200
-        return str(found["id"])
+        return str(result["id"])
 
     def end(self) -> float:
         """Return the seconds that shutting down takes."""
@@ -116,8 +116,8 @@ def test_a_lock_that_another_process_holds(tmp_path: Path) -> None:
 
             waiting = judge(first)
             child.check_health_until(waiting.done)
-            status, found = waiting.result()
-            assert status == 503 and "another process holds its lock" in found["error"]["message"]
+            status, result = waiting.result()
+            assert status == 503 and "another process holds its lock" in result["error"]["message"]
             assert child.health() == {"status": "degraded", "feedback": "failing", "learning": "ok"}
             fcntl.flock(stream, fcntl.LOCK_UN)
             assert judge(first).result()[0] == 200
@@ -140,8 +140,8 @@ def test_the_event_loop_opens_no_file(tmp_path: Path) -> None:
         assert [status for status, _ in back] in ([400, 409, 200], [400, 409, 409])
         child.end()
         assert child.process.stdout is not None
-        told = child.process.stdout.read()
-        assert "adapter 1 from 3 rows" in told and "event loop" not in told
+        output = child.process.stdout.read()
+        assert "adapter 1 from 3 rows" in output and "event loop" not in output
 
 
 @pytest.mark.whole

@@ -60,8 +60,8 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     """Return rows with corrections and some ratings."""
     rows = []
     for number in range(start, start + count):
-        asked = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
-        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", asked, " No", {})
+        prompt_fields = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
+        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
         is_rating = number % 7 == 6
         rows.append(answered.to_feedback("bad") if is_rating else answered.to_feedback(correction=correction))
     append_feedback(path, rows)
@@ -135,8 +135,8 @@ class Place:
 
     def bits(self) -> dict[str, bytes]:
         """Return the adapters of all rounds, as bytes."""
-        found = self.learn.glob("rounds/*/final/adapter_model.safetensors")
-        return {path.parts[-3]: path.read_bytes() for path in found}
+        paths = self.learn.glob("rounds/*/final/adapter_model.safetensors")
+        return {path.parts[-3]: path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -218,8 +218,8 @@ def test_it_continues_a_run_with_its_rows_and_learning_rate(
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
     take_round(learning)
-    _, found = learning.history()
-    assert found["status"] == "served" and found["kept"]["rows"] == 16
+    _, result = learning.history()
+    assert result["status"] == "served" and result["kept"]["rows"] == 16
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         begun = journal.records[0]["settings"]
         assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
@@ -239,8 +239,8 @@ def test_texts_and_conversations_are_learnt_together(place: Place, last: str) ->
     rows = [AnswerRecord("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
     append_feedback(place.learn / FEEDBACK, [row.to_feedback(correction="d") for row in rows])
     feedback(place.learn / FEEDBACK, EVERY - 2)
-    _, found = place.learnt()
-    assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
+    _, result = place.learnt()
+    assert (result["status"], result["learnt"], result["held_back"]["rows"]) == ("served", 3, 1)
 
 
 def test_template_errors_are_reported(place: Place) -> None:
@@ -250,14 +250,14 @@ def test_template_errors_are_reported(place: Place) -> None:
         "{{ m.content }} {% endfor %}"
     )
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
-    asked = {"messages": [{"role": "user", "content": "c"}]}
-    row = AnswerRecord("refused", "m", "", asked, "b", {}).to_feedback(correction="e")
+    prompt_fields = {"messages": [{"role": "user", "content": "c"}]}
+    row = AnswerRecord("refused", "m", "", prompt_fields, "b", {}).to_feedback(correction="e")
     append_feedback(place.learn / FEEDBACK, [row])
-    row = AnswerRecord("learnt", "m", "", asked, "b", {}).to_feedback(correction="d")
+    row = AnswerRecord("learnt", "m", "", prompt_fields, "b", {}).to_feedback(correction="d")
     append_feedback(place.learn / FEEDBACK, [row])
     feedback(place.learn / FEEDBACK, EVERY - 1)
-    _, found = place.learnt()
-    assert found["status"] == "served"
+    _, result = place.learnt()
+    assert result["status"] == "served"
     [line] = (line for line in place.told if "refused" in line)
     assert line.startswith("feedback refused is not usable: the chat template refuses the messages: no e")
 
@@ -308,8 +308,8 @@ def test_unusual_rows_fail_no_round(place: Place, name: str) -> None:
 def test_a_model_without_a_template_learns_texts_beside_conversations(place: Place) -> None:
     (place.learn / FEEDBACK).write_text(json.dumps(chat_feedback("a")) + "\n")
     feedback(place.learn / FEEDBACK, EVERY)
-    found = place.learnt()[-1]
-    assert (found["status"], found["feedback"]) == ("served", EVERY)
+    result = place.learnt()[-1]
+    assert (result["status"], result["feedback"]) == ("served", EVERY)
 
 
 def test_a_folder_keeps_its_first_date(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +372,8 @@ def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
     # The held-out rows ask for the opposite.
     feedback(place.learn / FEEDBACK, 1, "\x00\x01", start=2)
     feedback(place.learn / FEEDBACK, 1, start=3)
-    _, found = place.learnt(learning_rate=0.5)
-    assert found["status"] == "refused" and found["why"].startswith("no better")
+    _, result = place.learnt(learning_rate=0.5)
+    assert result["status"] == "refused" and result["why"].startswith("no better")
 
 
 def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
@@ -381,8 +381,8 @@ def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
         AnswerRecord(str(n), "m", "", {"prompt": str(n)}, " a", {}).to_feedback("bad") for n in range(EVERY)
     ]
     append_feedback(place.learn / FEEDBACK, rows)
-    _, found = place.learnt()
-    assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
+    _, result = place.learnt()
+    assert (result["status"], result["learnt"]) == ("refused", 0) and "no good ratings" in result["why"]
 
 
 def test_the_last_adapter_can_be_reverted(place: Place) -> None:
@@ -404,8 +404,8 @@ def test_the_last_adapter_can_be_reverted(place: Place) -> None:
     # The rows of the reverted adapters are not learned again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
-    found = place.learnt()[-1]
-    assert (found["parent"], found["learnt"], found["status"]) == (0, 2, "served")
+    result = place.learnt()[-1]
+    assert (result["parent"], result["learnt"], result["status"]) == (0, 2, "served")
 
 
 def test_reverting_the_start_of_a_round_abandons_the_round(
@@ -476,8 +476,8 @@ def test_deleting_a_row_during_a_round_restarts_the_round(place: Place) -> None:
         take_round(place.open())
     place.device.calls_left = None
     remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
-    found = place.learnt()[-1]
-    assert (found["status"], found["learnt"], found["feedback"]) == ("served", 2, EVERY)
+    result = place.learnt()[-1]
+    assert (result["status"], result["learnt"], result["feedback"]) == ("served", 2, EVERY)
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         assert {row for step in journal.records[1:] for row in step["rows"]} <= {1, 2}
     texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
@@ -597,8 +597,8 @@ def test_an_unreadable_file_only_stops_learning(place: Place, monkeypatch: pytes
     learning = place.open()
     (place.learn / FEEDBACK).mkdir()
     assert not learning.work() and not learning.work()
-    (told,) = place.told
-    assert told.startswith("learning failed, trying again every 30 seconds: ") and "a folder" in told
+    (output,) = place.told
+    assert output.startswith("learning failed, trying again every 30 seconds: ") and "a folder" in output
     (place.learn / FEEDBACK).rmdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
@@ -664,8 +664,8 @@ def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
 def test_an_incompatible_adapter_is_refused(place: Place) -> None:
     """Steps would use another lora_A than the one that is served."""
     bundle = open_bundle(place.folder / "bundle")
-    found = read_lora(bundle.adapter)
-    others = {name: matrix + 1 for name, matrix in found.lora_a.items()}
-    write_lora(place.folder / "theirs", replace(found, lora_a=others))
+    adapter = read_lora(bundle.adapter)
+    others = {name: matrix + 1 for name, matrix in adapter.lora_a.items()}
+    write_lora(place.folder / "theirs", replace(adapter, lora_a=others))
     with raises(AdapterError, "adapter-does-not-fit"):
         place.open(source=place.folder / "theirs")

@@ -46,7 +46,7 @@ def test_a_chat_may_set_template_variables() -> None:
 
 
 def test_all_parameters_of_a_request() -> None:
-    asked = read_chat(
+    parsed = read_chat(
         json.dumps(
             {
                 "model": "m",
@@ -61,13 +61,13 @@ def test_all_parameters_of_a_request() -> None:
             }
         ).encode()
     )  # fmt: skip
-    assert asked.messages == (
+    assert parsed.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
     )
-    assert asked.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
-    assert (asked.max_tokens, asked.count, asked.stop, asked.stream, asked.usage) == (
+    assert parsed.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
+    assert (parsed.max_tokens, parsed.count, parsed.stop, parsed.stream, parsed.usage) == (
         5,
         2,
         ("\n", "."),
@@ -164,10 +164,10 @@ def test_any_json_is_parsed_or_refused(changes: dict[str, Any], whole: dict[str,
 
 
 def test_response_bodies() -> None:
-    asked = read_chat(
+    parsed = read_chat(
         json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
     )
-    reply = Reply(asked)
+    reply = Reply(parsed)
     whole = reply.whole([("a", "stop"), ("b", "length")], format_usage(3, 2, 1))
     assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["a", "b"]

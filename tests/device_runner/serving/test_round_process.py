@@ -86,10 +86,10 @@ def made(tmp_path: Path) -> Round:
 
 def outcome(process: RoundProcess) -> dict[str, Any]:
     deadline = time.monotonic() + 60
-    while (found := process.poll()) is None:
+    while (result := process.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return result
 
 
 def until(is_so: Callable[[], object], seconds: float = 30) -> None:
@@ -118,14 +118,14 @@ def state(process: int) -> str:
 
 def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
     process = NumpyRound(made)
-    found = outcome(process)
-    assert found["status"] in ("served", "refused") and found["steps"] == 60
+    result = outcome(process)
+    assert result["status"] in ("served", "refused") and result["steps"] == 60
     assert process.peak_bytes > 10e6 and process.cpu_seconds >= 0
     process.end()
     expected = bits(made)
     here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
     monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
-    assert round_outcome(here, print) == found and bits(here) == expected
+    assert round_outcome(here, print) == result and bits(here) == expected
 
 
 def test_it_is_paused_and_continued(made: Round) -> None:
@@ -168,8 +168,8 @@ def test_a_process_that_was_killed_is_reported(made: Round) -> None:
 
 def test_missing_rows_and_bundles_are_reported(made: Round) -> None:
     process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
-    found = outcome(process)
-    assert found["status"] == "problem" and "nothing" in found["problem"]
+    result = outcome(process)
+    assert result["status"] == "problem" and "nothing" in result["problem"]
     remove_rows(made.feedback, lambda number, fields, line: number == 1)
     assert outcome(NumpyRound(made)) == {"status": "changed"}
 

@@ -94,8 +94,8 @@ def slow() -> Iterator[Child]:
 def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
     """Return the model's completion, generated without a server."""
     prompts = Prompts(make_tokenizer())
-    asked = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
-    request = Request(asked, adapters()[model], GenerationSettings(most))
+    tokenized = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
+    request = Request(tokenized, adapters()[model], GenerationSettings(most))
     return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
 
 
@@ -138,8 +138,8 @@ def test_a_completion(child: Child) -> None:
     texts = [expected("base", 12, prompt) for prompt in prompts]
     assert [choice.text for choice in whole.choices] == texts
     tokens = make_tokenizer().encode("the film")
-    asked = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
-    assert "".join(event.choices[0].text for event in asked) == texts[0]
+    events = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
+    assert "".join(event.choices[0].text for event in events) == texts[0]
 
 
 def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
@@ -147,16 +147,16 @@ def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
-    client, said = child.client(), "a cat<|im_end|> and</s> a dog"
+    client, text = child.client(), "a cat<|im_end|> and</s> a dog"
     header, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    completion = client.completions.create(model="base", prompt=header + said + end, max_tokens=1)
-    assert completion.usage.prompt_tokens == 1 + len(theirs(header + said + end).input_ids)
+    completion = client.completions.create(model="base", prompt=header + text + end, max_tokens=1)
+    assert completion.usage.prompt_tokens == 1 + len(theirs(header + text + end).input_ids)
     chat = client.chat.completions.create(
-        model="base", messages=[{"role": "user", "content": said}], max_tokens=1
+        model="base", messages=[{"role": "user", "content": text}], max_tokens=1
     )
-    spelled = theirs(said, split_special_tokens=True).input_ids
+    spelled = theirs(text, split_special_tokens=True).input_ids
     assert chat.usage.prompt_tokens == len([*theirs(header).input_ids, *spelled, *theirs(end).input_ids])
-    assert len(spelled) > len(theirs(said).input_ids) + 10
+    assert len(spelled) > len(theirs(text).input_ids) + 10
 
 
 def test_several_answers_and_the_seed(child: Child) -> None:
@@ -204,8 +204,8 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
 def test_errors_have_openais_form(
     child: Child, change: dict[str, Any], status: int, code: str | None, told: str
 ) -> None:
-    found, body = child.ask({"model": "base", "prompt": "a", **change})
-    assert found == status
+    result, body = child.ask({"model": "base", "prompt": "a", **change})
+    assert result == status
     assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
 
 
@@ -333,12 +333,12 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
     connections = [_raw(slow, _request({**LONG, "stream": stream})) for _ in range(2)]
     one = {"model": "base", "prompt": "a", "max_tokens": 1}
     deadline = time.monotonic() + 5
-    while (found := slow.ask(one))[0] != 429:
+    while (result := slow.ask(one))[0] != 429:
         assert time.monotonic() < deadline
         time.sleep(0.05)
         # A sampled completion may end after a few tokens.
         connections.append(_raw(slow, _request({**LONG, "stream": stream})))
-    assert "at most 2 completions" in found[1]["error"]["message"]
+    assert "at most 2 completions" in result[1]["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         slow.client().completions.create(model="base", prompt="a", max_tokens=1)
     # The completions would have taken twenty seconds.
@@ -449,17 +449,17 @@ def test_bytes_after_a_body_are_checked_as_another_request(child: Child) -> None
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"
     with closing(_raw(child, _head(len(body)) + body + hidden)) as connection:
         connection.settimeout(5)
-        told = b""
-        while b"wrong_host" not in told:
-            told += connection.recv(1 << 16)
-    assert told.count(b"HTTP/1.1 200 ") == 1 and told.count(b"HTTP/1.1 403 ") == 1
+        output = b""
+        while b"wrong_host" not in output:
+            output += connection.recv(1 << 16)
+    assert output.count(b"HTTP/1.1 200 ") == 1 and output.count(b"HTTP/1.1 403 ") == 1
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     both = _head(4).replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
     with closing(_raw(child, both + chunks)) as connection:
         connection.settimeout(5)
-        told = connection.recv(1 << 16)
+        output = connection.recv(1 << 16)
     # Either the request is refused, or the chunks count; the rest is not a request.
-    assert told.count(b"HTTP/1.1 ") == 1
+    assert output.count(b"HTTP/1.1 ") == 1
 
 
 INJECTED = [
@@ -479,8 +479,8 @@ def test_a_template_in_a_message_is_text(child: Child, text: str) -> None:
     tokenizer = make_tokenizer()
     for role in ("system", "user", "assistant"):
         messages = [{"role": role, "content": text}, *HELLO]
-        asked = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": messages}
-        status, answer = child.ask(asked, "/v1/chat/completions")
+        body = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": messages}
+        status, answer = child.ask(body, "/v1/chat/completions")
         # The rendered prompt; only the control tokens of the template itself are control tokens.
         written = [f"{each['role']}\n{each['content']}" for each in messages]
         count = sum(3 + len(tokenizer.encode(each)) for each in written)
@@ -524,21 +524,21 @@ def test_a_slow_reader_delays_nobody(child: Child) -> None:
 
 
 def test_an_endless_template_only_affects_its_client(child: Child) -> None:
-    asked = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
-    status, answer = child.ask(asked, "/v1/chat/completions")
+    body = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    status, answer = child.ask(body, "/v1/chat/completions")
     assert status == 400 and "chat template takes more than" in answer["error"]["message"]
-    assert child.ask({**asked, "messages": HELLO}, "/v1/chat/completions")[0] == 200
+    assert child.ask({**body, "messages": HELLO}, "/v1/chat/completions")[0] == 200
 
 
 def test_a_slow_template_delays_no_completion(child: Child) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(child.ask, chat, "/v1/chat/completions") for _ in range(4)]
+        chats = [pool.submit(child.ask, chat, "/v1/chat/completions") for _ in range(4)]
         time.sleep(0.1)
         begun = time.monotonic()
         assert child.ask({"model": "base", "prompt": "a", "max_tokens": 1})[0] == 200
-        assert time.monotonic() - begun < 0.5 and not asked[-1].done()
-        assert [each.result()[0] for each in asked] == [400] * 4
+        assert time.monotonic() - begun < 0.5 and not chats[-1].done()
+        assert [each.result()[0] for each in chats] == [400] * 4
 
 
 def test_requests_of_disconnected_clients_are_not_parsed(child: Child) -> None:
@@ -648,7 +648,7 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
         assert (first["model"], first["messages"], first["correction"]) == ("tuned", HELLO, "Hello!")
         assert first["answer"] == chat.choices[0].message.content and first["adapter"] != second["adapter"]
         assert (second["prompt"], second["rating"], second["settings"]["seed"]) == ("a cat", "bad", 3)
-        for fields, status, told in (
+        for fields, status, output in (
             ({"id": chat.id, "rating": "good"}, 409, "was already given"),
             ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no completion 'chatcmpl-1'"),
             ({"id": id, "rating": "fine"}, 400, "must be good or bad"),
@@ -661,8 +661,8 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
             ({"id": id, "index": -1, "rating": "good"}, 400, "an integer"),
             ({"id": id, "file": "/etc/passwd"}, 400, "unknown field"),
         ):
-            found = _judged(server, **fields)
-            assert found[0] == status and told in found[1], found
+            result = _judged(server, **fields)
+            assert result[0] == status and output in result[1], result
         assert len(path.read_text().splitlines()) == 2
         # Completions continue if the storage fails.
         path.unlink()
@@ -673,13 +673,13 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
         path.rmdir()
         assert _judged(server, id=id, rating="good") == (200, "")
         server.process.send_signal(signal.SIGTERM)
-        said = server.process.communicate()[0]
-        assert said.count("feedback cannot be stored") == 1
+        output = server.process.communicate()[0]
+        assert output.count("feedback cannot be stored") == 1
 
 
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
-    status, told = _judged(child, id="cmpl-1", rating="good")
-    assert status == 404 and "without --feedback FILE" in told
+    status, output = _judged(child, id="cmpl-1", rating="good")
+    assert status == 404 and "without --feedback FILE" in output
     with pytest.raises(openai.NotFoundError, match="--learn"):
         child.client().get("/adapters", cast_to=object)
     assert child.ask({}, "/v1/adapters/back")[0] == 404

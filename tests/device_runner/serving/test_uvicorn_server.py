@@ -42,8 +42,8 @@ def served(*clients: Client) -> list[bytes]:
     async def serve() -> list[bytes]:
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
         with listening.listening("127.0.0.1", 0) as listener, worker:
-            made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
-            server = listening.Server(made, worker)
+            application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
+            server = listening.Server(application, worker)
             serving = asyncio.create_task(server.serve([listener]))
             address = listener.getsockname()[:2]
             opened = []
@@ -51,10 +51,10 @@ def served(*clients: Client) -> list[bytes]:
                 reader, writer = await asyncio.open_connection(*address)
                 opened.append(asyncio.create_task(client(reader, writer)))
                 await asyncio.sleep(0.05)
-            found = await asyncio.wait_for(asyncio.gather(*opened), 20)
+            result = await asyncio.wait_for(asyncio.gather(*opened), 20)
             server.should_exit = True
             await serving
-            return found
+            return result
 
     return asyncio.run(serve())
 
@@ -79,8 +79,8 @@ def test_a_connection_without_a_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, begun: bytes, before: tuple[bytes, ...]
 ) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
-    (found,) = served(sends(*before, begun))
-    assert found == b"reset" or found.count(b"200 OK") == len(before)
+    (result,) = served(sends(*before, begun))
+    assert result == b"reset" or result.count(b"200 OK") == len(before)
 
 
 def test_a_head_that_arrives_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +92,16 @@ def test_a_head_that_arrives_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPa
 def test_an_unread_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
     head = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    (found,) = served(sends(head + b"Content-Length: 999\r\n\r\n", *[b"a"] * 6))
-    assert found == b"reset" or b" 404 " in found
+    (result,) = served(sends(head + b"Content-Length: 999\r\n\r\n", *[b"a"] * 6))
+    assert result == b"reset" or b" 404 " in result
 
 
 def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
-    *idle, asked = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-    assert b"200 OK" in asked and not any(b"200" in each for each in idle)
+    *idle, answered = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
+    assert b"200 OK" in answered and not any(b"200" in each for each in idle)
 
 
 def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +117,8 @@ def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def stall() -> None:
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
-        made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
-        server = listening.Server(made, worker)
+        application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
+        server = listening.Server(application, worker)
         connection: Any = server.config.http
         protocol = connection(server.config, server.server_state, {})
         protocol.connection_made(Transport())
@@ -136,8 +136,8 @@ def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     "garbage", [b"\x16\x03\x01\r\n\r\n", b"GET /health\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]
 )
 def test_invalid_http_gets_an_error_in_openais_form(garbage: bytes) -> None:
-    (found,) = served(sends(garbage))
-    head, _, body = found.partition(b"\r\n\r\n")
+    (result,) = served(sends(garbage))
+    head, _, body = result.partition(b"\r\n\r\n")
     assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is not an HTTP request"
 
 
@@ -148,8 +148,8 @@ def test_garbage_in_a_body_closes_the_connection(
 ) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
-    (found,) = served(sends(head, b"zz\r\n") if is_late else sends(head + b"zz\r\n"))
-    assert found == b"reset" or b" 400 " in found or b" 404 " in found
+    (result,) = served(sends(head, b"zz\r\n") if is_late else sends(head + b"zz\r\n"))
+    assert result == b"reset" or b" 400 " in result or b" 404 " in result
     assert not caplog.records
 
 

@@ -47,66 +47,66 @@ def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
 
 
 def test_text_and_the_ticket_arrive_in_order() -> None:
-    told: Queue[GenerationEvent] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4) as worker:
         for tokens in ((1, 5), (1, 9)):
-            worker.submit([(request(*tokens), told.put)])
-            text, ticket = ended(told)
+            worker.submit([(request(*tokens), output.put)])
+            text, ticket = ended(output)
             assert ticket.wait(0).text == text
             (alone,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request(*tokens)])
             assert alone.text == text
 
 
 def test_all_completions_of_a_request_are_accepted_or_none() -> None:
-    told: Queue[GenerationEvent] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
-        tickets = worker.submit([(request(most=3000), told.put)] * 2)
+        tickets = worker.submit([(request(most=3000), output.put)] * 2)
         with pytest.raises(BusyError, match="3"):
-            worker.submit([(request(), told.put)] * 2)
+            worker.submit([(request(), output.put)] * 2)
         with raises(DataError, "prompt-empty"):
-            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+            worker.submit([(Request(Prompt(()), make_adapter()), output.put)])
         worker.cancel(tickets)
-        assert {ended(told)[1].wait(0).reason for _ in tickets} == {"cancelled"}
-        worker.submit([(request(), told.put)] * 3)
-        assert {ended(told)[1].wait(0).reason for _ in range(3)} == {"length"}
+        assert {ended(output)[1].wait(0).reason for _ in tickets} == {"cancelled"}
+        worker.submit([(request(), output.put)] * 3)
+        assert {ended(output)[1].wait(0).reason for _ in range(3)} == {"length"}
     assert not worker.alive
     with pytest.raises(BusyError):
-        worker.submit([(request(), told.put)])
+        worker.submit([(request(), output.put)])
 
 
 def test_at_its_end_all_tickets_end() -> None:
-    told: Queue[GenerationEvent] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
-        worker.submit([(request(most=3000), told.put)])
+        worker.submit([(request(most=3000), output.put)])
     with raises(EngineError, "server-ends"):
-        ended(told)[1].wait(0)
+        ended(output)[1].wait(0)
 
 
 def test_an_unexpected_error_ends_it_and_is_raised() -> None:
-    told: Queue[GenerationEvent] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
-        worker.submit([(request(), told.put)])
+        worker.submit([(request(), output.put)])
         with raises(EngineError, "server-ends"):
-            ended(told)[1].wait(0)
+            ended(output)[1].wait(0)
         assert not worker.alive
 
 
 def test_it_reports_when_it_becomes_busy_and_idle() -> None:
     seen: list[bool] = []
-    told: Queue[GenerationEvent] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
-        first = worker.submit([(request(most=3000), told.put)])
-        second = worker.submit([(request(most=3000), told.put)])
+        first = worker.submit([(request(most=3000), output.put)])
+        second = worker.submit([(request(most=3000), output.put)])
         worker.cancel(first)
-        assert ended(told)[1] in first and seen == [True]
+        assert ended(output)[1] in first and seen == [True]
         worker.cancel(second)
-        assert ended(told)[1] in second and seen == [True, False]
+        assert ended(output)[1] in second and seen == [True, False]
         with raises(DataError, "prompt-empty"):
-            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+            worker.submit([(Request(Prompt(()), make_adapter()), output.put)])
         assert seen == [True, False]
-        worker.submit([(request(), told.put)])
-        ended(told)
+        worker.submit([(request(), output.put)])
+        ended(output)
         assert seen == [True, False] * 2
 
 
@@ -117,8 +117,8 @@ def test_learning_is_paused_from_a_request_to_its_completion() -> None:
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4, learning.pause) as worker:
         client = TestClient(make_app(models, worker, Access(), learning=learning), "http://localhost")
         for prompt, status in (("a", 200), ("word " * 1000, 400), ("b", 200)):
-            asked = {"model": "base", "prompt": prompt, "max_tokens": 3}
-            assert client.post("/v1/completions", json=asked).status_code == status
+            parsed = {"model": "base", "prompt": prompt, "max_tokens": 3}
+            assert client.post("/v1/completions", json=parsed).status_code == status
     waits = list(accumulate(seen))
     # Paused twice until the worker has the request, and then once.
     assert waits == [1, 2, 1, 0, 1, 0, 1, 2, 1, 0]

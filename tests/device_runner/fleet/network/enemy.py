@@ -84,11 +84,11 @@ class HostileDevice:
 
     def pull(self) -> PulledTask | None:
         """Return the next task, or None."""
-        said = self.client.PullMessages(PullMessagesRequest(node=self.node))
-        if not said.messages_list:
+        reply = self.client.PullMessages(PullMessagesRequest(node=self.node))
+        if not reply.messages_list:
             return None
-        metadata = message_from_proto(said.messages_list[0]).metadata
-        (tree,) = said.message_object_trees
+        metadata = message_from_proto(reply.messages_list[0]).metadata
+        (tree,) = reply.message_object_trees
         contents = {
             each.object_id: self.client.PullObject(
                 PullObjectRequest(node=self.node, run_id=metadata.run_id, object_id=each.object_id)

@@ -56,11 +56,11 @@ class Scene:
 
     def goes_on(self) -> None:
         """Assert that the round ends with the honest device's answer."""
-        asked = _task(self.honest)
+        task = _task(self.honest)
         before = self.rounds.round
-        self.honest.push(self.honest.reply(asked, asked.content))
+        self.honest.push(self.honest.reply(task, task.content))
         _wait(lambda: self.rounds.round > before)
-        assert self.rounds.received[-1][self.honest.node.node_id] == asked.content
+        assert self.rounds.received[-1][self.honest.node.node_id] == task.content
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def _task(device: HostileDevice) -> PulledTask:
     deadline = time.monotonic() + 20
-    while (asked := device.pull()) is None:
+    while (task := device.pull()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return asked
+    return task
 
 
 _RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
@@ -191,10 +191,10 @@ def test_invalid_replies_are_ignored(scene: Scene, name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> None:
-    asked = scene.task()
+    task = scene.task()
     with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
-        REFUSED[name](scene, asked)
-    scene.enemy.push(scene.enemy.reply(asked, b"x"))
+        REFUSED[name](scene, task)
+    scene.enemy.push(scene.enemy.reply(task, b"x"))
     scene.goes_on()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
@@ -204,20 +204,20 @@ def test_messages_that_flower_fails_on_only_affect_their_sender(
 ) -> None:
     """NaN times, if they were not refused."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
-    asked = scene.task()
-    scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
+    task = scene.task()
+    scene.enemy.push(scene.enemy.reply(task, b"x", created_at=float("nan")))
     scene.goes_on()
     assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
 def test_an_answer_counts_once(scene: Scene) -> None:
-    asked = scene.task()
+    task = scene.task()
     for content in (b"first", b"second"):
         with contextlib.suppress(httpx.HTTPStatusError):
-            scene.enemy.push(scene.enemy.reply(asked, content))
+            scene.enemy.push(scene.enemy.reply(task, content))
     for _ in range(20):
         with contextlib.suppress(httpx.HTTPStatusError):
-            scene.enemy.push(scene.enemy.reply(asked, os.urandom(8)))
+            scene.enemy.push(scene.enemy.reply(task, os.urandom(8)))
     scene.goes_on()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
 
@@ -266,9 +266,12 @@ class TestAStranger:
     def test_gets_one_last_response(self, scene: Scene) -> None:
         """Pipelined requests, garbage after the last response, and an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
+        for content in (
+            request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000,
+            request + b"!\r\n",
+        ):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
-                connection.sendall(said)
+                connection.sendall(content)
                 while connection.recv(1 << 16):
                     continue
         log = scene.keys.parent / "server" / "flower" / "superlink.log"

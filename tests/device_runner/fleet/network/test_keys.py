@@ -18,14 +18,14 @@ from device_runner.fleet.network.keys import DeviceKeys, KeysError, ServerKeys, 
 
 def names_of(keys: Path) -> list[str]:
     certificate = x509.load_pem_x509_certificate((keys / "server" / "server.pem").read_bytes())
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return sorted(str(name.value) for name in found)
+    result = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return sorted(str(name.value) for name in result)
 
 
 def test_each_side_gets_a_folder_that_only_its_owner_can_read(tmp_path: Path) -> None:
-    made = make_keys(tmp_path / "keys", ["server.lan", "192.168.1.5"], ["one", "two"])
-    assert made.devices == ("one", "two")
-    assert made.until is not None
+    created = make_keys(tmp_path / "keys", ["server.lan", "192.168.1.5"], ["one", "two"])
+    assert created.devices == ("one", "two")
+    assert created.until is not None
     files = {str(path.relative_to(tmp_path / "keys")) for path in (tmp_path / "keys").rglob("*.*")}
     own = {f"devices/{name}/{file}" for name in ("one", "two") for file in ("ca.pem", "device.key")}
     server = {"ca.pem", "server.pem", "server.key", "devices/one.pub", "devices/two.pub"}
@@ -69,8 +69,8 @@ def test_devices_and_hosts_can_be_added(tmp_path: Path) -> None:
     kept = ["authority.key", "server/ca.pem", "devices/one/device.key", "server/devices/one.pub"]
     before = [(keys / name).read_bytes() for name in kept]
     certificate = (keys / "server" / "server.pem").read_bytes()
-    made = make_keys(keys, [], ["one", "two"])
-    assert (made.devices, made.until) == (("two",), None)
+    created = make_keys(keys, [], ["one", "two"])
+    assert (created.devices, created.until) == (("two",), None)
     assert (keys / "server" / "server.pem").read_bytes() == certificate
     assert make_keys(keys, ["new.lan"], []).until is not None
     assert "new.lan" in names_of(keys)

@@ -75,8 +75,8 @@ def test_it_reveals_at_most_what_normals_of_a_smaller_variance_reveal(shift: int
     counted = math.sqrt(1 - 16 / 4.0**bits)
     for delta in (1e-3, 1e-5, 1e-9):
         epsilon = epsilon_of([(counted * 2**bits / shift, 1)], delta)
-        told = np.maximum(masses[shift:] - np.exp(epsilon) * masses[:-shift], 0).sum()
-        assert told + masses[:shift].sum() <= delta * (1 + 1e-6)
+        excess = np.maximum(masses[shift:] - np.exp(epsilon) * masses[:-shift], 0).sum()
+        assert excess + masses[:shift].sum() <= delta * (1 + 1e-6)
 
 
 def test_samples_differ_and_have_the_nominal_deviation() -> None:

@@ -134,19 +134,20 @@ def _report(plan: Plan, measurement: Measurement, draw: Any = system_noise) -> M
 
 def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
     measured = _measured()
-    told = _report(Plan(share_directions=True, queries=3), measured)
-    assert told.projected_gradients.shape == (3, 1) and told.loss == 0.7
+    report = _report(Plan(share_directions=True, queries=3), measured)
+    assert report.projected_gradients.shape == (3, 1) and report.loss == 0.7
     estimator = _Measured(measured)
     one, all_ = (
-        estimator.gradient({"scalars": each.projected_gradients}, 1, 2, MODULES) for each in (told, measured)
+        estimator.gradient({"scalars": each.projected_gradients}, 1, 2, MODULES)
+        for each in (report, measured)
     )
     np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)
 
 
 def test_the_report_is_what_a_message_carries() -> None:
-    told = _report(Plan(), _measured(4))
-    assert np.array_equal(told.projected_gradients, told.projected_gradients.astype(np.float32))
-    assert told.projected_gradients.shape == (4, 4)
+    report = _report(Plan(), _measured(4))
+    assert np.array_equal(report.projected_gradients, report.projected_gradients.astype(np.float32))
+    assert report.projected_gradients.shape == (4, 4)
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
@@ -155,12 +156,12 @@ def test_noise_has_the_plans_deviation_and_hides_the_loss(estimator: Any) -> Non
     measured = _measured()
     if estimator == "exact":
         measured = Measurement(0.7, np.zeros(0), None, 0.1, gradient=np.zeros(12, np.float32))
-    told = _report(plan, measured, lambda count: np.full(count, 2**20))
+    report = _report(plan, measured, lambda count: np.full(count, 2**20))
     silent = _report(plan, measured, lambda count: np.zeros(count, np.int64))
-    added = (told.derivatives - silent.derivatives).ravel()
+    added = (report.derivatives - silent.derivatives).ravel()
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     np.testing.assert_allclose(added, 0.5 * norm / 4, rtol=1e-5)
-    assert told.loss == 0.0 and told.largest_tangent is None
+    assert report.loss == 0.0 and report.largest_tangent is None
 
 
 def test_each_example_of_a_noisy_exact_step_is_measured_separately() -> None:
@@ -170,9 +171,9 @@ def test_each_example_of_a_noisy_exact_step_is_measured_separately() -> None:
     gradient = np.full(12, 0.1, np.float32)
     inner = _Measured(Measurement(0.7, np.zeros(0), None, 0.1, gradient=gradient))
     plan = Plan(estimator="exact", clip=2.0, noise=0.5)
-    told = ReportingEstimator(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
+    report = ReportingEstimator(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
     assert [each.examples for each in inner.steps] == [[example] for example in step.examples]
-    np.testing.assert_allclose(told.derivatives, gradient, rtol=1e-4)
+    np.testing.assert_allclose(report.derivatives, gradient, rtol=1e-4)
     tangents = _Measured(_measured())
     plan = Plan(share_directions=True, queries=3, clip=2.0, noise=0.5)
     ReportingEstimator(tangents, plan).measure(nothing, step)
@@ -189,5 +190,5 @@ def test_with_noise_a_result_is_finite_for_any_row(estimator: Any, value: float)
         measured = Measurement(value, np.zeros(0), None, 0.1, gradient=gradient)
     else:
         measured.projected_gradients[1, 2] = value
-    told = _report(plan, measured)
-    assert np.isfinite(told.derivatives).all() and told.loss == 0.0
+    report = _report(plan, measured)
+    assert np.isfinite(report.derivatives).all() and report.loss == 0.0

@@ -96,8 +96,8 @@ def check_axe(page: Any) -> None:
     """Check accessibility of the present page with axe."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(page).response["violations"]
-    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+    result = Axe().run(page).response["violations"]
+    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in result]
     assert problems == []
 
 

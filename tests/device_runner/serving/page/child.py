@@ -53,7 +53,7 @@ ABOUT = {
 
 
 class ScriptedWorker:
-    """Stands in for a worker."""
+    """Stands in for a worker: answers follow from the prompt."""
 
     alive = True
     context = 1 << 20
@@ -62,7 +62,7 @@ class ScriptedWorker:
         self._tokenizer = tokenizer
 
     def submit(self, requests: Sequence[tuple[Request, EventHandler]]) -> list[Ticket]:
-        tickets = [Ticket(request, [], tell, tell) for request, tell in requests]
+        tickets = [Ticket(request, [], handler, handler) for request, handler in requests]
         for ticket in tickets:
             Thread(target=self._write, args=(ticket,), daemon=True).start()
         return tickets
@@ -72,19 +72,19 @@ class ScriptedWorker:
             ticket.cancelled = True
 
     def _write(self, ticket: Ticket) -> None:
-        asked = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
-        users = re.findall(r"user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
-        text = (users or [asked])[-1].strip()
+        prompt = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
+        users = re.findall(r"user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+        text = (users or [prompt])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
-        said, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
+        words, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
         for piece in _pieces(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
             if ticket.cancelled:
                 break
-            said.append(piece)
+            words.append(piece)
             ticket.send_text(piece)
         reason = "cancelled" if ticket.cancelled else "stop"
         ticket.answer = Completion(
-            "".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1
+            "".join(words), tuple(range(len(words))), reason, 1, 1, 0, 0.1, len(words), 0.1
         )
         ticket.end()
 

@@ -53,8 +53,8 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first")
     write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
     (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()
-    found = {each["run"]: each["status"] for each in listed(tmp_path)}
-    assert found == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
+    result = {each["run"]: each["status"] for each in listed(tmp_path)}
+    assert result == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
     assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
     with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         Runs(tmp_path / "none")
@@ -100,8 +100,8 @@ def test_a_folder_of_thousands_is_searched_in_part(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runs, "MOST_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / str(number))
-    found = asyncio.run(Runs(tmp_path).listed())
-    assert len(found["data"]) == 3 and found["cut"]
+    result = asyncio.run(Runs(tmp_path).listed())
+    assert len(result["data"]) == 3 and result["cut"]
     monkeypatch.setattr(runs, "MOST_ENTRIES", 2)
     assert asyncio.run(Runs(tmp_path).listed())["cut"]
 
@@ -158,13 +158,13 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     run, looks, longest = followed(folder), 0, 0.0
     while True:
         begun = time.monotonic()
-        found, looks = snapshot(run), looks + 1
+        result, looks = snapshot(run), looks + 1
         longest = max(longest, time.monotonic() - begun)
         if not run.has_more:
             break
-    assert found["steps"] == 399_999 and 20 < looks < 40 and longest < 3
+    assert result["steps"] == 399_999 and 20 < looks < 40 and longest < 3
     assert sum(each["event"] == "step" for each in run.look().metrics) <= following.MOST_RECORDS + 1
-    assert sum(len(each["svg"]) for each in found["pictures"]) < 200_000
+    assert sum(len(each["svg"]) for each in result["pictures"]) < 200_000
 
 
 def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +174,9 @@ def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.Mon
         stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
     run = followed(folder)
     for _ in range(10):
-        found = snapshot(run)
-    assert found["steps"] == 7
-    assert found["problems"] == ["metrics.jsonl: 6 malformed lines"]
+        result = snapshot(run)
+    assert result["steps"] == 7
+    assert result["problems"] == ["metrics.jsonl: 6 malformed lines"]
     (german,) = run.snapshot("de", translator("de"))["problems"]
     assert german == "metrics.jsonl: 6 fehlerhafte Zeilen"
 
@@ -190,9 +190,9 @@ def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
     (folder / "run.json").write_text(json.dumps(summary))
-    found = snapshot(followed(folder))
-    json.dumps(found, allow_nan=False)
-    assert found["planned"] is None and found["left"] is None and found["memory"] is None
+    result = snapshot(followed(folder))
+    json.dumps(result, allow_nan=False)
+    assert result["planned"] is None and result["left"] is None and result["memory"] is None
 
 
 def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     assert process_state(tmp_path / "run") == (True, holding.pid)
-    found = snapshot(followed(tmp_path / "run"))
-    assert found["status"] == "running" and found["can_stop"] and found["memory"] > 5e6
+    result = snapshot(followed(tmp_path / "run"))
+    assert result["status"] == "running" and result["can_stop"] and result["memory"] > 5e6
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
     assert holding.stdout is not None and holding.stdout.readline() == "asked\n"

@@ -217,12 +217,12 @@ def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: V
 @pytest.mark.whole
 def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
     page = visit(server.url)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
     answer = ask(page, "hostile")
     expect(answer.locator(".text")).to_have_text(HOSTILE)
     assert answer.locator(".text").evaluate("at => at.children.length") == 0
-    assert page.title() == "Chat – prge" and "evil.example" not in "".join(asked)
+    assert page.title() == "Chat – prge" and "evil.example" not in "".join(urls)
     page.get_by_role("textbox", name="Message").fill(HOSTILE)
     page.keyboard.press("Enter")
     expect(page.locator(".asked .text").last).to_have_text(HOSTILE)
@@ -320,18 +320,18 @@ def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None
 def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
     with served(key="secret") as server:
         page = visit(server.url, expected=("401",))
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        urls: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
         field = page.get_by_label("API key")
-        for given, told in (("wrong", "This key is wrong."), ("secret", "")):
+        for given, output in (("wrong", "This key is wrong."), ("secret", "")):
             field.fill(given)
             page.get_by_role("button", name="Open").click()
-            if told:
-                expect(page.get_by_role("alert").filter(has_text=told)).to_be_visible()
+            if output:
+                expect(page.get_by_role("alert").filter(has_text=output)).to_be_visible()
         expect(ask(page, "Hello")).to_contain_text("You said: Hello")
         page.reload()
         expect(ask(page, "Again")).to_contain_text("You said: Again")
-        assert "secret" not in "".join(asked) + page.url
+        assert "secret" not in "".join(urls) + page.url
         assert page.evaluate("document.cookie + JSON.stringify(localStorage)").count("secret") == 0
         other = page.context.new_page()
         other.goto(server.url)
