@@ -114,7 +114,7 @@ def answer(folder: Path, content: bytes) -> bytes:
 
 
 class _Round:
-    """One round on a device."""
+    """One round on a device: checks the task, replays missed steps, trains, and stores the result."""
 
     def __init__(self, folder: Path, task: RoundTask) -> None:
         if not (folder / DEVICE).is_file():

@@ -66,7 +66,7 @@ def is_local(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must have to be answered."""
+    """The requirements that a request must meet to be answered."""
 
     keys: tuple[str, ...] = ()
     """One of them must be sent as `Authorization: Bearer KEY`; if empty, no key is needed."""

@@ -29,8 +29,15 @@ class ChangedError(Exception):
 
 
 class IndexEntry(NamedTuple):
-    """Index entry of a feedback row: its key, a hash of its question, whether it can be trained on, and the
-    offset and length of its line in bytes."""
+    """The index entry of a feedback row.
+
+    Attributes:
+        key: of the row.
+        question: hash of the row's question.
+        is_learnable: whether the row can be trained on.
+        start: offset of the row's line in bytes.
+        length: of the line in bytes.
+    """
 
     key: str
     question: int

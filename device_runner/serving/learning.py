@@ -163,7 +163,7 @@ class OnlineLearner:
         """
         if time.monotonic() < self._retry_at:
             return False
-        # Sensors may take a moment to read.
+        # Reading sensors may take a moment.
         must_wait = bool(self._gates.closed(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
@@ -282,7 +282,7 @@ class OnlineLearner:
         self._log(version.format_line())
 
     def _read_on(self) -> bool:
-        """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
+        """Read feedback for a moment, and begin a round if there is enough; True if there is more to read."""
         if self._index.read_on():
             return True
         history, every = self._history, self._flags.learn_every

@@ -114,7 +114,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
             why = getattr(error, "strerror", None) or error
             remedy = f"give a file, or set {KEY}"
             raise ConfigError(
-                "there is no API key:",
+                "There is no usable API key:",
                 [f"{path} cannot be read: {why}"],
                 remedy=remedy,
                 code="file-unreadable",
@@ -123,6 +123,6 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     if not keys or not all(re.fullmatch("[!-~]+", each) for each in keys):
         problem = "has spaces or characters that are not printable ASCII" if keys else "is empty"
         raise ConfigError(
-            "there is no API key:", [f"{where} {problem}"], remedy=remedy, code="api-key-unusable"
+            "There is no usable API key:", [f"{where} {problem}"], remedy=remedy, code="api-key-unusable"
         )
     return keys

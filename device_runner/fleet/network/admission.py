@@ -31,7 +31,7 @@ MOST_STRANGERS = 64
 MOST_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
 SECONDS_TO_ASK = 60.0
-_SLOWEST = 20_000  # bytes a second
+_SLOWEST = 20_000  # bytes per second
 Client = tuple[str, int]
 
 
@@ -162,6 +162,6 @@ class Admission:
                 return await self._app(scope, receive, send)
             finally:
                 self._reading[key] -= int(length)
-                self._reading += Counter()  # forgets who has none
+                self._reading += Counter()  # removes zero entries
         refused.headers["connection"] = "close"
         await refused(scope, receive, send)

@@ -63,7 +63,7 @@ def join(
                 continue
             try:
                 log(_answer(client, offer, answer))
-            except Exception as error:  # whatever the server did meanwhile, it asks again
+            except Exception as error:  # a task that is lost for any reason is sent again by the server
                 log(f"A task or its reply was lost: {error}")
 
 
@@ -92,7 +92,7 @@ def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[Fle
             if keys is None:
                 client.register()
             elif path.is_file():
-                _leave(client, int(path.read_bytes()))  # one that was killed said no goodbye
+                _leave(client, int(path.read_bytes()))  # a killed device could not leave
             node = client.activate()
             write_file(path, str(node).encode())
             try:
@@ -125,7 +125,7 @@ def _retry(call: Callable[[], T]) -> T:
         except httpx.HTTPError as error:
             if "certificate" in str(error).lower():
                 raise
-        time.sleep(random.uniform(0, seconds))  # devices of a fleet don't come back all at once
+        time.sleep(random.uniform(0, seconds))  # spreads the reconnections of a fleet's devices
         seconds = min(2 * seconds, _MOST_SECONDS_TO_RETRY)
 
 
@@ -152,7 +152,7 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
         raise PrgeError(f"{server} is not HOST:PORT.", code="server-address-malformed")
     try:
         context = None if keys is None else ssl.create_default_context(cafile=str(keys.authority))
-    except OSError as error:  # ssl's errors among them
+    except OSError as error:  # includes ssl errors
         raise PrgeError(
             f"{keys and keys.authority} is not a certificate: {error}",
             remedy="give ca.pem of the server's keys; see `prge fleet keys`",

@@ -301,7 +301,7 @@ class FleetState:
         self._run = 0
 
     def register(self, keys: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
-        """Let in the devices with these keys, by name, and no others."""
+        """Admit the devices with these keys, by name, and no others."""
         wanted = {public_key_to_bytes(key): name for name, key in keys.items()}
         for node in self._state.get_node_info():
             if wanted.pop(node.public_key, None) is None:
@@ -314,7 +314,7 @@ class FleetState:
         return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
 
     def nodes(self) -> list[int]:
-        """Devices that are there."""
+        """Return the nodes of available devices."""
         return list(self._state.get_nodes(self._run))
 
     def delete_runs(self) -> None:

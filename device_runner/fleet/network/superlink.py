@@ -104,7 +104,7 @@ def _serving(
         uvicorn.Config(
             app,
             http=make_connection_class(most_bytes),
-            loop="asyncio",  # whose listeners are sockets of Python's
+            loop="asyncio",  # it accepts connections through Python's socket class, which Listener extends
             h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             ws="none",
             lifespan="off",

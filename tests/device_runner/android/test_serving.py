@@ -297,7 +297,7 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--when", "charging"), "--when belongs to --learn"),
+        (("--when", "charging"), "--when needs --learn"),
         (("--learn", "--when", "full"), "--when has 'full', must be charging"),
         (("--port", "0"), "--port is 0"),
         (("--port", "70000"), "--port is 70000, must be at most 65535"),

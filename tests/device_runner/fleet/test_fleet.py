@@ -252,7 +252,7 @@ def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
 
     _, reports = fleet.run(fleet.settings(rounds=3), network)
     assert [report.silent for report in reports] == [[NODES[2]], [], []]
-    assert "late: an answer of round 1" in reports[1].refused[NODES[2]]
+    assert "late: a result of round 1" in reports[1].refused[NODES[2]]
 
 
 def test_a_server_without_answers_stops_and_can_be_resumed(fleet: Fleet) -> None:
@@ -275,7 +275,7 @@ def test_a_device_that_lost_its_folder_or_has_an_older_state_catches_up(fleet: F
         assert "is at step 0" in play(server, fleet.direct).refused[NODE]
         assert NODE in play(server, fleet.direct).answered
         shutil.rmtree(fleet.folder / str(NODE) / FLEETS)
-        assert "doesn't know" in play(server, fleet.direct).refused[NODE]
+        assert "does not know" in play(server, fleet.direct).refused[NODE]
         assert NODE in play(server, fleet.direct).answered
 
 
@@ -447,7 +447,7 @@ class TestWithNoise:
         fleet.run(fleet.settings(rounds=1, out=tmp_path / "open"))
         fleet.join(NODE, "most_privacy_epsilon: 5\n")
         _, (report,) = fleet.run(fleet.settings(rounds=1, out=tmp_path / "noisy", name="noisy", **NOISE))
-        assert "epsilon would be inf after this round, for earlier rounds had" in report.refused[NODE]
+        assert "epsilon would be inf after this round, because earlier rounds had" in report.refused[NODE]
         assert report.answered == list(NODES[1:]) and report.privacy_epsilon < 20
 
 

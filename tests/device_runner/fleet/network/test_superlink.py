@@ -73,7 +73,7 @@ def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
     (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
     with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
         with device(tmp_path / "stranger", link.address, stranger) as child:
-            _wait(lambda: "doesn't let this device in, it answers 412" in child.console)
+            _wait(lambda: "does not admit this device: it returned status 412" in child.console)
         assert list(link.names().values()) == ["one"]
 
 

@@ -126,7 +126,7 @@ class ScriptedLearning:
 
     def take_back(self, version: int) -> int:
         if not self.current:
-            raise RequestError(409, "the adapter of the start is served: there is none to take back")
+            raise RequestError(409, "the initial adapter is served: there is no adapter to take back")
         self.current -= 1
         return self.current
 

@@ -135,7 +135,7 @@ def test_a_foreign_page_stops_no_run_and_reads_nothing(
         # The run was not asked to stop.
         own = visit(f"{server.url}/training", expected=("429",))
         own.get_by_role("button", name="Stop after this step").click()
-        own.get_by_text("The run ends after its step.").wait_for()
+        own.get_by_text("The run stops after this step.").wait_for()
         assert process.wait(10) == 0
 
 

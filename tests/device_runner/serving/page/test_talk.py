@@ -160,7 +160,7 @@ def test_a_server_without_feedback_says_so(visit: Visit) -> None:
         page.keyboard.press("Enter")
         expect(page.locator(".answer")).to_contain_text("You said: Once upon")
         expect(page.get_by_role("button", name="Good answer")).to_have_count(0)
-        expect(page.locator("aside")).to_contain_text("aren't kept")
+        expect(page.locator("aside")).to_contain_text("are not stored")
         expect(page.locator("main")).to_contain_text("no chat template")
 
 
@@ -278,7 +278,7 @@ def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
         expect(slow).to_contain_text("word")
         port = first.port
     expect(slow).to_contain_text("No answer: The server is not reachable.")
-    expect(page.locator(".banner")).to_contain_text("tries again")
+    expect(page.locator(".banner")).to_contain_text("retries until")
     expect(ask(page, "Are you there?")).to_contain_text("No answer")
     with served(port=port):
         expect(page.locator(".banner")).to_contain_text("The server is back.")
