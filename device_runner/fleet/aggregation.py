@@ -29,11 +29,11 @@ def count_values(plan: Plan, size: int) -> int:
     return plan.local_steps * int(np.prod(plan.shape)) if plan.sends_projected_gradients else size
 
 
-def check_result(answer: RoundResult, agreement: Agreement, size: int) -> None:
+def check_result(result: RoundResult, agreement: Agreement, size: int) -> None:
     """Check that a result belongs to an agreement and has finite values of the right shape.
 
     Args:
-        answer: from a device.
+        result: from a device.
         agreement: of the fleet.
         size: of the adapter.
 
@@ -41,12 +41,12 @@ def check_result(answer: RoundResult, agreement: Agreement, size: int) -> None:
         TaskRefusedError: the result does not.
     """
     plan = agreement.plan
-    if answer.sha256 != agreement.sha256:
+    if result.sha256 != agreement.sha256:
         raise TaskRefusedError(
             "has another agreement: another bundle, task or plan", code="answer-of-other-agreement"
         )
     shape, expected = (
-        (len(answer.values), len(answer.losses)),
+        (len(result.values), len(result.losses)),
         (count_values(plan, size), plan.local_steps),
     )
     if shape != expected:
@@ -54,13 +54,13 @@ def check_result(answer: RoundResult, agreement: Agreement, size: int) -> None:
             f"has {shape[0]} values of {shape[1]} steps, must have {expected[0]} of {expected[1]}",
             code="answer-of-other-shape",
         )
-    if answer.examples != plan.examples * plan.local_steps:
+    if result.examples != plan.examples * plan.local_steps:
         raise TaskRefusedError(
-            f"claims that it took {answer.examples} examples", code="answer-of-other-examples"
+            f"claims that it took {result.examples} examples", code="answer-of-other-examples"
         )
     for name, values, most in (
-        ("value", answer.values, LARGEST_VALUE),
-        ("loss", answer.losses, LARGEST_LOSS),
+        ("value", result.values, LARGEST_VALUE),
+        ("loss", result.losses, LARGEST_LOSS),
     ):
         if not np.isfinite(values).all():
             raise TaskRefusedError(f"has a {name} that is not finite", code="answer-not-finite")
@@ -69,42 +69,42 @@ def check_result(answer: RoundResult, agreement: Agreement, size: int) -> None:
                 f"has a {name} of {np.abs(values).max():.3g}, the limit is {most:g}",
                 code="answer-out-of-bounds",
             )
-    if not 0 <= answer.privacy_epsilon <= (plan.most_privacy_epsilon or np.inf):
+    if not 0 <= result.privacy_epsilon <= (plan.most_privacy_epsilon or np.inf):
         raise TaskRefusedError(
-            f"claims that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}",
+            f"claims that it has spent a privacy_epsilon of {result.privacy_epsilon:g}",
             code="answer-epsilon-out-of-bounds",
         )
 
 
 def shorten_outliers(
-    answers: Mapping[int, RoundResult], plan: Plan
+    results: Mapping[int, RoundResult], plan: Plan
 ) -> tuple[dict[int, RoundResult], list[int]]:
     """Scale down results that are much longer than the median.
 
     Needs at least three results: of two, neither can be called too long.
 
     Args:
-        answers: results by device.
+        results: by device.
         plan: of the fleet.
 
     Returns:
         The results, and the devices whose results were scaled down.
     """
     norms = {
-        node: float(np.linalg.norm(answer.values.astype(np.float64))) for node, answer in answers.items()
+        node: float(np.linalg.norm(result.values.astype(np.float64))) for node, result in results.items()
     }
     limit = plan.outlier * float(np.median(list(norms.values())))
-    if len(answers) < 3 or not limit:
-        return dict(answers), []
+    if len(results) < 3 or not limit:
+        return dict(results), []
     outliers = [node for node, norm in norms.items() if norm > limit]
-    scaled = dict(answers)
+    scaled = dict(results)
     for node in outliers:
-        scaled[node] = replace(answers[node], values=answers[node].values * np.float32(limit / norms[node]))
+        scaled[node] = replace(results[node], values=results[node].values * np.float32(limit / norms[node]))
     return scaled, outliers
 
 
 def find_opposed_results(
-    answers: Mapping[int, RoundResult], plan: Plan, previous_trust: Mapping[int, float]
+    results: Mapping[int, RoundResult], plan: Plan, previous_trust: Mapping[int, float]
 ) -> tuple[list[int], dict[int, float]]:
     """Find devices whose results oppose the others', fewer than a third of all.
 
@@ -113,16 +113,16 @@ def find_opposed_results(
     device with unusual rows is roughly orthogonal to the others, and seldom opposes them.
 
     Args:
-        answers: results of a round, by device.
+        results: of a round, by device.
         plan: of the fleet.
-        before: trust of the devices before this round.
+        previous_trust: trust of the devices before this round.
 
     Returns:
         The devices that oppose the others, and the trust (running agreement score) of each device.
     """
-    if plan.combine == "mean" or len(answers) < 4:
+    if plan.combine == "mean" or len(results) < 4:
         return [], {}
-    directions = np.array([answer.values for answer in answers.values()])
+    directions = np.array([result.values for result in results.values()])
     directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     # Median cosine of each device with the others.
     cosines = [float(np.median(np.delete(row, own))) for own, row in enumerate(directions @ directions.T)]
@@ -130,9 +130,9 @@ def find_opposed_results(
     chances = (np.array(cosines) + aside) * np.sqrt(directions.shape[1])
     trust = {
         node: _TRUST_DECAY * previous_trust.get(node, 0.0) + float(chance)
-        for node, chance in zip(answers, chances.clip(-_LARGEST_CHANGE, _LARGEST_CHANGE), strict=True)
+        for node, chance in zip(results, chances.clip(-_LARGEST_CHANGE, _LARGEST_CHANGE), strict=True)
     }
-    worst = sorted(trust, key=lambda node: trust[node])[: (len(answers) - 1) // 3]
+    worst = sorted(trust, key=lambda node: trust[node])[: (len(results) - 1) // 3]
     return [node for node in worst if trust[node] < _LEAST_TRUST], trust
 
 

@@ -289,33 +289,33 @@ class Coordinator:
         self._task_sizes = {node: len(task) for node, task in tasks.items()}
         return tasks
 
-    def receive(self, answers: Mapping[int, bytes]) -> RoundReport:
+    def receive(self, messages: Mapping[int, bytes]) -> RoundReport:
         """End a round with the messages that arrived; messages without a valid result are refused by name.
 
         A round that would make the global adapter diverge is discarded: devices continue from where they
             were.
 
         Args:
-            answers: messages by device.
+            messages: by device.
 
         Raises:
             RunError: too few devices answered several rounds in a row; or the disk is full.
         """
-        good, refused = self._check_messages(answers)
-        silent = sorted(set(self._task_sizes) - set(answers))
-        up, down = sum(map(len, answers.values())), sum(self._task_sizes.values())
+        results, refused = self._check_messages(messages)
+        silent = sorted(set(self._task_sizes) - set(messages))
+        up, down = sum(map(len, messages.values())), sum(self._task_sizes.values())
         report = RoundReport(self.round, self.plan.rounds, refused, silent, up, down)
-        if len(good) < self.flags.least_answers:
+        if len(results) < self.flags.least_answers:
             self._count_silence(refused)
             return report
         self._silent_rounds = 0
-        previous_trust = {node: self._device(node).trust for node in good}
-        opposed_nodes, trust = find_opposed_results(good, self.plan, previous_trust)
+        previous_trust = {node: self._device(node).trust for node in results}
+        opposed_nodes, trust = find_opposed_results(results, self.plan, previous_trust)
         for node in opposed_nodes:
-            del good[node]
+            del results[node]
             refused[node] = f"opposes the other devices' results (trust {trust[node]:.1f})"
-        good, shortened = shorten_outliers(good, self.plan)
-        first, records = self.state.step, self._records(list(good.values()))
+        results, shortened = shorten_outliers(results, self.plan)
+        first, records = self.state.step, self._records(list(results.values()))
         new_state, scores, problem = self._try_steps(records)
         if not problem:
             self.state = new_state
@@ -323,11 +323,15 @@ class Coordinator:
                 self.journal.append(record)
         report = replace(
             report,
-            answered=sorted(good),
+            answered=sorted(results),
             shortened=shortened,
             loss=None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
             privacy_epsilon=max(
-                (answer.privacy_epsilon for answer in good.values() if np.isfinite(answer.privacy_epsilon)),
+                (
+                    result.privacy_epsilon
+                    for result in results.values()
+                    if np.isfinite(result.privacy_epsilon)
+                ),
                 default=0.0,
             ),
             problem=problem or loss_has_risen(new_state.progress, global_recipe(self.plan).divergence_ratio),
@@ -401,22 +405,22 @@ class Coordinator:
             self._encoded_rounds.append(RoundSteps.of_records(records).to_bytes())
         return self._encoded_rounds
 
-    def _check_messages(self, answers: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
+    def _check_messages(self, messages: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
         """Return the results that count, and the reasons why others do not.
 
         A device with a refused result receives the agreement and the full state with its next task.
         """
-        good: dict[int, RoundResult] = {}
+        results: dict[int, RoundResult] = {}
         refused: dict[int, str] = {}
-        for node in sorted(answers):
+        for node in sorted(messages):
             try:
-                good[node] = self._check_message(node, answers[node])
+                results[node] = self._check_message(node, messages[node])
             except (TaskRefusedError, MessageError) as error:
                 refused[node] = str(error).partition("\n")[0]
                 device = self._device(node)
                 device.step, device.has_agreement = _NO_STATE, False
                 device.is_spent |= refused[node].startswith(BUDGET_EXCEEDED)
-        return good, refused
+        return results, refused
 
     def _check_message(self, node: int, content: bytes) -> RoundResult:
         """Decode and check a device's message.
@@ -436,12 +440,12 @@ class Coordinator:
         check_result(reply, self.agreement, self.state.adapter.size)
         return reply
 
-    def _records(self, answers: Sequence[RoundResult]) -> list[Record]:
+    def _records(self, results: Sequence[RoundResult]) -> list[Record]:
         """Return the journal's step records of a round."""
         plan, step = self.plan, self.state.step
         # The median: a loss that one or two devices report has no influence.
-        losses = np.median([answer.losses.astype(np.float64) for answer in answers], 0)
-        values = np.array([answer.values for answer in answers])
+        losses = np.median([result.losses.astype(np.float64) for result in results], 0)
+        values = np.array([result.values for result in results])
         if plan.sends_projected_gradients:
             rates = plan.recipe.learning_rates()
             steps = RoundSteps(

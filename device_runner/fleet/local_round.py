@@ -174,7 +174,7 @@ def encode_result(
     Args:
         agreement, number, step: of the task.
         privacy_epsilon: that the device has spent, with this round.
-        learnt: losses and update.
+        update: losses, and projected gradients or the change of the adapter.
     """
     examples = agreement.plan.examples * agreement.plan.local_steps
     return RoundResult(agreement.sha256, number, step, examples, privacy_epsilon, *update).to_bytes()

@@ -81,8 +81,8 @@ class Mailbox:
                 remedy="resume with `prge fleet serve --resume FOLDER`",
                 code="flower-stopped",
             )
-        out = [SentTask(node, number) for node in tasks]
-        return [sent for sent in out if self._send(sent, tasks[sent.node], seconds + _LATE_SECONDS)]
+        sent_tasks = [SentTask(node, number) for node in tasks]
+        return [sent for sent in sent_tasks if self._send(sent, tasks[sent.node], seconds + _LATE_SECONDS)]
 
     def _send(self, sent: SentTask, task: bytes, seconds: float) -> bool:
         """Send a task, recording it before a device can ask for it; False if the device is gone."""
@@ -100,15 +100,15 @@ class Mailbox:
 
     def replies(self) -> Iterator[NetworkReply]:
         """Yield the replies that have arrived since the last call."""
-        for answer in self._read_replies(set(self._out) - set(self._begun)):
-            self._begun[answer.task] = answer
-        for name, answer in list(self._begun.items()):
-            failed = answer.problem is not None
-            content = None if failed else self._state.content(answer.name)
+        for reply in self._read_replies(set(self._out) - set(self._begun)):
+            self._begun[reply.task] = reply
+        for name, reply in list(self._begun.items()):
+            failed = reply.problem is not None
+            content = None if failed else self._state.content(reply.name)
             if failed or content is not None:
                 del self._begun[name]
                 self._state.delete([name])
-                yield NetworkReply(self._out.pop(name), content, shown(answer.problem or ""))
+                yield NetworkReply(self._out.pop(name), content, shown(reply.problem or ""))
 
     def _read_replies(self, names: set[str]) -> list[FlowerReply]:
         """Read Flower's records of replies; deletes records that Flower fails on, as it would fail again."""
@@ -116,7 +116,7 @@ class Mailbox:
             return self._state.answers(names) if names else []
         except (LookupError, TypeError, ValueError):
             if len(names) > 1:
-                return [answer for name in names for answer in self._read_replies({name})]
+                return [reply for name in names for reply in self._read_replies({name})]
             self._state.delete(names)
             return []
 

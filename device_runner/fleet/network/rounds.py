@@ -17,7 +17,7 @@ def run_rounds(
     """Run a fleet's rounds, from the coordinator's next round to its last.
 
     Args:
-        post: carries messages to the devices.
+        mailbox: carries messages to the devices.
         coordinator: of the fleet.
         devices: number of devices to wait for before the first of these rounds.
         log: called with a line about each round.
@@ -27,8 +27,8 @@ def run_rounds(
         _await_devices(mailbox, 1, log)
         tasks = coordinator.tasks(mailbox.nodes())
         seconds = coordinator.flags.seconds
-        answers = _round(mailbox, coordinator.round, tasks, seconds, log) if tasks else {}
-        log(str(coordinator.receive(answers)))
+        replies = _round(mailbox, coordinator.round, tasks, seconds, log) if tasks else {}
+        log(str(coordinator.receive(replies)))
 
 
 def _await_devices(mailbox: Mailbox, devices: int, log: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ def _round(
     deadline = time.monotonic() + seconds
     mailbox.begin(number)
     waiting = {sent.node for sent in mailbox.send(tasks, number, seconds)}
-    answers: dict[int, bytes] = {}
+    replies: dict[int, bytes] = {}
     while True:
         # A round without enough results is asked for again, and late replies to the first tasks still count.
         for reply in mailbox.replies():
@@ -56,7 +56,7 @@ def _round(
             if reply.content is None:
                 log(f"device {node} failed: {reply.problem}")
             else:
-                answers[node] = reply.content
+                replies[node] = reply.content
         if not waiting or time.monotonic() >= deadline:
-            return answers
+            return replies
         time.sleep(POLL_SECONDS)
