@@ -157,7 +157,8 @@ def aggregate_projected_gradients(scalars: FloatArray, plan: Plan) -> FloatArray
     A projected gradient is mostly noise of its rows, and each has a direction of its own. The influence of a
     malicious device is therefore bounded by the length of its result, and a trimmed mean of each value would
     lose more of the honest results. `trimmed` is the mean of results that are clipped to the median length.
-    Clipping around zero: Karimireddy et al. 2021, arXiv 2012.10333."""
+    Clipping around zero: Karimireddy et al. 2021, arXiv 2012.10333.
+    """
     if plan.combine != "trimmed":
         return aggregate(scalars, plan)
     lengths = np.linalg.norm(scalars.astype(np.float64), axis=1)

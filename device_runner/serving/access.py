@@ -5,7 +5,8 @@ A web page in a browser may send requests to any address, including this machine
 `Host` and `Origin`, nor send JSON without a preflight request. The owner of a domain can point it at this
 machine (DNS rebinding), so that the browser takes the domain's pages and this server for one origin. `Host`
 must therefore be a name that the server knows, or an address, which nobody can point elsewhere. The server's
-own page may load and request nothing from elsewhere, and must not be framed by other pages."""
+own page may load and request nothing from elsewhere, and must not be framed by other pages.
+"""
 
 from __future__ import annotations
 

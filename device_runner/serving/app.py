@@ -294,7 +294,8 @@ class _Server:
         """Return the requests with which a request shares cached prompts.
 
         These are requests of the same API key (without keys, of the same address) that name the same cache
-        key. Without keys and cache key, only requests of the same conversation."""
+        key. Without keys and cache key, only requests of the same conversation.
+        """
         key = self.access.find_key(request.headers)
         client = request.client.host if request.client is not None else ""
         named = ("address", client) if key is None else ("key", key)

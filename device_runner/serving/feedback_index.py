@@ -1,7 +1,8 @@
 """An index of the rows in a feedback file, extended as the file grows.
 
 The rows stay in the file. Each entry has a row's key, a hash of its question, whether it can be trained on,
-and its position."""
+and its position.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class FeedbackIndex:
     """The valid rows of a feedback file, in order, without duplicates.
 
     A file that was replaced or truncated, as `prge rows forget` does, is read again; `generation` counts
-    that. A missing file has no rows. All methods raise OSError. Used by one thread at a time."""
+    that. A missing file has no rows. All methods raise OSError. Used by one thread at a time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

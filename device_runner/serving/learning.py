@@ -6,7 +6,8 @@ rounds/0001/      a round; final/ is its adapter
 
 A round has a fixed number of rows in their order, so that adapters depend on the feedback, and not on when it
 arrived or how often a process was killed. A process of its own runs each round, and is paused while
-completions are generated."""
+completions are generated.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@
     poll     <-- the outcome, by standard output -
 
 The child ends with the server, however the server ends. It also inherits the lock of the server's folder, so
-that no other server can start before the child has ended."""
+that no other server can start before the child has ended.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ store,
 - before a body is read: the names of the signed headers, and how a key is encoded and verified.
 
 `tests/device_runner/fleet/network/test_flower.py` lists each of them with its signature. Imports of a
-database are inside the functions that need them, because a phone has none."""
+database are inside the functions that need them, because a phone has none.
+"""
 
 from __future__ import annotations
 

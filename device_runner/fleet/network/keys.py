@@ -6,7 +6,8 @@
 
 The server proves its identity by a certificate that ca.pem has signed. A device proves its identity by a
 signature of its key, whose public half is in the server's folder; devices without a file there are not
-admitted."""
+admitted.
+"""
 
 from __future__ import annotations
 

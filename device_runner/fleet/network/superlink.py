@@ -2,7 +2,8 @@
 
 Flower's own command `flower-superlink` is not used, because it lets anyone who reaches its port start apps:
 it would run a stranger's code on the server, and let strangers register devices. Here devices reach only the
-Fleet API, through an `Admission`, and the run has no app: this process is its server."""
+Fleet API, through an `Admission`, and the run has no app: this process is its server.
+"""
 
 from __future__ import annotations
 

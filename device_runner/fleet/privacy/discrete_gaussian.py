@@ -3,7 +3,8 @@
 Floating-point noise leaves traces of the value that it hides (Mironov 2012, "On significance of the least
 significant bits for differential privacy"); a sum of integers has none. Canonne, Kamath and Steinke 2020,
 arXiv 2004.00010, algorithms 1 to 3: nothing is rounded, all decisions compare integers with random words.
-With s a power of two, all denominators are powers of two as well."""
+With s a power of two, all denominators are powers of two as well.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def part_norm(plan: Plan) -> float:
     """Return the largest norm of an example's contribution to a step's sum.
 
     The root mean square of an example's projected gradients over q queries is clipped to `clip`, so their
-    norm is at most clip * sqrt(q); an exact gradient's norm is at most `clip`."""
+    norm is at most clip * sqrt(q); an exact gradient's norm is at most `clip`.
+    """
     return plan.clip * math.sqrt(plan.queries) if plan.sends_projected_gradients else plan.clip
 
 
@@ -85,7 +86,8 @@ class ReportingEstimator:
 
     Projected gradients that share one direction are averaged over examples. With noise in the plan, noise is
     added and the loss is omitted, because it would reveal what the noise hides. Projected gradients are
-    rounded to the float32 of a message."""
+    rounded to the float32 of a message.
+    """
 
     def __init__(self, inner: Estimator, plan: Plan, draw: NoiseSampler = system_noise) -> None:
         self._inner = inner

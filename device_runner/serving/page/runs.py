@@ -1,7 +1,8 @@
 """The runs below a folder: list them, stream their progress as events, and stop them.
 
 Names of runs are paths below the folder, as Unicode text. Anything outside the folder, by name or by a link,
-does not exist."""
+does not exist.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The page's files, and the table of its texts.
 
 preact.js is preact 10 with htm, preact/standalone.module.js of npm's package htm 3.1.1; their licences are
-next to it. All other files are prge's own, and none is generated."""
+next to it. All other files are prge's own, and none is generated.
+"""
 
 from __future__ import annotations
 

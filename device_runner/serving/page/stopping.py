@@ -1,7 +1,8 @@
 """Whether a run is running, in which process, and how to ask that process to stop after its step.
 
 A run's lock names its process, but anyone who can write the folder can write another number. A signal is
-therefore sent only to a process that has the lock open itself."""
+therefore sent only to a process that has the lock open itself.
+"""
 
 from __future__ import annotations
 
