@@ -1,5 +1,4 @@
-"""Access control: accepts requests to one of the server's host names, from its own page, with an API key, in
-JSON.
+"""Access control: which requests are accepted, by host name, origin, API key and content type.
 
 A web page in a browser may send requests to any address, including this machine's. It cannot choose their
 `Host` and `Origin`, nor send JSON without a preflight request. The owner of a domain can point it at this

@@ -310,7 +310,7 @@ class _Server:
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
         if why := await asyncio.to_thread(self.gates.closed, note):
-            raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
+            raise RequestError(503, f"paused, {why}", error_type="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
             with self._pausing():
@@ -329,7 +329,7 @@ class _Server:
 
         try:
             if not self.worker.alive:
-                raise RequestError(503, "the server is shutting down", kind="server_error")
+                raise RequestError(503, "the server is shutting down", error_type="server_error")
             jobs = self.worker.submit([(each, make_handler(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
             raise _busy(str(busy)) from None
@@ -444,11 +444,11 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 
 
 def _busy(why: str) -> RequestError:
-    return RequestError(429, why, kind="rate_limit_error", code="rate_limit_exceeded")
+    return RequestError(429, why, error_type="rate_limit_error", code="rate_limit_exceeded")
 
 
 def _failure(error: PrgeError) -> RequestError:
-    return RequestError(500, error.what, kind="server_error")
+    return RequestError(500, error.what, error_type="server_error")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -472,4 +472,4 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return JSONResponse(RequestError(500, "internal server error", kind="server_error").body, 500)
+    return JSONResponse(RequestError(500, "internal server error", error_type="server_error").body, 500)

@@ -145,7 +145,7 @@ class Feedback:
                 raise
             self._fail(str(error))
             what = f"feedback cannot be stored: {error.what}"
-            raise RequestError(503, what, kind="server_error") from None
+            raise RequestError(503, what, error_type="server_error") from None
         self.problem = ""
         self._on_stored(row)
 
@@ -183,7 +183,7 @@ class Feedback:
                 507,
                 f"the server stores at most {file.most_bytes} bytes of feedback, has {size_now}: its owner "
                 "can remove rows with `prge rows forget`, or raise --feedback-limit",
-                kind="server_error",
+                error_type="server_error",
                 code="feedback_full",
             )
         now = time.monotonic()
@@ -194,7 +194,7 @@ class Feedback:
             raise RequestError(
                 429,
                 f"a client may send {MOST_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
-                kind="rate_limit_error",
+                error_type="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,
             )

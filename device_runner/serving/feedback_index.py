@@ -48,7 +48,7 @@ class IndexEntry(NamedTuple):
 
     @classmethod
     def of(cls, row: Fields, start: int = 0, length: int = 0) -> IndexEntry:
-        """The entry of a row."""
+        """Return the entry of a row."""
         question = hashlib.sha256(prompt_key(row).encode()).digest()[:8]
         return cls(
             feedback_key(row), int.from_bytes(question, "big"), has_positive_answer(row), start, length

@@ -105,9 +105,9 @@ class History:
         """The round that has not been judged, or None."""
         return self.versions[-1] if self.versions[-1].status == "learning" else None
 
-    def add(self, kind: str, version: int, **facts: Any) -> None:
+    def add(self, event: str, version: int, **facts: Any) -> None:
         """Record that a round begins (`round`), was `judged`, or that its adapter was taken `back`."""
-        self._take(self._journal.append({"kind": kind, "step": version, **facts}))
+        self._take(self._journal.append({"kind": event, "step": version, **facts}))
         self._describe()
         self._journal.sync()
 

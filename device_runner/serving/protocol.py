@@ -64,14 +64,14 @@ class RequestError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         retry_after: int = 1,
     ) -> None:
         super().__init__(message)
         self.status, self.code = status, code
         self.retry_after = retry_after
         """Seconds after which a client that is refused with status 429 may try again."""
-        self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: Json = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -322,11 +322,13 @@ class Reply:
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self._request = parsed
-        prefix, kind = ("chatcmpl", "chat.completion") if parsed.is_chat else ("cmpl", "text_completion")
+        prefix, object_type = (
+            ("chatcmpl", "chat.completion") if parsed.is_chat else ("cmpl", "text_completion")
+        )
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head: Json = {
             "id": self.id,
-            "object": kind,
+            "object": object_type,
             "created": int(time.time()),
             "model": parsed.model,
         }

@@ -5,11 +5,9 @@ a server and its devices are commands. `flower-superlink` lets anyone who reache
 `flower-supernode` runs the app that a server sends. The private parts are needed
 
 - on a device, to use the Fleet API without an app: the HTTP client with its version and signature headers,
-the
-  protobuf messages, and the object trees in which messages travel;
+  the protobuf messages, and the object trees in which messages travel;
 - on the server, to keep nodes, one run and its messages in Flower's database: the link state, its object
-store,
-  and the identity of the sending task;
+  store, and the identity of the sending task;
 - on the server, to answer devices: the routes of the Fleet API with the middleware that they rely on;
 - before a body is read: the names of the signed headers, and how a key is encoded and verified.
 
@@ -207,7 +205,7 @@ class FleetClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.close()
 

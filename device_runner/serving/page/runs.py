@@ -123,7 +123,7 @@ class Runs:
             raise RequestError(
                 429,
                 f"at most {MOST_STREAMS} pages can watch runs at once: close one",
-                kind="rate_limit_error",
+                error_type="rate_limit_error",
             )
         followed, users = self._followed.get(folder) or (RunFollower(folder, self._celsius), 0)
         self._followed[folder] = followed, users + 1
