@@ -141,7 +141,7 @@ class _Round:
         line = ledger.line(task.sha256.hex(), task.number)
         if line is not None and (folder / ANSWER).is_file():
             # Repeated on resume: a kill may have come between the file and the ledger's line.
-            ledger.answer(line)
+            ledger.mark_answered(line)
             return (folder / ANSWER).read_bytes()
         if line is not None and ledger.is_answered(line):
             raise TaskRefusedError(
@@ -164,7 +164,7 @@ class _Round:
         seed = read_json(self.folder / OWN)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
-                update = local.steps(state, journal, seed, taken, stopped)
+                update = local.train(state, journal, seed, taken, stopped)
             if update is None:
                 raise self._out_of_time()
             content = encode_result(self.agreement, task.number, state.step, privacy_epsilon, update)
@@ -172,7 +172,7 @@ class _Round:
             # Stored like a result: sampling new noise might lead to another outcome.
             content = TaskRefusal("the steps diverge: the learning rate is too high").to_bytes()
         write_file(folder / ANSWER, content)
-        ledger.answer(line)
+        ledger.mark_answered(line)
         return content
 
     def _out_of_time(self) -> TaskRefusedError:

@@ -54,7 +54,7 @@ class LocalTrainer:
     draw: NoiseSampler = system_noise
     data: str = ""
 
-    def steps(
+    def train(
         self,
         start: TrainingState,
         journal: Journal,

@@ -204,7 +204,7 @@ class Simulation:
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
                 local = replace(self.local, examples=examples)
-                update = local.steps(fleet.state, journal, self.seeds[device], steps_before)
+                update = local.train(fleet.state, journal, self.seeds[device], steps_before)
             except DivergenceError:
                 return None
         if update is None:

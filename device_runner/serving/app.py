@@ -87,7 +87,7 @@ def make_app(
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/feedback", server.judge, methods=["POST"]),
         Route("/v1/adapters", server.list_adapters, methods=["GET"]),
-        Route("/v1/adapters/back", server.take_back, methods=["POST"]),
+        Route("/v1/adapters/back", server.revert, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
@@ -131,8 +131,8 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
     if runs is None:
         return routes
 
-    async def listed(request: Request) -> Response:
-        return JSONResponse(await runs.listed())
+    async def list_runs(request: Request) -> Response:
+        return JSONResponse(await runs.list_runs())
 
     async def events(request: Request) -> Response:
         query = request.query_params
@@ -143,7 +143,10 @@ def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
         await runs.stop(run)
         return JSONResponse({"object": "run", "run": run, "stopping": True})
 
-    routes += [Route("/v1/runs", listed, methods=["GET"]), Route("/v1/runs/events", events, methods=["GET"])]
+    routes += [
+        Route("/v1/runs", list_runs, methods=["GET"]),
+        Route("/v1/runs/events", events, methods=["GET"]),
+    ]
     return [*routes, Route("/v1/runs/stop", stop, methods=["POST"])]
 
 
@@ -182,7 +185,7 @@ class _Server:
             "talks": True,
             "chats": self.models.has_template,
             "context": self.worker.context,
-            "feedback": self.feedback.keeps,
+            "feedback": self.feedback.is_enabled,
             "learns": self._learning is not None,
         }
 
@@ -192,7 +195,7 @@ class _Server:
         Only the log names causes.
         """
         parts: Json = {}
-        if self.feedback.keeps:
+        if self.feedback.is_enabled:
             parts["feedback"] = "failing" if self.feedback.problem else "ok"
         if self._learning is not None:
             parts["learning"] = "failing" if self._learning.problem else "ok"
@@ -224,19 +227,19 @@ class _Server:
             most = MOST_CHARACTERS * self.worker.context
             feedback_request = await self.models.run_in_parser(lambda: read_feedback_request(body, most))
         client = request.client.host if request.client is not None else ""
-        await self.feedback.take(feedback_request, client)
+        await self.feedback.store(feedback_request, client)
         return JSONResponse({"id": feedback_request.id, "object": "feedback", "kept": True})
 
     async def list_adapters(self, request: Request) -> Response:
         """Return the learned adapters."""
         return JSONResponse({"object": "list", "data": self.learning.history()})
 
-    async def take_back(self, request: Request) -> Response:
+    async def revert(self, request: Request) -> Response:
         """Serve the adapter that was served before the version that the client names."""
         learning = self.learning
         async with self._body(request) as body:
             version = await self.models.run_in_parser(lambda: read_version(body))
-        current = await asyncio.wrap_future(learning.storage.submit(learning.take_back, version))
+        current = await asyncio.wrap_future(learning.storage.submit(learning.revert, version))
         return JSONResponse({"object": "adapter", "current": current})
 
     @property
@@ -342,7 +345,7 @@ class _Server:
         reply = Reply(parsed)
 
         def ended(index: int, answer: Completion) -> None:
-            if self.feedback.keeps and answer.reason != "cancelled":
+            if self.feedback.is_enabled and answer.reason != "cancelled":
                 record = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
                 self.feedback.remember(parsed, index, record)
 

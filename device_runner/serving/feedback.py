@@ -76,7 +76,7 @@ class Feedback:
         self._hour, self._bytes = time.monotonic(), Counter[str]()
 
     @property
-    def keeps(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether feedback is stored."""
         return self._file is not None
 
@@ -89,13 +89,15 @@ class Feedback:
 
         Completions of token prompts are not remembered, because rows hold text.
         """
-        if not self.keeps or not (parsed.messages or isinstance(answer_record.prompt_fields["prompt"], str)):
+        if not self.is_enabled or not (
+            parsed.messages or isinstance(answer_record.prompt_fields["prompt"], str)
+        ):
             return
         self._put((answer_record.id, number), answer_record, _size(answer_record))
 
     def answer_record(self, feedback_request: FeedbackRequest) -> AnswerRecord:
         """Return the completion that a client's feedback is about; raises RequestError."""
-        if not self.keeps:
+        if not self.is_enabled:
             raise RequestError(404, "feedback is not stored: the server was started without --feedback FILE")
         key = feedback_request.id, feedback_request.index
         if key not in self._answers:
@@ -116,7 +118,7 @@ class Feedback:
             )
         return answer_record
 
-    async def take(self, feedback_request: FeedbackRequest, client: str) -> None:
+    async def store(self, feedback_request: FeedbackRequest, client: str) -> None:
         """Store a client's feedback on a completion.
 
         Args:

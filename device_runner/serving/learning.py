@@ -190,7 +190,7 @@ class OnlineLearner:
         """Return all adapters, the newest last."""
         return self._history.described
 
-    def take_back(self, version: int) -> int:
+    def revert(self, version: int) -> int:
         """Serve the parent of the version that is served; ends the round that builds on that version.
 
         Args:

@@ -65,7 +65,7 @@ class Ledger:
         self._journal.append(line)
         self._journal.sync()
 
-    def answer(self, line: Record) -> None:
+    def mark_answered(self, line: Record) -> None:
         """Record that the result of a round exists, before it is sent."""
         if not self.is_answered(line):
             self._journal.append(_answered(line))

@@ -77,11 +77,11 @@ class Runs:
         """End all streams soon."""
         self._closed = True
 
-    async def listed(self) -> Json:
+    async def list_runs(self) -> Json:
         """Return all runs, the newest first; `cut` says whether there are more than the limit."""
         return await self._run_in_thread(self._list)
 
-    def at(self, name: str) -> Path:
+    def folder_of(self, name: str) -> Path:
         """Return the folder of a run by its name; raises RequestError if there is none."""
         folder = self._found(self._root / name)
         if folder is None:
@@ -93,7 +93,7 @@ class Runs:
         await self._run_in_thread(lambda: self._stop(name))
 
     def _stop(self, name: str) -> None:
-        folder = self.at(name)
+        folder = self.folder_of(name)
         is_running, process = process_state(folder)
         problem = ""
         if not is_running:
@@ -118,7 +118,7 @@ class Runs:
         Raises:
             RequestError: there is no such run, or there are too many streams.
         """
-        folder = await self._run_in_thread(lambda: self.at(name))
+        folder = await self._run_in_thread(lambda: self.folder_of(name))
         if sum(users for _, users in self._followed.values()) >= MOST_STREAMS:
             raise RequestError(
                 429,
@@ -136,14 +136,14 @@ class Runs:
         return self._events(followed, language), leave
 
     async def _events(self, followed: RunFollower, language: str) -> AsyncIterator[str]:
-        def look() -> str:
+        def read_snapshot() -> str:
             # The folder may have been deleted or replaced by a link.
             is_there = self._found(followed.folder) == followed.folder
             return json.dumps(followed.snapshot(language, translator(language))) if is_there else ""
 
         sent, sent_at = "", time.monotonic()
         while not self._closed:
-            snapshot = await self._run_in_thread(look)
+            snapshot = await self._run_in_thread(read_snapshot)
             if not snapshot:
                 return
             if snapshot != sent:

@@ -107,7 +107,7 @@ class RunFollower:
         """Whether another read would find more at once."""
         return self._metrics.has_more or self._samples.has_more
 
-    def look(self) -> RunFacts:
+    def read(self) -> RunFacts:
         """Read what is new, and return the run's facts."""
         is_anew, lines = self._metrics.new()
         if is_anew:
@@ -129,7 +129,7 @@ class RunFollower:
 
     def snapshot(self, language: str, word: Callable[[str], str]) -> Json:
         """Return what the page shows of the run; `word` translates its charts into `language`."""
-        facts = self.look()
+        facts = self.read()
         if language not in self._pictures:
             self._pictures[language] = [
                 {"svg": picture.drawing, "caption": picture.caption}

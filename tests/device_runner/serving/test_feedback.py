@@ -51,11 +51,11 @@ def make(path: Path, told: list[str]) -> Iterator[Make]:
         yield made
 
 
-def take(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
+def store(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tuple[int, str]:
     """Return the status and the message that a client receives."""
     judgement = FeedbackRequest(id, 0, judged.get("rating"), judged.get("correction"))
     try:
-        asyncio.run(feedback.take(judgement, client))
+        asyncio.run(feedback.store(judgement, client))
     except RequestError as error:
         return error.status, str(error)
     return 200, ""
@@ -64,11 +64,11 @@ def take(feedback: Feedback, id: str, client: str = "here", **judged: Any) -> tu
 def test_unusable_feedback_is_refused_and_may_be_corrected(make: Make, path: Path) -> None:
     feedback = make("")
     for rating in ("good", "bad"):
-        status, message = take(feedback, "0", rating=rating)
+        status, message = store(feedback, "0", rating=rating)
         assert status == 400 and "its completion is empty" in message
     assert not path.exists() and not feedback.problem
-    assert take(feedback, "0", correction="a cat") == (200, "")
-    assert take(feedback, "0", correction="a cow")[0] == 409
+    assert store(feedback, "0", correction="a cat") == (200, "")
+    assert store(feedback, "0", correction="a cow")[0] == 409
     assert [row["correction"] for row in read_feedback(path)] == ["a cat"]
 
 
@@ -77,7 +77,9 @@ def test_of_two_simultaneous_judgements_one_is_accepted(make: Make, path: Path) 
 
     async def both() -> list[Any]:
         judgements = [FeedbackRequest("0", 0, rating, None) for rating in ("good", "bad")]
-        return await asyncio.gather(*(feedback.take(each, "") for each in judgements), return_exceptions=True)
+        return await asyncio.gather(
+            *(feedback.store(each, "") for each in judgements), return_exceptions=True
+        )
 
     first, second = asyncio.run(both())
     assert first is None and isinstance(second, RequestError) and second.status == 409
@@ -89,27 +91,27 @@ def test_a_client_has_an_hourly_quota_of_its_own(
 ) -> None:
     feedback = make(*[" b"] * 20, prompt="word " * 100)
     monkeypatch.setattr(module, "MOST_OF_CLIENT", 1500)
-    result = [take(feedback, str(number), rating="good") for number in range(5)]
+    result = [store(feedback, str(number), rating="good") for number in range(5)]
     assert [status for status, _ in result] == [200, 200, 429, 429, 429] and "wait 3600 seconds" in result[2][
         1
     ]
     assert path.stat().st_size <= 1500
-    assert take(feedback, "5", "there", rating="good")[0] == 200
-    assert take(feedback, "4", rating="good")[0] == 429
+    assert store(feedback, "5", "there", rating="good")[0] == 200
+    assert store(feedback, "4", rating="good")[0] == 429
     now = time.monotonic() + 3601
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    assert take(feedback, "4", rating="good") == (200, "")
+    assert store(feedback, "4", rating="good") == (200, "")
 
 
 def test_a_file_has_a_size_limit(make: Make, path: Path, told: list[str]) -> None:
     feedback = make(*[" b"] * 9, most_bytes=500)
-    statuses = [take(feedback, str(number), rating="good")[0] for number in range(9)]
+    statuses = [store(feedback, str(number), rating="good")[0] for number in range(9)]
     assert set(statuses) == {200, 507} and path.stat().st_size <= 500
-    status, message = take(feedback, "8", rating="good")
+    status, message = store(feedback, "8", rating="good")
     assert status == 507 and "prge rows forget" in message and "--feedback-limit" in message
     assert feedback.problem and len(told) == 1
     path.write_bytes(b"")
-    assert take(feedback, "8", rating="good") == (200, "") and not feedback.problem
+    assert store(feedback, "8", rating="good") == (200, "") and not feedback.problem
 
 
 def test_waiting_for_a_lock_delays_nothing_else(
@@ -122,7 +124,7 @@ def test_waiting_for_a_lock_delays_nothing_else(
     async def taken() -> None:
         """Send feedback while the event loop's latency is measured."""
         nonlocal longest
-        taking = asyncio.ensure_future(feedback.take(FeedbackRequest("0", 0, "good", None), ""))
+        taking = asyncio.ensure_future(feedback.store(FeedbackRequest("0", 0, "good", None), ""))
         while not taking.done():
             begin = time.monotonic()
             await asyncio.sleep(0)
@@ -137,10 +139,10 @@ def test_waiting_for_a_lock_delays_nothing_else(
         assert error.value.status == 503 and 0.4 < time.monotonic() - begin < 5 and longest < 0.4
         assert feedback.problem
         Thread(target=lambda: (time.sleep(0.1), fcntl.flock(stream, fcntl.LOCK_UN))).start()
-        assert take(feedback, "0", rating="good") == (200, "") and not feedback.problem
+        assert store(feedback, "0", rating="good") == (200, "") and not feedback.problem
         # After `close`, nothing waits for the lock.
         fcntl.flock(stream, fcntl.LOCK_EX)
         monkeypatch.setattr(module, "SECONDS_TO_LOCK", 60.0)
         Thread(target=lambda: (time.sleep(0.1), feedback.close())).start()
         begin = time.monotonic()
-        assert take(feedback, "1", rating="good")[0] == 503 and time.monotonic() - begin < 5
+        assert store(feedback, "1", rating="good")[0] == 503 and time.monotonic() - begin < 5

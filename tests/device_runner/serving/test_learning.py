@@ -389,18 +389,18 @@ def test_the_last_adapter_can_be_reverted(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     with pytest.raises(RequestError) as caught:
-        learning.take_back(0)
+        learning.revert(0)
     assert caught.value.status == 409
     while learning.work():
         pass
     first = place.served[0]
-    assert learning.take_back(2) == 1
+    assert learning.revert(2) == 1
     assert place.served[-1].values.tobytes() == first.values.tobytes()
     learning.close()
     learning = place.open()
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
-    assert learning.take_back(1) == 0 and not place.served[-1].values.any()
+    assert learning.revert(1) == 0 and not place.served[-1].values.any()
     # The rows of the reverted adapters are not learned again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
@@ -428,7 +428,7 @@ def test_reverting_the_start_of_a_round_abandons_the_round(
         take_round(learning)
     monkeypatch.undo()
     place.device.replaces(monkeypatch, rounds)
-    assert learning.take_back(1) == 0
+    assert learning.revert(1) == 0
     assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
     assert place.processes[-1].has_ended and not any((place.learn / "rounds").iterdir())
     take_round(learning)
@@ -544,7 +544,7 @@ def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
     learning = place.open()
     while learning.work():
         pass
-    first, second = [learning.storage.submit(learning.take_back, 2) for _ in range(2)]
+    first, second = [learning.storage.submit(learning.revert, 2) for _ in range(2)]
     assert first.result() == 1
     with pytest.raises(RequestError) as caught:
         second.result()

@@ -124,7 +124,7 @@ class ScriptedLearning:
             for version in range(3)
         ]  # fmt: skip
 
-    def take_back(self, version: int) -> int:
+    def revert(self, version: int) -> int:
         if not self.current:
             raise RequestError(409, "the initial adapter is served: there is no adapter to take back")
         self.current -= 1

@@ -31,8 +31,8 @@ from tests.device_runner.reporting.run_folders import write_run
 from tests.refusals import raises
 
 
-def listed(root: Path) -> list[dict[str, Any]]:
-    return asyncio.run(Runs(root).listed())["data"]
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    return asyncio.run(Runs(root).list_runs())["data"]
 
 
 def followed(folder: Path) -> RunFollower:
@@ -53,9 +53,9 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first")
     write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
     (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()
-    result = {each["run"]: each["status"] for each in listed(tmp_path)}
+    result = {each["run"]: each["status"] for each in list_runs(tmp_path)}
     assert result == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
-    assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
+    assert [(each["run"], each["name"]) for each in list_runs(tmp_path / "a" / "first")] == [(".", "first")]
     with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
@@ -72,16 +72,16 @@ def test_folders_elsewhere_are_not_runs(tmp_path: Path, name: str) -> None:
     (root / "linked").symlink_to(tmp_path / "secret")
     (root / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(RequestError) as caught:
-        Runs(root).at(name.replace("{root}", str(root)))
+        Runs(root).folder_of(name.replace("{root}", str(root)))
     assert caught.value.status == 404
-    assert [each["run"] for each in listed(root)] == ["a"]
+    assert [each["run"] for each in list_runs(root)] == ["a"]
 
 
 def test_a_name_that_is_not_unicode_hides_only_itself(tmp_path: Path) -> None:
     write_run(tmp_path / os.fsdecode(b"\xff"))
     write_run(tmp_path / "\u202ea\n")
-    assert [each["run"] for each in listed(tmp_path)] == ["\u202ea\n"]
-    (only,) = listed(tmp_path / os.fsdecode(b"\xff"))
+    assert [each["run"] for each in list_runs(tmp_path)] == ["\u202ea\n"]
+    (only,) = list_runs(tmp_path / os.fsdecode(b"\xff"))
     assert json.dumps(only, ensure_ascii=False).encode()
 
 
@@ -91,19 +91,19 @@ def test_a_run_with_a_link_in_it_is_not_shown(tmp_path: Path, name: str) -> None
     (tmp_path / "secret").write_text("{}")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(tmp_path / "secret")
-    assert listed(tmp_path / "runs") == []
+    assert list_runs(tmp_path / "runs") == []
     with pytest.raises(RequestError):
-        Runs(tmp_path / "runs").at("a")
+        Runs(tmp_path / "runs").folder_of("a")
 
 
 def test_a_folder_of_thousands_is_searched_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / str(number))
-    result = asyncio.run(Runs(tmp_path).listed())
+    result = asyncio.run(Runs(tmp_path).list_runs())
     assert len(result["data"]) == 3 and result["cut"]
     monkeypatch.setattr(runs, "MOST_ENTRIES", 2)
-    assert asyncio.run(Runs(tmp_path).listed())["cut"]
+    assert asyncio.run(Runs(tmp_path).list_runs())["cut"]
 
 
 def test_only_new_lines_are_read(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
         if not run.has_more:
             break
     assert result["steps"] == 399_999 and 20 < looks < 40 and longest < 3
-    assert sum(each["event"] == "step" for each in run.look().metrics) <= following.MOST_RECORDS + 1
+    assert sum(each["event"] == "step" for each in run.read().metrics) <= following.MOST_RECORDS + 1
     assert sum(len(each["svg"]) for each in result["pictures"]) < 200_000
 
 
@@ -290,7 +290,7 @@ def test_streams_are_bounded_and_share_what_they_read(
 
     monkeypatch.setattr(runs, "RunFollower", opening)
 
-    async def look() -> None:
+    async def read() -> None:
         served = Runs(tmp_path)
         opened = [await served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
         with pytest.raises(RequestError) as caught:
@@ -309,7 +309,7 @@ def test_streams_are_bounded_and_share_what_they_read(
         gc.collect()
         assert [each() for each in opened_runs] == [None]
 
-    asyncio.run(look())
+    asyncio.run(read())
 
 
 @pytest.mark.parametrize("became", ["nothing", "a link", "a link to itself", "a file"])
@@ -319,7 +319,7 @@ def test_the_stream_of_a_deleted_run_ends(
     monkeypatch.setattr(runs, "SECONDS", 0.01)
     secret, folder = write_run(tmp_path / "secret"), write_run(tmp_path / "runs" / "run")
 
-    async def look() -> None:
+    async def read() -> None:
         events, _ = await Runs(tmp_path / "runs").follow("run", "en")
         assert (await anext(events)).startswith("data: {")
         shutil.rmtree(folder)
@@ -329,4 +329,4 @@ def test_the_stream_of_a_deleted_run_ends(
             folder.symlink_to(secret if became == "a link" else folder)
         assert [each async for each in events] == []
 
-    asyncio.run(look())
+    asyncio.run(read())

@@ -79,9 +79,9 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
     (tuned / "tune.json").write_text("{}")
     with served(runs=tuned) as server:
         page = visit(f"{server.url}/training")
-        listed = page.get_by_role("navigation", name="Training runs").get_by_role("link")
-        expect(listed).to_have_count(3)
-        names = sorted(listed.all_inner_texts())
+        list_runs = page.get_by_role("navigation", name="Training runs").get_by_role("link")
+        expect(list_runs).to_have_count(3)
+        names = sorted(list_runs.all_inner_texts())
         assert [name.split("\n")[0] for name in names] == ["run", "search/0.01-4", "search/0.03-4"]
         page.get_by_role("link", name="search/0.03-4").focus()
         page.keyboard.press("Enter")
