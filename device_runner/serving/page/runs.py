@@ -83,7 +83,7 @@ class Runs:
 
     def folder_of(self, name: str) -> Path:
         """Return the folder of a run by its name; raises RequestError if there is none."""
-        folder = self._found(self._root / name)
+        folder = self._resolve_run(self._root / name)
         if folder is None:
             raise RequestError(404, f"there is no run {shown(name)}", param="run", code="run_not_found")
         return folder
@@ -138,7 +138,7 @@ class Runs:
     async def _events(self, followed: RunFollower, language: str) -> AsyncIterator[str]:
         def read_snapshot() -> str:
             # The folder may have been deleted or replaced by a link.
-            is_there = self._found(followed.folder) == followed.folder
+            is_there = self._resolve_run(followed.folder) == followed.folder
             return json.dumps(followed.snapshot(language, translator(language))) if is_there else ""
 
         sent, sent_at = "", time.monotonic()
@@ -154,7 +154,7 @@ class Runs:
                 yield ": nothing new\n\n"
             await asyncio.sleep(SECONDS_TO_CATCH_UP if followed.has_more else SECONDS)
 
-    def _found(self, path: Path) -> Path | None:
+    def _resolve_run(self, path: Path) -> Path | None:
         """Return the run's folder that a path leads to, if it is below the root."""
         with suppress(OSError, ValueError, RuntimeError):
             folder = path.resolve()

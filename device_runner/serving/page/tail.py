@@ -47,8 +47,8 @@ class LineReader:
         try:
             with open_regular(self._path, "rb") as stream:
                 facts = os.fstat(stream.fileno())
-                is_anew = facts.st_ino != self._file or facts.st_size < self._offset
-                self._file, self._offset = facts.st_ino, 0 if is_anew else self._offset
+                is_replaced = facts.st_ino != self._file or facts.st_size < self._offset
+                self._file, self._offset = facts.st_ino, 0 if is_replaced else self._offset
                 stream.seek(self._offset)
                 content = stream.read(MOST_BYTES)
         except OSError:
@@ -57,7 +57,7 @@ class LineReader:
         # An incomplete line is left for the next read, unless it is longer than any record.
         end = content.rfind(b"\n") + 1 or (len(content) if self.has_more else 0)
         self._offset += end
-        return is_anew, content[:end].splitlines(keepends=True)
+        return is_replaced, content[:end].splitlines(keepends=True)
 
 
 class ThinnedRecords:
@@ -109,38 +109,38 @@ class RunFollower:
 
     def read(self) -> RunFacts:
         """Read what is new, and return the run's facts."""
-        is_anew, lines = self._metrics.new()
-        if is_anew:
+        is_replaced, lines = self._metrics.new()
+        if is_replaced:
             self._forget_metrics()
         for line in lines:
-            self._take(metrics_record(line))
-        samples_anew, samples = self._samples.new()
-        if samples_anew:
+            self._add_record(metrics_record(line))
+        samples_replaced, samples = self._samples.new()
+        if samples_replaced:
             self._forget_samples()
         for line in samples:
-            self._take_sample(sample_record(line))
+            self._add_sample(sample_record(line))
         documents = [file_stamp(self.folder / name) for name in (CONFIG, SUMMARY)]
-        if self._facts is None or lines or samples or is_anew or documents != self._documents:
+        if self._facts is None or lines or samples or is_replaced or documents != self._documents:
             self._documents, self._pictures = documents, {}
             metrics = [*self._evaluations.records, *self._steps.records]
             self._facts = collect_run_facts(self.folder, metrics, [])
             self._description = describe_run(self.folder)
         return self._facts
 
-    def snapshot(self, language: str, word: Callable[[str], str]) -> Json:
-        """Return what the page shows of the run; `word` translates its charts into `language`."""
+    def snapshot(self, language: str, translate: Callable[[str], str]) -> Json:
+        """Return what the page shows of the run; `translate` translates its charts into `language`."""
         facts = self.read()
         if language not in self._pictures:
             self._pictures[language] = [
                 {"svg": picture.drawing, "caption": picture.caption}
-                for picture in curves(facts, word)
+                for picture in curves(facts, translate)
                 if picture.drawing
             ]
         running, process = process_state(self.folder)
         facts = replace(facts, running=running)
         score, newest = facts.score, facts.evaluations[-1] if facts.evaluations else None
         planned, waits = _count(facts.config.get("steps")), facts.run.get("waits_for")
-        malformed = f"{METRICS}: {self._malformed} {word('malformed lines')}"
+        malformed = f"{METRICS}: {self._malformed} {translate('malformed lines')}"
         return {
             "status": shortened(facts.status, 40),
             "waits_for": shortened(str(waits), 200) if running and waits else None,
@@ -175,7 +175,7 @@ class RunFollower:
     def _forget_samples(self) -> None:
         self._answers: OrderedDict[str, OrderedDict[int, Json]] = OrderedDict()
 
-    def _take(self, record: Record | None) -> None:
+    def _add_record(self, record: Record | None) -> None:
         if record is None:
             self._malformed += 1
         elif record["event"] == "step":
@@ -186,7 +186,7 @@ class RunFollower:
             self._evaluations.add(record)
             self._last = record
 
-    def _take_sample(self, record: Record | None) -> None:
+    def _add_sample(self, record: Record | None) -> None:
         """Keep a completion: of every prompt the first one and the newest ones."""
         if record is None:
             return
