@@ -79,7 +79,7 @@ def _cost(times: int, noise: float = 8.0) -> float:
     return epsilon_of([(noise, times)], 1e-5)
 
 
-class TestOneAnswerALine:
+class TestOneResultPerLine:
     def test_a_round_before_the_newest_is_never_answered_again(self, server: Server) -> None:
         assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
@@ -191,7 +191,7 @@ class TestCounting:
         assert server.ask(0).privacy_epsilon == pytest.approx(_cost(1), rel=1e-4)
 
 
-class TestRowsDecideNothing:
+class TestRowsAreNotRevealed:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
     @pytest.mark.parametrize("estimator", ["tangent", "exact"])
     def test_derivatives_that_are_not_finite_count_as_zero(
@@ -211,7 +211,7 @@ class TestRowsDecideNothing:
         assert kinds(server.folder) == ["begun", "answered"]
 
 
-class TestWhatIsNotOfThePlan:
+class TestTasksOutsideThePlan:
     def test_a_round(self, server: Server) -> None:
         for number, changes, reason in (
             (0, {"step": 2}, "the plan has no round 1 from step 2 on"),

@@ -384,7 +384,7 @@ def test_a_spent_budget_while_the_other_devices_are_away(fleet: Fleet) -> None:
         assert play(server, fleet.direct, NODES[1:]).answered == list(NODES[1:])
 
 
-class TestADeviceRefuses:
+class TestDeviceRefusals:
     def _reason(self, fleet: Fleet, **changes: Any) -> str:
         with open_fleet(fleet.settings()) as server:
             task = RoundTask.parse(server.tasks([NODE])[NODE])

@@ -222,7 +222,7 @@ def test_an_answer_counts_once(scene: Scene) -> None:
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
 
 
-class TestAStranger:
+class TestStranger:
     """Requests without a key."""
 
     def _connect(self, scene: Scene) -> ssl.SSLSocket:
