@@ -293,7 +293,7 @@ class Coordinator:
         """End a round with the messages that arrived; messages without a valid result are refused by name.
 
         A round that would make the global adapter diverge is discarded: devices continue from where they
-            were.
+        were.
 
         Args:
             messages: by device.

@@ -87,7 +87,7 @@ class Ledger:
         """Return the epsilon of all rounds that were begun, and of `line`, which may be one of them.
 
         Mechanisms that a server chooses adaptively compose like others: Smith and Thakurta 2022, arXiv
-            2210.17520.
+        2210.17520.
 
         Args:
             line: of the present round.
