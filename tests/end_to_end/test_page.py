@@ -95,7 +95,9 @@ def test_a_run_is_watched_and_stopped_after_its_step(
         expect(button).to_be_visible(timeout=60_000)
         expect(page.locator(".training article")).to_contain_text("Time left")
         button.click()
-        expect(page.locator(".training article .mark")).to_have_text("interrupted, can be resumed", timeout=15_000)
+        expect(page.locator(".training article .mark")).to_have_text(
+            "interrupted, can be resumed", timeout=15_000
+        )
         assert run.wait(30) == 130
         summary = json.loads((out / "run.json").read_text())
         assert (
