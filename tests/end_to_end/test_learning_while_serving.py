@@ -170,6 +170,6 @@ def test_a_child_that_is_killed_alone_is_started_again(workshop: Path, tmp_path:
         os.kill(child, signal.SIGKILL)
         url = str(client.base_url).replace("/v1/", "/health")
         until(lambda: json.load(urllib.request.urlopen(url))["status"] == "degraded")
-        assert "the process that learns was ended by SIGKILL" in (tmp_path / "log").read_text()
+        assert "The learning process was ended by SIGKILL" in (tmp_path / "log").read_text()
         until(lambda: history(client)[-1]["status"] == "served")
         until(lambda: json.load(urllib.request.urlopen(url))["status"] == "ok")

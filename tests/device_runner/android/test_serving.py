@@ -299,7 +299,7 @@ def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (("--when", "charging"), "--when belongs to --learn"),
+        (("--when", "charging"), "--when needs --learn"),
         (("--learn", "--when", "full"), "--when has 'full', must be charging"),
         (("--port", "0"), "--port is 0"),
         (("--port", "70000"), "--port is 70000, must be at most 65535"),
