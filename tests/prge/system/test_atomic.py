@@ -33,13 +33,13 @@ def test_a_folder_has_the_modes_that_the_user_wants(
 
 
 def test_a_place_that_cant_be_written_is_refused_and_nothing_stays(tmp_path: Path) -> None:
-    check_writable_folder(tmp_path / "a" / "b", needed=1000)
+    check_writable_folder(tmp_path / "a" / "b", required_bytes=1000)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
     with raises(RunError, "write-failed", saying=os.strerror(errno.ENOTDIR)):
         check_writable_folder(tmp_path / "file" / "out")
     with raises(RunError, "storage-full", saying="1,000,000,000,000"):
-        check_writable_folder(tmp_path / "out", needed=10**18)
+        check_writable_folder(tmp_path / "out", required_bytes=10**18)
 
 
 def test_a_place_on_a_read_only_file_system_is_refused() -> None:
