@@ -230,8 +230,8 @@ def _draw_line(line: Line, coordinates: Sequence[Point]) -> str:
     width, opacity = (0.8, 0.35) if line.look == "faint" else (1.8, 1)
     dashes = ' stroke-dasharray="5 3"' if line.look == "marked" else ""
     polyline = (
-        f'<polyline points="{_path(coordinates)}" fill="none" stroke="{_colour(line.hue)}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
+        f'<polyline points="{_path(coordinates)}" fill="none" stroke="{_colour(line.hue)}" '
+        f'stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
     )
     # A polyline of one point is invisible.
     single = len(coordinates) == 1

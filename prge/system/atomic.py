@@ -167,15 +167,15 @@ def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
         raise storage_error(folder, error) from None
     if required_bytes > free:
         raise RunError(
-            f"there is not enough space in {folder}: about {required_bytes / 1e6:,.0f} MB are needed, "
+            f"{folder} has too little room: about {required_bytes / 1e6:,.0f} MB are needed, "
             f"{free / 1e6:,.0f} MB are free",
-            remedy="free some storage, or write to another folder",
+            remedy="free some storage, or write to another place",
             code="storage-full",
         )
 
 
 def _check_can_create(folder: Path) -> int:
-    """Return the free bytes of a folder or its nearest existing parent; raise OSError if it isn't writable."""
+    """Return the free bytes of a folder or its nearest existing parent; raise OSError if not writable."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     # A temporary file without a name is invisible to other processes.
     with tempfile.TemporaryFile(dir=existing):
@@ -186,9 +186,9 @@ def storage_error(path: Path, error: OSError) -> RunError:
     """Return the RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
-        code, remedy = "storage-full", "free some storage, or write to another folder"
+        code, remedy = "storage-full", "free some storage, or write to another place"
     elif error.errno in _REFUSED:
-        code, remedy = "write-refused", "check its permissions, or write to another folder"
+        code, remedy = "write-refused", "check its permissions, or write to another place"
     else:
         code, remedy = "write-failed", "check the path and the storage"
     return RunError(f"{path} can't be written: {reason}", remedy=remedy, code=code)

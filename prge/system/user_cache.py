@@ -78,7 +78,7 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
         raise EngineError(
             f"other users can write to {folder}, and code from there is executed "
             f"(its owner is user {status.st_uid}, its mode {stat.S_IMODE(status.st_mode):o})",
-            remedy="remove it, or set XDG_CACHE_HOME to a folder of your own",
+            remedy="remove it, or let XDG_CACHE_HOME name a folder of your own",
             code="cache-not-private",
         )
     return folder

@@ -166,7 +166,7 @@ def test_bundles_are_estimated_and_refused_without_room(
 ) -> None:
     estimate = {"weights_bytes": 4 << 40, "programs_bytes": 0, "model": {"parameters": 1 << 40}}
     told = json.dumps({**estimate, "export": {"seconds": 90}})
-    monkeypatch.setattr(bundles, "answer_of", lambda *words: told)
+    monkeypatch.setattr(bundles, "output_of", lambda *words: told)
     with raises(RunError, "storage-full", saying=str(tmp_path)):
         bundles.make_bundles([BenchModel(TRIALS["qwen3-1.7b"])], tmp_path)
     assert "1 min 30 s" in capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> 
         (TuneSettings, "--max_seq_lenght", "; did you mean --sequence-length?"),
         (TuneSettings, "--lerning_rate", "; did you mean --learning-rate?"),
         (ChatSettings, "--max_new_tokens", "; here it is --max-tokens"),
-        (RunSettings, "--model", ": it takes a --bundle, which `prge export` makes of a model"),
+        (RunSettings, "--model", ": this verb takes a --bundle, which `prge export` makes from"),
         (TuneSettings, "--zzzzz", ""),
     ],
 )
@@ -118,7 +118,7 @@ def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
     [
         (
             ["--data", "https://example.com/a.jsonl"],
-            "--data is a URL, 'https://example.com/a.jsonl': nothing is",
+            "--data is a URL, 'https://example.com/a.jsonl': prge doesn't",
         ),
         (["--data", "https://huggingface.co/datasets/a/b-c/tree/main"], "give the hub's name, a/b-c"),
         (
@@ -126,7 +126,7 @@ def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
             "--model is a URL, 'https://huggingface.co/a/b': give the hub",
         ),
         (["--data", "file:///x/rows.jsonl"], "give the path, /x/rows.jsonl"),
-        (["--task", "https://huggingface.co/a/b"], "nothing is read from one; download it"),
+        (["--task", "https://huggingface.co/a/b"], "prge doesn't read from URLs; download it"),
         (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
     ],
 )

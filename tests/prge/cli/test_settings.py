@@ -140,9 +140,9 @@ ALONE = "stands alone: which flag does it belong to?"
     ("words", "told"),
     [
         # A word after a flag that takes one value is not the bundle if that is given.
-        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote a value with spaces: --out 'o c'"]),
+        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
         (["--bundle", "b", "--name", "Once", "upon", "a", "--queries", "3"], [
-            f"'upon' {ALONE} Quote a value with spaces: --name 'Once upon a'", f"'a' {ALONE}",
+            f"'upon' {ALONE} Quote values with spaces: --name 'Once upon a'", f"'a' {ALONE}",
         ]),
         (["b", "--queries", "3", "4"], [f"'4' {ALONE}"]),
         (["--bundle=b", "--", "c"], [f"'c' {ALONE}"]),

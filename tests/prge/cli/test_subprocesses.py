@@ -28,7 +28,7 @@ def test_a_step_that_was_told_to_stop_stops_all(
 ) -> None:
     """As a run is by its page."""
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    monkeypatch.setattr(starting, "command_of", lambda *words: [sys.executable, "-c", end])
+    monkeypatch.setattr(starting, "verb_command", lambda *words: [sys.executable, "-c", end])
     with pytest.raises(expected):
         run_verb("run")
 
