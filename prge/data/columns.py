@@ -28,7 +28,7 @@ def get_text(fields: Fields, column: str) -> str:
         problem, code = (
             ("missing", "column-missing") if value is None else (type(value).__name__, "column-not-text")
         )
-        raise RowError(f"column {column!r} is {problem}, must be text", code=code)
+        raise RowError(f"column {column!r} is {problem}, must be a text", code=code)
     return value
 
 

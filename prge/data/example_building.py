@@ -6,9 +6,9 @@ readers/, sources.py   read rows (a number and fields) from files, folders and d
 row_format.py          the format of all rows of a file: a task's, or a form that their columns determine
 segments.py            what a row becomes: `Texts` to train on, or `Candidates` to compare; both consist of
                        segments that are trained on or are context
-forms/                 one file for each form of rows: completions.py (text; prompt and completion), messages.py
-                       (messages, ShareGPT), instructions.py (Alpaca), preferences.py (pairs, ratings),
-                       task_rows.py
+forms/                 one file for each form of rows: completions.py (text; prompt and completion),
+                       messages.py (messages, ShareGPT), instructions.py (Alpaca), preferences.py (pairs,
+                       ratings), task_rows.py
 encoding.py            tokenizes segments, with a mask of the tokens that are trained on
 truncation.py          makes sequences fit the bundle: whole, cut or split
 example_building.py    adds the targets, and records for the report what was done to which row
@@ -171,7 +171,7 @@ class _Builder:
         return examples
 
     def _build_row(self, row: Row) -> list[Example]:
-        """Return the examples of a row; raises RowError or DataError before anything is added to the report."""
+        """Return the examples of a row; raises RowError or DataError before the report changes."""
         segmenter, report = self._segmenter_of(row), self.report
         segments = self.row_format.segments(segmenter, row)
         fitted = self.fitter.fit(segments)
@@ -214,7 +214,7 @@ class _Builder:
         if largest >= self.model.vocabulary_size:
             raise RowError(
                 f"it has the token {self.segmenter.tokenizer.token(largest)!r} ({largest}), "
-                f"but the bundle has {self.model.vocabulary_size} tokens: the tokenizer belongs to another bundle",
+                f"the bundle has {self.model.vocabulary_size} tokens: the tokenizer is not this bundle's",
                 code="token-unknown",
             )
 
@@ -236,7 +236,7 @@ class _Builder:
         tokens = [token for (token,) in candidates]
         if len(set(tokens)) < len(tokens):
             raise RowError(
-                f"it has two candidates that begin with the same token: {self._spelled(row, candidates)}",
+                f"it has two candidates with the same token: {self._spelled(row, candidates)}",
                 code="candidates-alike",
             )
         prompt = tuple(sequences[0].ids[: sequences[0].targets[0]].tolist())

@@ -74,8 +74,8 @@ def _rouge_l(prediction: str, answer: str) -> float:
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Return the length of the longest common subsequence.
 
-    A row of the usual table is stored as one integer, whose zero bits mark where the length grows (Hyyro 2004,
-    Bit-parallel LCS-length computation revisited). Takes len(first) additions of len(second) bits.
+    A row of the usual table is stored as one integer, whose zero bits mark where the length grows (Hyyro
+    2004, Bit-parallel LCS-length computation revisited). Takes len(first) additions of len(second) bits.
     """
     positions: dict[Hashable, int] = {}
     for index, element in enumerate(second):

@@ -16,8 +16,8 @@ class BuildOptions:
     """Options for building examples from rows."""
 
     overflow: Overflow = "error"
-    """How to handle rows that are too long for the bundle: `error`, `truncate`, or `split` (not for candidates);
-    `auto` splits texts and chats and truncates all others."""
+    """How to handle rows that are too long for the bundle: `error`, `truncate`, or `split` (not for
+    candidates); `auto` splits texts and chats and truncates all others."""
     append_eos: bool = True
     """Train on an end-of-sequence token after texts, completions and answers, if the model has one and they
     don't end with it."""

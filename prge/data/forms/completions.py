@@ -21,7 +21,7 @@ def completion_text(segmenter: Segmenter, row: Row) -> Texts:
 
 
 def completion_fields(fields: Fields, chat: bool) -> Fields:
-    """Return `prompt` and `completion` as `messages` if one of them is a list of messages; raises RowError."""
+    """Convert `prompt` and `completion` to `messages` if one of them is a list; raises RowError."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if not isinstance(prompt, list) and not isinstance(completion, list):
         return fields
@@ -32,7 +32,7 @@ def completion_fields(fields: Fields, chat: bool) -> Fields:
     ):
         if not isinstance(value, list):
             raise RowError(
-                f"its {name} is {shown(value)}, must be text or a list of messages",
+                f"its {name} is {shown(value)}, must be a text or a list of messages",
                 code="column-not-messages",
             )
     if (

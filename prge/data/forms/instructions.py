@@ -12,7 +12,7 @@ HISTORY = "history"
 
 
 def instruction_fields(fields: Fields, chat: bool) -> Fields:
-    """Convert an instruction to `messages` for a model with a chat template, else to `prompt` and `completion`.
+    """Convert an instruction to `messages` if there is a chat template, else to `prompt` and `completion`.
 
     Raises:
         RowError: A column is not a text, or the instruction or the output is empty.

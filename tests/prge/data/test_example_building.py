@@ -441,8 +441,8 @@ def test_program_that_is_too_small_for_anything() -> None:
     [
         ({"text": ""}, None, ["row 2: its text is empty: there is nothing to learn from"]),
         ({"text": 3}, None, ["row 2: column 'text' is int, must be a text"]),
-        ({"txt": "a"}, None, ["row 2: is no row of text: its columns are txt"]),
-        ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, the task knows 0, 1"]),
+        ({"txt": "a"}, None, ["row 2: it is no row of text: its columns are txt"]),
+        ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, must be one of 0, 1"]),
         ({"label": 0}, "sst2", ["row 2: column 'sentence' is missing"]),
     ],
 )
@@ -456,7 +456,7 @@ def test_all_problems_are_collected() -> None:
     data = rows(*({"sentence": "a", "label": value} for value in range(60)))
     problems = problems_of(data, TOKENIZER, spec(), load_task("sst2"), source="train.tsv")
     assert len(problems) == 58
-    assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
+    assert problems[0] == "row 3: column 'label' is 2, must be one of 0, 1"
 
 
 @pytest.mark.parametrize(
@@ -489,13 +489,13 @@ def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
 def test_candidates_that_are_one_token() -> None:
     same = Task("a", "{t}", choices=("x", "y"))
     assert problems_of(rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), TOKENIZER, spec(), same) == [
-        "row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"
+        "row 1: it has two candidates with the same token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"
     ]
 
 
 def test_tokenizer_of_another_program() -> None:
     [problem] = problems_of(rows(FILM), TOKENIZER, spec(vocabulary_size=310), load_task("sst2"))
-    assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
+    assert problem.endswith("(335), the bundle has 310 tokens: the tokenizer is not this bundle's")
 
 
 # Properties

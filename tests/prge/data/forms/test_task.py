@@ -276,7 +276,7 @@ def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
         "label_words 1 is True: put it in quotes",
         "label_words 2 is ['x'], must be a text",
         "separator is 3, must be a text",
-        "template: {text.upper} must be a column name, filters after | allowed, and nothing else",
+        "template: {text.upper} must be a column name, optionally with filters after |",
         "columns has unknown keys: labels; known are label, answers",
         "metric is 'bleu', must be one of accuracy, f1, f1_answer",
     ):
@@ -294,7 +294,7 @@ QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric
         ({"template": "{a}", "label_words": {0: "a", 1: "b"}}, "name is missing"),
         ({"name": "a", "label_words": {0: "a", 1: "b"}}, "template is missing"),
         ({"name": "a", "template": "{a}"}, "one of label_words, choices, choices_column or columns.answers"),
-        ({"name": "a", "template": "{a}", "label_words": {0: "a"}}, "one candidate is no choice"),
+        ({"name": "a", "template": "{a}", "label_words": {0: "a"}}, "at least two candidates are needed"),
         ({"name": "a", "template": "{a}", "label_words": {0: "a", 1: "a "}}, "label_words has a word twice"),
         ({"name": "a", "template": "{a}", "label_words": {0: "", 1: "b"}}, "label_words has an empty word"),
         (
