@@ -121,7 +121,7 @@ def build_examples(
         read=row_format.columns,
         unread=tuple(column for column in present if column not in row_format.columns),
     )
-    overflow = row_format.usual_overflow if options.overflow == "auto" else options.overflow
+    overflow = row_format.default_overflow if options.overflow == "auto" else options.overflow
     segmenter = Segmenter(tokenizer, options.append_eos, options.control_tokens, row_format.chat)
     fitter = SequenceFitter(tokenizer, model.sequence_length, overflow)
     builder = _Builder(row_format, segmenter, fitter, model, report)

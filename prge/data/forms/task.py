@@ -265,7 +265,7 @@ class Task:
             value = [value]
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise RowError(
-                f"column {column!r} must be a text, a list of texts, or have one of these under text or spans",
+                f"column {column!r} must be a text or a list of texts, or have one under text or spans",
                 code="column-not-texts",
             )
         answers = tuple(dict.fromkeys(text for text in value if text.strip()))

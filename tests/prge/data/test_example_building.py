@@ -238,7 +238,7 @@ def test_messages_of_which_a_template_writes_nothing() -> None:
 
 def test_messages_without_a_template() -> None:
     assert problems_of(rows({"messages": []}), TOKENIZER, spec()) == [
-        "its rows are messages and the model has no chat template"
+        "its rows are messages, but the model has no chat template"
     ]
 
 
@@ -341,7 +341,7 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: To
 def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
     row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
     [problem] = problems_of(rows(row), encoder_tokenizer, spec(readout="pooled"), load_task("copa"))
-    assert problem == "an encoder knows classes only; the task copa has no label_words"
+    assert problem == "an encoder predicts classes only; the task copa has no label_words"
 
 
 # What doesn't fit

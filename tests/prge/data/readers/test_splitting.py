@@ -89,7 +89,7 @@ def test_a_part_has_its_share_within_bounds(count: int, expected: int) -> None:
 def test_three_rows_give_one_and_say_that_it_says_little() -> None:
     parts = split_rows(several(3))
     assert (len(parts.train), len(parts.dev)) == (2, 1)
-    assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few say little"]
+    assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few rows are noisy"]
 
 
 def test_of_equal_rows_none_can_be_split_off() -> None:
