@@ -11,13 +11,13 @@ from prge.errors import shown
 
 def whole_text(segmenter: Segmenter, row: Row) -> Texts:
     """Convert a row of `text`, all of which is trained on; raises RowError."""
-    return Texts((segmenter.learnt(segmenter.text(get_text(row.fields, "text"))),))
+    return Texts((segmenter.trained_text(segmenter.text(get_text(row.fields, "text"))),))
 
 
 def completion_text(segmenter: Segmenter, row: Row) -> Texts:
     """Convert a row of `prompt` and `completion`, which is trained on; both are texts; raises RowError."""
     prompt, completion = (get_text(row.fields, column) for column in ("prompt", "completion"))
-    return Texts((segmenter.learnt(*segmenter.completed(prompt, completion)),))
+    return Texts((segmenter.trained_text(*segmenter.prompt_and_completion(prompt, completion)),))
 
 
 def completion_fields(fields: Fields, chat: bool) -> Fields:

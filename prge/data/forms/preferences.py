@@ -65,7 +65,9 @@ def _texts(
 ) -> tuple[SegmentedText, ...]:
     """Return the texts of answers to one prompt, all texts or all messages."""
     if not isinstance(prompt, list):
-        return tuple(segmenter.learnt(*segmenter.completed(prompt, answer)) for answer in answers)
+        return tuple(
+            segmenter.trained_text(*segmenter.prompt_and_completion(prompt, answer)) for answer in answers
+        )
     from prge.data.tokenization.chat import check_messages, trained_turns
 
     try:

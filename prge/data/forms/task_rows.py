@@ -16,13 +16,13 @@ def task_candidates(task: Task, is_alone: bool, segmenter: Segmenter, row: Row) 
     prompt = task.prompt(row.fields)
     if task.is_completion:
         answers = task.answers(row.fields)
-        segments = segmenter.completed(prompt, task.join(prompt, answers[0]))
-        return Texts((segmenter.learnt(*segments),), answers)
+        segments = segmenter.prompt_and_completion(prompt, task.join(prompt, answers[0]))
+        return Texts((segmenter.trained_text(*segments),), answers)
     choices, label = task.candidates(row.fields), task.label(row.fields)
     compared = (choices[label],) if is_alone else choices
     texts = [task.candidate_text(prompt, choice, row.fields) for choice in compared]
     return Candidates(
-        tuple(SegmentedText(segmenter.completed(prompt, text, "candidate")) for text in texts),
+        tuple(SegmentedText(segmenter.prompt_and_completion(prompt, text, "candidate")) for text in texts),
         "choices",
         None if is_alone else label,
         answers=task.answers(row.fields) or (choices[label],),

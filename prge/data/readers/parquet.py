@@ -110,8 +110,8 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
         raise DataError(
             f"{path} can't be read as data",
             [
-                f"its {file_bytes:,} bytes expand to rows of more than {row_bytes >> 20:,} MiB; the limit for a "
-                f"file of this size is {limit >> 20:,} MiB"
+                f"its {file_bytes:,} bytes expand to rows of more than {row_bytes >> 20:,} MiB; the limit "
+                f"for a file of this size is {limit >> 20:,} MiB"
             ],
             remedy="if this is intended, write the rows as jsonl or as several files",
             code="file-expands",

@@ -64,7 +64,7 @@ def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
     prompt: str, completion: str, append_eos: bool
 ) -> None:
     segmenter = Segmenter(TOKENIZER, append_eos)
-    encoded = encode(segmenter.learnt(*segmenter.completed(prompt, completion)), TOKENIZER)
+    encoded = encode(segmenter.trained_text(*segmenter.prompt_and_completion(prompt, completion)), TOKENIZER)
     alone = [*TOKENIZER.begin, *TOKENIZER.encode(prompt)]
     assert encoded.ids[: len(alone)].tolist() == alone
     assert encoded.is_trained.tolist() == [index >= len(alone) for index in range(len(encoded.ids))]
@@ -76,7 +76,7 @@ def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
 @given(text=TEXTS)
 def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
     segmenter = Segmenter(TOKENIZER)
-    encoded = encode(segmenter.learnt(segmenter.text(text)), TOKENIZER)
+    encoded = encode(segmenter.trained_text(segmenter.text(text)), TOKENIZER)
     assert encoded.ids.tolist() == [*TOKENIZER.begin, *TOKENIZER.encode(text), 2]
     assert encoded.targets.tolist() == [*range(1, len(encoded.ids))]
 
@@ -97,7 +97,7 @@ def test_control_tokens_are_read_in_the_segments_that_say_so(parts: list[tuple[s
 
 
 def test_the_end_of_sequence_token_is_appended_once() -> None:
-    text = Segmenter(TOKENIZER).learnt(Segment("the film</s>", True, True))
+    text = Segmenter(TOKENIZER).trained_text(Segment("the film</s>", True, True))
     assert encode(text, TOKENIZER).ids.tolist().count(2) == 1
 
 
@@ -109,4 +109,4 @@ def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
     segmenter = Segmenter(TOKENIZER)
     with raises(RowError, "answer-empty", saying="answer"):
-        encode(segmenter.learnt(*segmenter.completed("the film", "", "answer")), TOKENIZER)
+        encode(segmenter.trained_text(*segmenter.prompt_and_completion("the film", "", "answer")), TOKENIZER)

@@ -233,7 +233,7 @@ def test_messages_of_which_a_template_writes_nothing() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
         problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), spec())
-        assert problems == [f"row 1: has {tokens} tokens and none to learn from"]
+        assert problems == [f"row 1: has {tokens} tokens and none to train on"]
 
 
 def test_messages_without_a_template() -> None:
@@ -430,7 +430,10 @@ def test_program_that_is_too_small_for_anything() -> None:
             spec(sequence_length=2),
             options=options,
         )
-        assert problem == "row 1: the bundle takes 2 tokens, too few to learn anything: export a longer one"
+        assert (
+            problem
+            == "row 1: the bundle takes 2 tokens, too few to train on: export with a larger --sequence-length"
+        )
 
 
 # Rows that can't be used

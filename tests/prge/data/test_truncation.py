@@ -36,10 +36,10 @@ def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     )
 
 
-def completed(prompt: int, *answers: int) -> list[SegmentedText]:
+def candidate_texts(prompt: int, *answers: int) -> list[SegmentedText]:
     """Answers of so many words each to one prompt."""
     return [
-        SegmentedText(SEGMENTER.completed(" film" * prompt, " was" * answer, "candidate"))
+        SegmentedText(SEGMENTER.prompt_and_completion(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers
     ]
 
@@ -98,7 +98,7 @@ def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> N
 def test_choices_are_whole_after_the_end_of_their_prompt(
     prompt: int, answers: list[int], length: int
 ) -> None:
-    row = Candidates(tuple(completed(prompt, *answers)), "choices", 0)
+    row = Candidates(tuple(candidate_texts(prompt, *answers)), "choices", 0)
     fitter = SequenceFitter(TOKENIZER, length, "truncate")
     after = 0 if max(answers) == 1 else max(answers)
     if 1 + 1 + after > length:
@@ -118,7 +118,7 @@ def test_choices_are_whole_after_the_end_of_their_prompt(
 def test_answers_keep_one_prompt_and_lose_their_ends_where_it_is_half(
     prompt: int, answers: list[int], length: int
 ) -> None:
-    row = Candidates(tuple(completed(prompt, *answers)), "answers", 0)
+    row = Candidates(tuple(candidate_texts(prompt, *answers)), "answers", 0)
     fitted = SequenceFitter(TOKENIZER, length, "truncate").fit(row)
     contexts = {each.ids[: each.targets[0]].tobytes() for each in fitted.sequences}
     assert len(contexts) == 1 or PROMPT_CUT in fitted.events

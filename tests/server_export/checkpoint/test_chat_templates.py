@@ -156,7 +156,7 @@ def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> No
         ("{% for message in messages %}", "can't be read: Unexpected end of template"),
         ("{{ raise_exception('never') }}", "refuses the messages; never"),
         ("{{ messages[0].content }}", "what the user or the assistant says is not in its text"),
-        ("{{ range(messages | length) | list }}", "where message 2 begins can't be told from its text"),
+        ("{{ range(messages | length) | list }}", "the beginning of message 2 can't be found in the rendered text"),
         ("{{ 'x' * (messages | length) }}", "what the user or the assistant says is not in its text"),
     ],
 )

@@ -160,7 +160,7 @@ def test_contents_may_be_parts_that_are_texts(template: str) -> None:
     assert texts[0] == texts[1]
     image = [{"type": "image", "url": "a.png"}]
     assert problem_of(template, {"messages": [said("user", image), ANSWERED]}) == (
-        "row 1: message 1 (user) has a part of the type 'image': only texts are read"
+        "row 1: message 1 (user) has a part of the type 'image': only text is supported"
     )
 
 
@@ -170,7 +170,7 @@ def test_null_keys_of_messages_are_none_at_all() -> None:
     nulls = [said("user", "Hi", tool_calls=None), said("assistant", None, tool_calls=[call], weight=None)]
     texts, _ = built(THINKS, {"messages": nulls, "tools": None})
     assert texts == [rendered(THINKS, nulls)]
-    assert "has no content that is text" in problem_of(THINKS, {"messages": [ASKED, said("assistant", None)]})
+    assert "has no text as content" in problem_of(THINKS, {"messages": [ASKED, said("assistant", None)]})
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "told"), [(True, "nothing says what isn't wanted"), (False, "write instead")]
+    ("label", "told"),
+    [(True, "without examples of what to avoid"), (False, "without examples of what to write")],
 )
 def test_labels_that_are_all_alike_are_told(label: bool, told: str) -> None:
     _, report = built(*({**each, "label": label} for each in RATED))

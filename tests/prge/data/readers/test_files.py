@@ -269,7 +269,11 @@ def test_long_fields(write: Write) -> None:
         ("e.jsonl", '{"text": one}\n{"text": "two"}\n', ["row 1: not JSON: Expecting value at character 10"]),
         ("f.json", '{"columns": ["a"], "data": [[1, 2]]}', ["each list under data must have 1 values"]),
         ("c.json", "[]", ["it has no rows"]),
-        ("a.txt", "", ["its name ends in '.txt'; known formats are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"]),
+        (
+            "a.txt",
+            "",
+            ["its name ends in '.txt'; known formats are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"],
+        ),
     ],
 )
 def test_problems_name_their_rows(write: Write, name: str, content: str | bytes, problems: list[str]) -> None:

@@ -66,10 +66,10 @@ def medium_texts() -> pyarrow.Table:
     ("make", "told"),
     [
         (one_long_text, "takes more than"),
-        (many_equal_numbers, "stand for rows of more than 9,536 MiB"),
+        (many_equal_numbers, "expand to rows of more than 9,536 MiB"),
         (one_row_of_many_nulls, "takes more than"),
-        (one_text_of_zeros, "stand for rows of more than 190 MiB"),
-        (medium_texts, "stand for rows of more than"),
+        (one_text_of_zeros, "expand to rows of more than 190 MiB"),
+        (medium_texts, "expand to rows of more than"),
     ],
 )
 def test_what_takes_far_more_memory_than_its_size_explains_is_refused(

@@ -118,10 +118,10 @@ def test_template_that_is_none() -> None:
         ("Hi", "messages must be a list of at least one message"),
         ([], "messages must be a list of at least one message"),
         ([{"content": "Hi"}], "message 1 has no role"),
-        ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no content that is text"),
+        ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no text as content"),
         (
             [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-            "message 2 (assistant) has a part of the type 'image': only texts are read",
+            "message 2 (assistant) has a part of the type 'image': only text is supported",
         ),
         ([SYSTEM, USER], "no message has the role 'assistant': there is nothing to learn from"),
     ],

@@ -87,7 +87,7 @@ def test_pair_whose_boundary_a_token_would_straddle(tokenizer: Tokenizer) -> Non
 def test_continuation_has_no_space_of_its_own(prefixed_tokenizer: Tokenizer) -> None:
     # alone, a SentencePiece-like tokenizer would put a space before it
     pair = prefixed_tokenizer.encode_pair("It was gre", "at")
-    assert not pair.exact and prefixed_tokenizer.pieces(pair.completion.tolist()) == ["at"]
+    assert not pair.exact and prefixed_tokenizer.token_texts(pair.completion.tolist()) == ["at"]
     assert prefixed_tokenizer.encode("at") != pair.completion.tolist()
 
 
@@ -100,7 +100,7 @@ def test_pair_always_decodes_to_the_joined_text(prompt: str, completion: str) ->
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_pieces_are_as_many_as_tokens(text: str) -> None:
     tokens = tiny().encode(text)
-    assert len(tiny().pieces(tokens)) == len(tokens)
+    assert len(tiny().token_texts(tokens)) == len(tokens)
 
 
 def test_load_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -49,7 +49,7 @@ def used(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text, control=True)
         tokenizer.decode(ids)
-        tokenizer.pieces(ids[:20])
+        tokenizer.token_texts(ids[:20])
         tokenizer.encode_pair("the film", text)
 
 
