@@ -499,9 +499,7 @@ class _Renderer:
             if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
                     "the chat template can't be used for this conversation",
-                    [
-                        "its generation tags can't be assigned to messages, and not all messages are trained on"
-                    ],
+                    ["its generation tags can't be assigned to messages, of which only some are trained on"],
                     remedy="make one row of the messages up to each assistant turn to train on",
                     code="turns-not-separable",
                 )
