@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import choices, contains_path_type, is_list_type
+from prge.cli.field_types import contains_path_type, is_list_type, list_choices
 from prge.cli.help import is_required
 from prge.cli.inputs import input_settings
 from prge.cli.main import VERBS, main
@@ -104,7 +104,7 @@ def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> No
         name
         for taken in kept
         for name, kind in taken.kinds.items()
-        if not contains_path_type(kind) and not choices(kind) and "str" in str(kind)
+        if not contains_path_type(kind) and not list_choices(kind) and "str" in str(kind)
     }
     assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
 
@@ -196,8 +196,8 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
         if name == written:
             continue
         value: object
-        if choices(kind):
-            value = choices(kind)[0]
+        if list_choices(kind):
+            value = list_choices(kind)[0]
         elif name == "bundle":
             value = given / "bundle"
         elif name in output_settings(taken.settings):

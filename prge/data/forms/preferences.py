@@ -89,7 +89,7 @@ def _texts(
                 "others follow: end the answer after the first turn",
                 code="turns-rendered-differently",
             )
-        texts.append(conversation.segmented(renderings[0]))
+        texts.append(conversation.to_segments(renderings[0]))
     return tuple(texts)
 
 
