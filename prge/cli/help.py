@@ -45,7 +45,7 @@ def print_settings_help(
 
     Args:
         settings_type: The verb's dataclass; each base class is a group, whose docstring is the heading.
-        kinds: Type of each field.
+        field_types: Type of each field.
         prog: The command, such as `prge run`.
         shown: Fields that may be given without their flag.
     """

@@ -22,22 +22,24 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
     names = _names_by_alias("settings")
     key = key.lower()
 
-    def same(theirs: str) -> list[tuple[str, str]]:
-        words = [word.partition("=") for ours in names.get(theirs, ()) for word in ours.split()]
+    def settings_of_alias(alias: str) -> list[tuple[str, str]]:
+        words = [word.partition("=") for text in names.get(alias, ()) for word in text.split()]
         return [(name, f"{written(name)} {value}".rstrip()) for name, _, value in words]
 
-    for name, ours in same(key):
+    for name, text in settings_of_alias(key):
         if name in known:
-            return name, f"; here it is {ours}"
+            return name, f"; here it is {text}"
     for message in _names_by_alias("told").get(key, ()):
         return "", f": {message}"
-    elsewhere = [ours for _, ours in same(key)]
+    elsewhere = [text for _, text in settings_of_alias(key)]
     if elsewhere:
         return "", f"; other verbs call it {elsewhere[0]}"
     similar = closest_match(key, known, 0.6)
-    for name, ours in [(similar, written(similar))] if similar else same(closest_match(key, names, 0.85)):
+    for name, text in (
+        [(similar, written(similar))] if similar else settings_of_alias(closest_match(key, names, 0.85))
+    ):
         if name in known:
-            return name, f"; did you mean {ours}?"
+            return name, f"; did you mean {text}?"
     return "", ""
 
 
@@ -64,7 +66,7 @@ def closest_match(name: str, names: Iterable[str], cutoff: float) -> str:
 def _names_by_alias(table: str) -> dict[str, list[str]]:
     """Return prge's names by the names that other tools use."""
     aliases: dict[str, list[str]] = {}
-    for ours, theirs in read_yaml(Path(__file__).with_suffix(".yaml"))[table].items():
-        for name in theirs.split():
-            aliases.setdefault(name, []).append(ours)
+    for name_here, alias_text in read_yaml(Path(__file__).with_suffix(".yaml"))[table].items():
+        for name in alias_text.split():
+            aliases.setdefault(name, []).append(name_here)
     return aliases

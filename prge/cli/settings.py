@@ -65,7 +65,7 @@ from prge.system.terminal import best_effort
 
 Settings = TypeVar("Settings")
 
-_OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
+_COMMON_FLAGS = {"config": Path, "print_config": bool, "help": bool}
 _SWITCH = {"true": True, "false": False}
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
@@ -93,21 +93,21 @@ def parse_settings(
         RunError: `--resume` names a folder that has no settings, or an output can't be written.
         SystemExit: With code 0, after `--help` or `--print-config`.
     """
-    kinds = _kinds(settings_type)
+    field_types = _field_types(settings_type)
     problems: list[str] = []
-    words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
-    own = {entry.key for entry in words}
-    if "help" in own:
-        print_settings_help(settings_type, kinds, prog, positional)
+    words = _read_words(argv, {**field_types, **_COMMON_FLAGS}, positional, problems)
+    own_keys = {entry.key for entry in words}
+    if "help" in own_keys:
+        print_settings_help(settings_type, field_types, prog, positional)
         raise SystemExit(0)
     with best_effort(sys.stderr):
-        for line in _describe_repeated(words, kinds):
+        for line in _describe_repeated(words, field_types):
             print(f"{prog}: {line}", file=sys.stderr)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
     given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
-    given += [entry for entry in words if entry.key in kinds]
+    given += [entry for entry in words if entry.key in field_types]
     settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
-    if "print_config" in own:
+    if "print_config" in own_keys:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
     check_outputs(settings)
@@ -168,7 +168,7 @@ def settings_from_mapping(
 ) -> Settings:
     """Create settings from a mapping, such as a received message; raises as `parse_settings`."""
     problems: list[str] = []
-    given = _parse_mapping(fields, where, _kinds(settings_type), problems)
+    given = _parse_mapping(fields, where, _field_types(settings_type), problems)
     settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
     check_outputs(settings)
     return settings
@@ -176,8 +176,8 @@ def settings_from_mapping(
 
 def select_settings(settings_type: type[Settings], settings: Any) -> Settings:
     """Create settings of a class from other settings that have all of its fields."""
-    own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings_type)}  # type: ignore[arg-type]
-    return settings_type(**own)
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings_type)}  # type: ignore[arg-type]
+    return settings_type(**values)
 
 
 def with_absolute_paths(
@@ -250,14 +250,14 @@ class _Loose(NamedTuple):
         return f"{shown(self.word)} stands alone: which flag does it belong to?{hint}"
 
 
-def _kinds(settings_type: type[Any]) -> dict[str, Any]:
+def _field_types(settings_type: type[Any]) -> dict[str, Any]:
     """Return the type of each field, in order."""
     hints = get_type_hints(settings_type)
     return {item.name: hints[item.name] for item in dataclasses.fields(settings_type)}
 
 
 def _read_words(
-    argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str], problems: list[str]
+    argv: Sequence[str], field_types: Mapping[str, Any], positional: Sequence[str], problems: list[str]
 ) -> list[_Given]:
     """Parse a command line."""
     given: list[_Given] = []
@@ -270,19 +270,19 @@ def _read_words(
             break
         if not _is_flag(word):
             following = itertools.takewhile(lambda word: not _is_flag(word), words)
-            loose.append(_Loose(word, _quoted(last_given, [word, *following], kinds)))
+            loose.append(_Loose(word, _quoted(last_given, [word, *following], field_types)))
             last_given = None
             continue
         last_given = None
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         key = name.lstrip("-").replace("-", "_")
-        is_negated = key not in kinds and kinds.get(key.removeprefix("no_")) is bool
+        is_negated = key not in field_types and field_types.get(key.removeprefix("no_")) is bool
         key = key.removeprefix("no_") if is_negated else key
         match = key
-        if key not in kinds:
-            match, hint = suggest_setting(key, kinds, flag)
+        if key not in field_types:
+            match, hint = suggest_setting(key, field_types, flag)
             problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
-        field_type = kinds.get(match)
+        field_type = field_types.get(match)
         values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
         if field_type is None:
             count = int(not positional)  # don't report the value as a second problem
@@ -292,8 +292,8 @@ def _read_words(
             count = len(values) if is_list_type(field_type) else 1
         if not equals:
             del words[: min(count, len(values))]
-        if key not in kinds:
-            given += [_Given(name, match, _MISNAMED)] if match and match not in _OWN_KINDS else []
+        if key not in field_types:
+            given += [_Given(name, match, _MISNAMED)] if match and match not in _COMMON_FLAGS else []
         elif field_type is bool:
             given.append(
                 _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated)
@@ -310,30 +310,34 @@ def _read_words(
     by_flag = {entry.key for entry in given}
     for key in positional:
         if loose and key not in by_flag:
-            taken_words = loose[:] if is_list_type(kinds[key]) else loose[:1]
+            taken_words = loose[:] if is_list_type(field_types[key]) else loose[:1]
             texts = [each.word for each in taken_words]
-            given.append(_Given(key.upper(), key, texts if is_list_type(kinds[key]) else texts[0]))
+            given.append(_Given(key.upper(), key, texts if is_list_type(field_types[key]) else texts[0]))
             del loose[: len(taken_words)]
     problems += [each.problem() for each in loose]
     return given
 
 
-def _quoted(last_given: _Given | None, words: Sequence[str], kinds: Mapping[str, Any]) -> str:
+def _quoted(last_given: _Given | None, words: Sequence[str], field_types: Mapping[str, Any]) -> str:
     """Return a flag with its value and the words after it quoted as one value; empty if that is invalid."""
     if last_given is None:
         return ""
     value = " ".join([last_given.value, *words])
     with suppress(*CONVERSION_ERRORS):
-        convert_value(value, kinds[last_given.key])
+        convert_value(value, field_types[last_given.key])
         return shlex.join([last_given.where, value])
     return ""
 
 
-def _describe_repeated(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]:
+def _describe_repeated(given: Sequence[_Given], field_types: Mapping[str, Any]) -> list[str]:
     """Return a line for every flag that takes one value and is given different ones."""
     values: dict[str, list[Any]] = {}
     for entry in given:
-        if entry.key in kinds and entry.value is not _MISNAMED and not is_list_type(kinds[entry.key]):
+        if (
+            entry.key in field_types
+            and entry.value is not _MISNAMED
+            and not is_list_type(field_types[entry.key])
+        ):
             values.setdefault(entry.key, []).append(entry.value)
     return [
         f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
@@ -377,7 +381,7 @@ def _stored_settings(
     given = [] if content is None else _parse_document(content, path, settings_type, problems)
     if content is None or is_own(content, path.name):
         return given
-    field_types, outputs = _kinds(settings_type), output_settings(settings_type)
+    field_types, outputs = _field_types(settings_type), output_settings(settings_type)
     refused = {
         entry.key: texts
         for entry in given
@@ -415,18 +419,18 @@ def _parse_document(
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
     current = getattr(settings_type, "current", dict)
-    return _parse_mapping(current(content), str(path), _kinds(settings_type), problems)
+    return _parse_mapping(current(content), str(path), _field_types(settings_type), problems)
 
 
 def _parse_mapping(
-    content: Mapping[Any, Any], where: str, kinds: Mapping[str, Any], problems: list[str]
+    content: Mapping[Any, Any], where: str, field_types: Mapping[str, Any], problems: list[str]
 ) -> list[_Given]:
     given = []
     for key, value in content.items():
-        if key in kinds:
+        if key in field_types:
             given.append(_Given(f"{where}: {key}", key, to_python_value(value)))
         else:
-            match, hint = suggest_setting(str(key).replace("-", "_"), kinds, str)
+            match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
             given += [_Given(where, match, _MISNAMED)] if match else []
     return given
@@ -468,20 +472,20 @@ def _build(
     settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
 ) -> Settings:
     """Check all values against their fields' types and create the settings; report all problems at once."""
-    kinds = _kinds(settings_type)
+    field_types = _field_types(settings_type)
     values: dict[str, Any] = {}
     for entry in given:
         values.setdefault(entry.key, None)
         if entry.value is _MISNAMED:
             continue
-        if url := _url_in(entry, kinds[entry.key]):
+        if url := _url_in(entry, field_types[entry.key]):
             problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
-            values[entry.key] = convert_value(entry.value, kinds[entry.key])
+            values[entry.key] = convert_value(entry.value, field_types[entry.key])
         except CONVERSION_ERRORS:
             problems.append(
-                f"{entry.where} must be {describe_type(kinds[entry.key])}, not {shown(entry.value)}"
+                f"{entry.where} must be {describe_type(field_types[entry.key])}, not {shown(entry.value)}"
             )
     # A list takes all words up to the next flag, even a word that was meant for a positional setting.
     last_words = "".join(
@@ -491,7 +495,7 @@ def _build(
         if os.path.exists(str(entry.value[-1]))  # false for words that no file can be named
     )
     problems += [
-        f"{flag(item.name)} is missing: {describe_type(kinds[item.name])}{last_words}"
+        f"{flag(item.name)} is missing: {describe_type(field_types[item.name])}{last_words}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if is_required(item) and item.name not in values
     ]

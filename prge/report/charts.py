@@ -113,8 +113,8 @@ def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
         x, height = 0, 0
         for chart in charts[start : start + (columns or len(charts))]:
             size = _size_of(chart)
-            place = f'x="{x}" y="{y}" width="{size[0]}" height="{size[1]}"'
-            parts.append(chart.replace("<svg ", f"<svg {place} ", 1))
+            attributes = f'x="{x}" y="{y}" width="{size[0]}" height="{size[1]}"'
+            parts.append(chart.replace("<svg ", f"<svg {attributes} ", 1))
             x, height = x + size[0], max(height, size[1])
         width, y = max(width, x), y + height
     return "".join([_begin(y, "", width), *parts, "</svg>"]) if parts else ""

@@ -70,7 +70,7 @@ class AnswerRecord:
         if rating is not None and rating not in RATINGS:
             raise ValueError(f"rating is {shown(rating)}, must be {' or '.join(RATINGS)}")
         if correction is not None and not correction.strip():
-            raise ValueError("the correction is empty: nothing can be learnt from it")
+            raise ValueError("the correction is empty")
         if correction is not None and correction.strip() == self.answer.strip():
             raise ValueError("the correction equals the answer: rate it good instead")
         judgement = {"rating": rating} if correction is None else {"correction": correction}
