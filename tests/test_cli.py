@@ -25,14 +25,14 @@ HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 
 def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
+    """Run the command line in a child process."""
     command = [sys.executable, "-m", "prge.cli.main", *words]
     return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Call a verb that fails; answers its message."""
+    """Call a verb that fails, and return its message."""
 
     def call(*words: str) -> str:
         assert main(list(words)) == 2
@@ -177,7 +177,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_becomes_of_exceptions(
+def test_exit_codes_and_messages_of_exceptions(
     error: BaseException,
     code: int,
     told: str,
@@ -191,7 +191,7 @@ def test_what_becomes_of_exceptions(
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake of ours"), OSError("library"), ImportError("cycle")])
-def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defects_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
     with pytest.raises(type(error)):
         main(["inspect"])

@@ -1,6 +1,6 @@
-"""Every way by which texts and token ids come from outside, with what no tokenizer and no model takes.
+"""Invalid texts and token ids, through every input that accepts texts or token ids.
 
-A text is refused with a clear error, or taken as it is; a token id is one of the model's, or refused. Nothing
+A text is refused with a clear error, or used unchanged; a token id is in the vocabulary, or refused. Nothing
 ends with a traceback, or with the status 500.
 """
 
@@ -51,7 +51,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Exit code, output and messages of a verb that is given bytes at its standard input."""
+    """Run a verb with bytes as standard input; return exit code, output and messages."""
 
     def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
         # As a terminal of this machine decodes them, if somebody reads texts.
@@ -125,7 +125,7 @@ def json_of(value: object) -> bytes:
 
 
 def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
-    """Files of rows, of every format and form, with a text that is no UTF-8."""
+    """Files of rows in every format and form, with a text that is not UTF-8."""
     raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     files = {
         "a.csv": b"text\n" + raw + b"\n",
@@ -174,7 +174,7 @@ def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, t
 
 
 def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) -> None:
-    """A table's dates, durations and bytes within messages: a template takes JSON."""
+    """Dates, durations and bytes of tables within messages, whereas templates take JSON."""
     import datetime
 
     for extra in (datetime.date(2024, 1, 2), datetime.timedelta(1), b"\xff"):

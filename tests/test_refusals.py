@@ -1,4 +1,4 @@
-"""A refused command changes nothing on disk, and leaves nothing new: every such flag of every verb."""
+"""A refused command changes nothing on disk, for every flag of every verb that names an output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
 
 
 class Taken(NamedTuple):
-    """A verb as a user types it, and the settings that it takes."""
+    """A verb as users type it, with its settings."""
 
     prog: str
     settings: type[Any]
@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 
 @functools.cache
 def verbs() -> tuple[Taken, ...]:
-    """All verbs and verbs of verbs, by what they tell of themselves when they are asked for help."""
+    """All verbs and subcommands, found through their help."""
     taken: list[Taken] = []
     below: list[str] = []
 
@@ -70,13 +70,13 @@ def verbs() -> tuple[Taken, ...]:
 
 
 def written() -> Iterator[tuple[Taken, str, Output]]:
-    """All settings, of all verbs, that name an output file or folder."""
+    """All settings of all verbs that name an output file or folder."""
     for taken in verbs():
         for name, output in output_settings(taken.settings).items():
             yield taken, name, output
 
 
-def test_the_type_of_every_path_that_a_verb_takes_says_whether_it_is_read_or_written() -> None:
+def test_every_path_setting_is_an_input_or_an_output() -> None:
     progs = {taken.prog.removeprefix("prge ") for taken in verbs()}
     assert {verb for verb in VERBS if verb not in ("android", "fleet", "rows")} <= progs
     assert {"android bundle", "fleet serve", "rows forget"} <= progs
@@ -95,8 +95,8 @@ WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles
 WORDS |= {"adapt_layers", "date", "name", "server"}
 
 
-def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> None:
-    """What a folder's settings name is followed within bounds: see prge/formats/stored_settings.py."""
+def test_every_stored_text_setting_is_classified() -> None:
+    """Paths in a folder's settings are restricted, see prge/formats/stored_settings.py."""
     here = [each for each in verbs() if "android" not in each.prog]
     kept = [each for each in here if {"STORED", "KEPT"} & {*dir(each.settings)}]
     assert {each.prog for each in kept} >= {"prge run", "prge tune", "prge fleet join"}
@@ -141,7 +141,7 @@ def _folder(path: Path) -> None:
 
 
 def _folder_of_names(*names: str) -> Callable[[Path], None]:
-    """A folder with files that somebody gave the names that verbs use."""
+    """A folder with foreign files that have the names that verbs use."""
 
     def make(path: Path) -> None:
         for name in names:
@@ -172,7 +172,7 @@ THERE: Mapping[str, Callable[[Path], None]] = {
 
 
 def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Mode and bytes of all in a folder."""
+    """Return modes and contents of all files in a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         mode, content = path.lstat().st_mode, b""
@@ -185,7 +185,7 @@ def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
-    """Words for all that a verb must be given beside the setting at hand."""
+    """Return words for all required settings except the given one."""
     items = {item.name: item for item in dataclasses.fields(taken.settings)}
     names = [name for name, item in items.items() if is_required(item)]
     for choice in getattr(taken.settings, "ONE_OF", ()):

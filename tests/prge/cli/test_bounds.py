@@ -1,4 +1,4 @@
-"""Every number that a verb takes has bounds, and what is outside of them is told with its flag."""
+"""Every numeric setting of a verb has bounds, and errors name the flag of a value out of bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.refusals import raises
 
 
 def settings_types() -> Iterator[type[Any]]:
-    """The settings that the modules of the verbs read."""
+    """Yield the settings classes of the verbs' modules."""
     for verb in VERBS.values():
         for _, kind in inspect.getmembers(importlib.import_module(verb.module), inspect.isclass):
             if dataclasses.is_dataclass(kind) and kind.__name__.endswith(("Settings", "Config")):
@@ -92,7 +92,7 @@ def test_numbers_out_of_bounds(words: str, told: str) -> None:
     assert len(problem) < 300
 
 
-def test_settings_that_were_made_without_a_command_line() -> None:
+def test_settings_created_without_a_command_line() -> None:
     with raises(ConfigError, "settings-unusable", saying="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 

@@ -1,4 +1,4 @@
-"""Settings of a verb that runs another verb: the fields of both on one command line."""
+"""Combined settings of a verb that runs another verb."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parsed(*words: str) -> Any:
     return parse_settings(BOTH, words, "prge there")
 
 
-def test_fields_of_both_are_given_together() -> None:
+def test_fields_of_both_parts_share_a_command_line() -> None:
     given = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
     assert shared_values(_Flags, given) == {"folder": "/there", "wait": True}
     own = shared_values(_Verb, given)
@@ -66,7 +66,7 @@ def test_fields_of_both_are_given_together() -> None:
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 
 
-def test_what_types_and_classes_say_of_fields_still_holds() -> None:
+def test_types_and_checks_of_the_parts_hold() -> None:
     assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")

@@ -1,4 +1,4 @@
-"""Tab completion as a real bash asks for it: verbs, flags and values of the settings, and nothing runs."""
+"""Tab completion in a real bash: verbs, flags and values, without running a verb."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture
 def tab(tmp_path: Path) -> object:
-    """What a line is completed to, in a folder with a `prge` of this code on the way."""
+    """Return the completions of a line in a bash whose PATH has a `prge` of this code."""
     command = tmp_path / "bin" / "prge"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m prge.cli.main "$@"\n', encoding="utf-8")

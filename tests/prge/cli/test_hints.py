@@ -1,4 +1,4 @@
-"""What people type who come from other tools: errors name what it is called here, all of it at once."""
+"""Names of other tools: errors say which setting or verb of prge to use, for all of them at once."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> 
         (TuneSettings, "--zzzzz", ""),
     ],
 )
-def test_it_depends_on_the_verb(kind: type[RunSettings], word: str, told: str) -> None:
+def test_hints_depend_on_the_verb(kind: type[RunSettings], word: str, told: str) -> None:
     (told_first, *_) = problems(kind, word, "3")
     assert told_first.startswith(f"{word} is no flag of this verb{told}")
 
 
-def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_problem() -> None:
+def test_all_problems_are_reported_once_with_missing_settings() -> None:
     words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
     assert problems(TuneSettings, *words.split(), positional=("data",)) == [
         "--lr is no flag of this verb; here it is --learning-rate",
@@ -92,7 +92,7 @@ def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_prob
     ]
 
 
-def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None:
+def test_a_missing_alternative_is_reported_with_required_settings() -> None:
     assert problems(TuneSettings) == [
         "--data is missing: a path or a list of paths",
         "--out is missing: a path",
@@ -102,7 +102,7 @@ def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None
     assert both == ["--model and --bundle: give one of them"]
 
 
-def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
+def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
     file = tmp_path / "axolotl.yaml"
     file.write_text("base_model: m\nlora_r: 8\nsequence_len: 512\n", encoding="utf-8")
     told = problems(TuneSettings, "--config", str(file), "--data", "d", "--out", "o")
@@ -141,7 +141,7 @@ def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
-def test_the_tables_know_no_name_that_is_no_setting_and_hide_none() -> None:
+def test_the_tables_name_only_settings_and_hide_none() -> None:
     tables = read_yaml(Path(habits.__file__).with_suffix(".yaml"))
     assert tables.keys() == {"settings", "told", "verbs"}
     ours = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}

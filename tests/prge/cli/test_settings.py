@@ -1,4 +1,4 @@
-"""Settings: one dataclass gives flags, YAML keys and help, and every problem is told at once."""
+"""Settings: one dataclass defines flags, YAML keys and help, and all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.refusals import raises
 
 @dataclass(frozen=True)
 class Sample:
-    """A field of every kind that verbs use."""
+    """Has a field of every type that verbs use."""
 
     bundle: Path
     """Folder of the bundle."""
@@ -71,7 +71,7 @@ def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
     return caught.value.problems
 
 
-def test_flags_of_every_kind() -> None:
+def test_flags_of_every_type() -> None:
     settings = parse(
         *("--bundle", "b", "--learning-rate=1e-2", "--queries", "4", "--estimator", "one-sided"),
         *("--label-words", " terrible", " great", "--overwrite", "--out", "o", "--name", "123"),
@@ -157,7 +157,7 @@ def test_no_word_of_a_command_line_is_lost(words: list[str], told: list[str]) ->
     assert [problem for problem in found if "must be" not in problem] == told
 
 
-def test_a_flag_that_is_given_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         parse("--bundle", "b", "--queries", "3", "--queries", "4", "--overwrite", "--no-overwrite").queries
         == 4
@@ -280,7 +280,7 @@ def test_checks_across_fields_are_the_dataclass_own() -> None:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """Settings of all kinds that name places."""
+    """Settings of all types that name paths."""
 
     STORED: ClassVar = "config.yaml"
 
@@ -293,8 +293,8 @@ class Everywhere:
     resume: Path | None = None
 
 
-def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are told at once, with what to type; those that the user gives, and those inside, are followed."""
+def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outside paths are reported at once, with what to type; inside paths and the user's own are used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "run"
@@ -343,7 +343,7 @@ def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytes
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What others have too."""
+    """Settings that verbs share."""
 
     threads: int | None = None
     """How many."""
@@ -351,7 +351,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Stored(Shared):
-    """Has presets, and is gone on with."""
+    """Has presets, and can be resumed."""
 
     STORED: ClassVar = "config.yaml"
     PRESETS: ClassVar = Path()
@@ -373,7 +373,7 @@ def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Kept(Shared):
-    """Settings whose folder has some, once it was used."""
+    """Settings that are stored in a folder once it was used."""
 
     KEPT: ClassVar = "own.yaml"
 
@@ -411,7 +411,7 @@ def test_shared_settings_are_a_group_of_help(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         parse_settings(Stored, ["--help"], "prge stored")
     told = capsys.readouterr().out
-    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and is gone on with.\n\nsettings:\n")
+    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and can be resumed.\n\nsettings:\n")
     assert "\nWhat others have too:\n  --threads N                 How many.\n" in told
 
 
@@ -495,6 +495,6 @@ def test_bytes_may_have_a_unit(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_invalid_numbers_of_bytes(text: str) -> None:
     with raises(ConfigError, "settings-unusable", saying="--memory"):
         parse_settings(Bounded, [f"--memory={text}"], "prge")

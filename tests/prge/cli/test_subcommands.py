@@ -1,4 +1,4 @@
-"""Verbs of a verb: the first word names one, and all are listed without a word."""
+"""Subcommands: the first word selects one, and without a word all are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of those that models have."""
+"""Chat templates like those of common models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments to token ids: they are those of the text, and the mask covers exactly what is trained."""
+"""Tokenizing segments: the ids are those of the text, and the mask covers exactly the trained segments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = st.sampled_from(["the film", " was", " ", "good", "\n", "é", "x1", "", 
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> tuple[Segment, ...]:
-    """A text that is cut anywhere, also inside of words that are one token."""
+    """A text that is split anywhere, even inside words of one token."""
     text = "".join(draw(st.lists(WORDS, max_size=12)))
     cuts = draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
     return tuple(
@@ -45,7 +45,7 @@ def test_ids_of_segments_are_those_of_the_joined_text(segments: tuple[Segment, .
 def test_the_mask_covers_the_tokens_of_trained_segments(
     segments: tuple[Segment, ...], boundary: Boundary
 ) -> None:
-    """A token of two segments is trained as `boundary` says; one without characters never is."""
+    """A token of two segments is trained on as `boundary` says; a token without characters never is."""
     encoded = encode(SegmentedText(segments, boundary, "none"), BARE)
     text = "".join(each.text for each in segments)
     is_trained = [each.is_trained for each in segments for _ in each.text]
@@ -60,7 +60,7 @@ def test_the_mask_covers_the_tokens_of_trained_segments(
 
 
 @given(prompt=TEXTS, completion=TEXTS, append_eos=st.booleans())
-def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
+def test_a_completion_is_trained_on_and_the_prompt_keeps_its_ids(
     prompt: str, completion: str, append_eos: bool
 ) -> None:
     segmenter = Segmenter(TOKENIZER, append_eos)

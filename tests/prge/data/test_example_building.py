@@ -1,4 +1,4 @@
-"""Examples of every kind of row: what is learnt, what is cut, what is refused, and the report of it."""
+"""Examples of all forms of rows: targets, truncation, errors, and the report."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_messages() -> None:
 
 
 def turns(*words: str) -> list[dict[str, str]]:
-    """A chat: questions and answers in turn."""
+    """A chat of alternating questions and answers."""
     return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
 
 
 def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
-    """Every answer is learnt once, after as many of the newest turns as there is room for."""
+    """Every answer is trained on once, after as many of the newest turns as fit."""
     tokenizer = chat_tokenizer(CHATML)
     told = {"role": "system", "content": "Be kind"}
     chat = [told, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
@@ -165,7 +165,7 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert problems_of(rows({"messages": chat}), tokenizer, small)
 
 
-def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
+def test_an_answer_of_weight_0_is_context() -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = turns("q1", "a1", "q2", "a2")
     chat[1]["weight"] = 0  # type: ignore[assignment]
@@ -474,7 +474,7 @@ def test_all_problems_are_collected() -> None:
         ({}, None, "its columns are none; known are pairs: chosen, rejected;"),
     ],
 )
-def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
+def test_missing_columns_are_reported_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
     [told] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
     assert told.startswith(problem)
 
@@ -601,7 +601,7 @@ def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
     assert report.dropped + len(example.sequences[0].targets) == whole
 
 
-def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
+def test_by_default_texts_are_split_and_others_are_truncated() -> None:
     auto, few = BuildOptions("auto"), spec(sequence_length=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=auto)
     assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)

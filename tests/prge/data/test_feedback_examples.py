@@ -1,4 +1,4 @@
-"""Each row of feedback, however odd, either becomes examples or raises an error that says why not."""
+"""Every row of feedback, however odd, either becomes examples or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def make_examples(template: str | None = TEMPLATE, length: int = 32) -> Feedback
 
 @cache
 def shared_examples() -> FeedbackExamples:
-    """Of all tests that don't end its child process."""
+    """Shared by the tests that don't end its child process."""
     return make_examples()
 
 
 def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
-    """What is learnt of a row, in text."""
+    """Return the trained text of a row."""
     tokenizer = Tokenizer(byte_level_backend())
     found = []
     for example in examples.build(row):
@@ -53,7 +53,7 @@ def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
     ("judged", "learnt"),
     [({"rating": "good"}, " was cold"), ({"correction": " was hot"}, " was hot")],
 )
-def test_what_should_be_answered_is_learnt(asked: Any, judged: dict[str, str], learnt: str) -> None:
+def test_wanted_answers_are_trained_on(asked: Any, judged: dict[str, str], learnt: str) -> None:
     row = AnswerRecord("1", "m", "", asked, " was cold", {}).to_feedback(**judged)
     (text,) = learnt_text(shared_examples(), row)
     assert text.strip() == learnt.strip()
@@ -81,7 +81,7 @@ def test_a_bad_answer_is_one_that_is_disliked() -> None:
     ],
 )
 @pytest.mark.parametrize("rating", ["good", "bad"])
-def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
+def test_an_unusable_row_does_not_affect_the_next(
     monkeypatch: pytest.MonkeyPatch, asked: Any, answer: Any, problem: str, rating: str
 ) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
@@ -97,9 +97,7 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
     ("answer", "correction", "is_refused"),
     [("yes", None, False), ("raise", None, True), ("raise", "yes", False), ("yes", "raise", True)],
 )
-def test_of_a_conversation_what_is_learnt_must_be_rendered(
-    answer: str, correction: str | None, is_refused: bool
-) -> None:
+def test_the_trained_message_must_be_rendered(answer: str, correction: str | None, is_refused: bool) -> None:
     answered = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
     row = answered.to_feedback("good" if correction is None else None, correction)
     if is_refused:

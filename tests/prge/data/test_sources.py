@@ -1,4 +1,4 @@
-"""What a user names as rows: files, folders, data sets of the hub."""
+"""Sources of rows: files, folders, data sets of the hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_names_of_development_rows(write: Write, name: str) -> None:
     assert find_row_file(path.parent, "dev") == path
 
 
-def test_a_folder_with_none_or_several_is_told(write: Write, tmp_path: Path) -> None:
+def test_a_folder_without_one_matching_file_is_refused(write: Write, tmp_path: Path) -> None:
     with raises(DataError, "part-missing", saying="test"):
         read_source(tmp_path, "test")
     write("dev.jsonl", "")
@@ -148,7 +148,7 @@ def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: di
     assert read_source(path, task=load_task("sst2")).rows == [Row(1, fields)]
 
 
-def test_messages_that_are_no_json_are_told(write: Write) -> None:
+def test_messages_that_are_no_json_are_refused(write: Write) -> None:
     path = write(
         "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
     )
@@ -170,7 +170,7 @@ def test_messages_that_are_no_json_are_told(write: Write) -> None:
         (["prompt=question"], "sst2", "'prompt'"),
     ],
 )
-def test_a_name_that_nothing_reads_is_no_column(
+def test_unknown_names_of_columns_are_refused(
     write: Write, columns: list[str], task: str | None, named: str
 ) -> None:
     path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
@@ -179,7 +179,7 @@ def test_a_name_that_nothing_reads_is_no_column(
     assert "before the = stands one of" in caught.value.remedy
 
 
-def test_a_column_that_is_not_there_is_told(write: Write) -> None:
+def test_a_missing_column_is_refused(write: Write) -> None:
     path = write("a.jsonl", '{"question": "q"}\n')
     with raises(DataError, "column-missing", saying="'query'"):
         read_source(path, columns=["prompt=query"])
@@ -241,7 +241,7 @@ def load_dataset(name, configuration, split, download_config):
 
 
 def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
-    """What a process with the stand-in for `datasets` prints, and its seconds."""
+    """Return the output of a process with a fake `datasets`, and its duration in seconds."""
     (tmp_path / "datasets.py").write_text(STAND_IN)
     code = f"from prge.errors import DataError\nfrom prge.data.sources import read_source\n{code}"
     paths = f"{tmp_path}:{ROOT}"
@@ -265,7 +265,7 @@ except DataError as error:
 """
 
 
-def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
     told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
     assert "the data set could not be loaded" in told and "HF_HUB_OFFLINE=1" in told
     assert seconds < 15

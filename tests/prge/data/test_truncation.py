@@ -1,4 +1,4 @@
-"""Texts and candidates that are longer than the bundle takes: what is kept, cut and reported."""
+"""Truncation of texts and candidates that are too long for the bundle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def targets(sequences: tuple[EncodedText, ...]) -> list[int]:
 
 
 def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Segments whose words differ, so that a token tells where it is from."""
+    """Segments of distinct words, so that each token identifies its position."""
     count = iter(range(1000))
     return tuple(
         Segment("".join(f" {next(count)}" for _ in each.text.split()), each.is_trained) for each in segments
@@ -37,7 +37,7 @@ def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def candidate_texts(prompt: int, *answers: int) -> list[SegmentedText]:
-    """Answers of so many words each to one prompt."""
+    """Answers with the given numbers of words to one prompt."""
     return [
         SegmentedText(SEGMENTER.prompt_and_completion(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers
@@ -65,7 +65,7 @@ def test_splitting_loses_no_trained_token_and_repeats_none(
 
 
 @given(segments=SEGMENTS, length=LENGTHS)
-def test_what_is_cut_is_counted(segments: tuple[Segment, ...], length: int) -> None:
+def test_dropped_tokens_are_counted(segments: tuple[Segment, ...], length: int) -> None:
     text = SegmentedText(segments, "untrained", "none")
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
@@ -78,7 +78,7 @@ def test_what_is_cut_is_counted(segments: tuple[Segment, ...], length: int) -> N
 
 
 @given(segments=SEGMENTS, length=LENGTHS)
-def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> None:
+def test_fitting_texts_are_unchanged(segments: tuple[Segment, ...], length: int) -> None:
     text = SegmentedText(segments, "untrained", "none")
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
@@ -142,7 +142,7 @@ def test_an_encoders_text_loses_its_end_and_keeps_its_special_tokens(words: int,
 
 
 def test_a_text_that_is_divided_by_itself_keeps_that_division() -> None:
-    """Of turns that fit together the newest are the longest part; the fitter asks what fits."""
+    """The newest turns form the longest part; the fitter decides what fits."""
     turns = [Segment(" film was good" * 3, True) for _ in range(4)]
 
     def of(*segments: Segment) -> SegmentedText:

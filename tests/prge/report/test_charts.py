@@ -1,4 +1,4 @@
-"""Charts: well-formed SVG whose points lie inside, whatever the numbers are."""
+"""Charts are well-formed SVG whose points lie inside, for all numbers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> Non
     assert " ".join(map(str, texts[texts.index("0.8") + 1 :])).startswith(ticks)
 
 
-def test_charts_beside_each_other_are_one_file() -> None:
+def test_arranged_charts_are_one_file() -> None:
     one, two = (line_chart([Line("", [(0, 1.0)])], "x", label) for label in ("y", "z"))
     both = standalone_svg(arrange_charts([one, "", two]))
     assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3

@@ -1,4 +1,4 @@
-"""Folders and files that are whole or absent."""
+"""Atomic files and folders, and checks of paths to write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_folder_has_the_modes_that_the_user_wants(
         assert stat.S_IMODE(path.stat().st_mode) == (folder_mode if path.is_dir() else file_mode)
 
 
-def test_a_place_that_cant_be_written_is_refused_and_nothing_stays(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     check_writable_folder(tmp_path / "a" / "b", required_bytes=1000)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
@@ -42,8 +42,8 @@ def test_a_place_that_cant_be_written_is_refused_and_nothing_stays(tmp_path: Pat
         check_writable_folder(tmp_path / "out", required_bytes=10**18)
 
 
-def test_a_place_on_a_read_only_file_system_is_refused() -> None:
-    """/proc takes no files, whoever asks."""
+def test_a_folder_on_a_read_only_file_system_is_refused() -> None:
+    """/proc refuses new files, even from root."""
     with raises(RunError, "write-failed", "write-refused"):
         check_writable_folder(Path("/proc/self/out"))
 

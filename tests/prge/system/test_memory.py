@@ -1,4 +1,4 @@
-"""Peak memory counts what was swapped out; memory that ran out is recognised in what is said of it."""
+"""Peak memory includes swap; out-of-memory errors are recognised by their messages."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ LINES = {
 def test_available_memory_is_the_machines_or_what_a_control_group_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, place: str | None, most: str, expected: int
 ) -> None:
-    """Pages of files that nobody reads count as free."""
+    """Inactive pages of files count as free."""
     monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 9_000})
     process = tmp_path / "cgroup"
     process.write_text(f"{line}\n", encoding="utf-8")
@@ -137,6 +137,6 @@ def test_available_memory_is_the_machines_or_what_a_control_group_leaves(
     assert available_memory(tmp_path / "groups", process) == expected
 
 
-def test_memory_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_info", dict)
     assert available_memory(tmp_path, tmp_path / "none") == 0

@@ -1,4 +1,4 @@
-"""Progress: lines without a terminal, a bar on one, and how long the rest takes."""
+"""Progress: lines without a terminal, a bar on one, and the time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.terminals import Terminal
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that advances on demand."""
 
     now = 0.0
 

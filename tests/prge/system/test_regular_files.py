@@ -1,4 +1,4 @@
-"""Only regular files are opened: no link is followed, no pipe waited for, no device touched."""
+"""Only regular files are opened: links, pipes and devices are refused without waiting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("mode", ["rb", "wb", "ab", "a+b"])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, mode: str) -> None:
+def test_other_types_of_files_are_refused_at_once(tmp_path: Path, kind: str, mode: str) -> None:
     (tmp_path / "target").write_bytes(b"kept")
     OTHERS[kind](tmp_path / "name")
     with pytest.raises(OSError, match=kind):

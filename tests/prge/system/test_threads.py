@@ -1,4 +1,4 @@
-"""How threads of libraries wait."""
+"""Wait policy of the threads of numerical libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feedback as rows to learn from: what corrections and ratings become, and what is said of it."""
+"""Conversion of feedback to rows for training, and its summary."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
     assert made(path, rows[0], objective="kto")[0] == made(path, *rows)[0][:2]
 
 
-def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
+def test_only_the_last_answer_of_a_conversation_is_trained_on(path: Path) -> None:
     (row,), _ = made(path, CHAT.to_feedback(correction="e"))
     weights = [(message["content"], message.get("weight", 1)) for message in row["messages"]]
     assert weights == [("a", 1), ("b", 0), ("c", 1), ("e", 1)]
@@ -83,7 +83,7 @@ def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
         ({"messages": "a"}, "rows-unreadable", "'a'"),
     ],
 )
-def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], code: str, value: str) -> None:
+def test_manually_changed_rows(path: Path, change: dict[str, Any], code: str, value: str) -> None:
     row = {**TEXT.to_feedback(correction="bad"), **change}
     path.write_text(json.dumps(TEXT.to_feedback("good")) + "\n" + json.dumps(row) + "\n")
     with raises(DataError, code, saying="row 2"):

@@ -1,4 +1,4 @@
-"""Columns of chats that have a meaning, what their template is given, and the one date that it knows."""
+"""Rows of messages: special columns, arguments and date of the chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prge.errors import DataError
 from prge.objectives.examples import tokens_sha256
 from tests.bundles import make_spec
 from tests.prge.data.chat_templates import CHATML, DATED, ENDS_WITH_EOS, OF_PARTS, TAGGED, THINKS
-from tests.prge.data.published_templates import theirs
+from tests.prge.data.published_templates import transformers_tokenizer
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
 
@@ -35,7 +35,7 @@ CHAT = [ASKED, ANSWERED]
 
 
 def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tuple[list[str], DataReport]:
-    """The texts of the examples of rows, each target token's in brackets."""
+    """Return the texts of the examples of rows, with target tokens in brackets."""
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
     model = make_spec(sequence_length=900, vocabulary_size=1000)
     numbered = [Row(number, fields) for number, fields in enumerate(rows, 1)]
@@ -59,8 +59,8 @@ def problem_of(template: str | None, row: Mapping[str, Any]) -> str:
 
 
 def rendered(template: str, messages: list[Any], **variables: Any) -> str:
-    """A chat by transformers alone, its answer in brackets."""
-    tokenizer = theirs(template)
+    """Render a chat with transformers, with the answer in brackets."""
+    tokenizer = transformers_tokenizer(template)
     prompt = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True, **variables
     )
@@ -88,7 +88,7 @@ def test_a_column_with_the_name_of_a_variable_is_given_to_the_template() -> None
     assert report.columns == "messages; not read: enable_thinking"
 
 
-def test_what_a_template_does_not_read_is_told() -> None:
+def test_unread_template_arguments_are_reported() -> None:
     row = {"messages": CHAT, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
     _, report = built(CHATML, row, {"messages": CHAT})
     assert "tools that the chat template does not read: 1 row (1)" in report.summary()
@@ -133,7 +133,7 @@ def test_the_history_of_instructions_is_earlier_turns() -> None:
     [example], report = build_examples([Row(1, row)], tokenizer, model)
     messages = [said("system", "Be brief."), said("user", "a"), said("assistant", "b")]
     messages += [said("user", "c"), said("assistant", "d")]
-    wanted = theirs(CHATML).apply_chat_template(messages, tokenize=False)
+    wanted = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.sequences[0].tokens) == wanted
     learnt = [target.token for target in example.sequences[0].targets]
     assert tokenizer.decode(learnt) == "b<|im_end|>\nd<|im_end|>\n"
@@ -165,7 +165,7 @@ def test_contents_may_be_parts_that_are_texts(template: str) -> None:
 
 
 def test_null_keys_of_messages_are_none_at_all() -> None:
-    """As data sets of the hub have them, whose rows all have the same keys."""
+    """Rows of the hub's data sets all have the same keys, with nulls."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
     nulls = [said("user", "Hi", tool_calls=None), said("assistant", None, tool_calls=[call], weight=None)]
     texts, _ = built(THINKS, {"messages": nulls, "tools": None})
@@ -189,7 +189,7 @@ def test_null_keys_of_messages_are_none_at_all() -> None:
         ({"messages": [ASKED, said("assistant", "a", weight="1")]}, "has the weight '1', must be 0 or 1"),
     ],
 )
-def test_columns_that_are_not_what_they_mean_are_refused(fields: Mapping[str, Any], told: str) -> None:
+def test_invalid_values_of_special_columns_are_refused(fields: Mapping[str, Any], told: str) -> None:
     assert told in problem_of(CHATML, {"messages": CHAT, **fields})
 
 
@@ -239,13 +239,13 @@ def test_a_date_stands_for_today() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ [1, 2, 3, 4, 5, 6, 7, 8, 9] | random }}", "{{ lipsum(1) }}"])
-def test_templates_that_draw_render_the_same_text_each_time(source: str) -> None:
+def test_templates_with_random_numbers_are_deterministic(source: str) -> None:
     first, second = (ChatTemplate(source, SPECIAL) for _ in range(2))
     texts = {each.render([ASKED]) for each in (first, second, first)}
     assert len(texts) == 1
 
 
-def test_no_template_is_asked_for_no_messages() -> None:
+def test_no_template_is_compiled_without_messages() -> None:
     source = "{{ messages[0].role }}{% for m in messages %}{{ m.content }}|{% endfor %}"
     [found] = ChatTemplate(source, SPECIAL).renderings([ANSWERED, ASKED, ANSWERED])
     assert [found.text[start:end] for start, end in found.spans] == ["Yo|", "Yo|"]
@@ -260,7 +260,7 @@ def test_no_template_is_asked_for_no_messages() -> None:
         (THINKS.replace("message.reasoning_content or ''", "''"), ["reasoning_content"]),
     ],
 )
-def test_what_a_template_leaves_out_is_told(template: str, told: list[str] | None) -> None:
+def test_ignored_parts_of_messages_are_reported(template: str, told: list[str] | None) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
     messages = [ASKED, said("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
     messages += [said("tool", "21"), ANSWERED]
@@ -277,7 +277,7 @@ def test_variables_of_a_template() -> None:
     assert ChatTemplate(CHATML, SPECIAL).variables == ChatTemplate(DATED, SPECIAL).variables == set()
 
 
-def test_tags_that_do_not_tell_which_message_they_enclose() -> None:
+def test_ambiguous_generation_tags_are_refused() -> None:
     source = TAGGED.replace("{%- for message in messages %}", "{%- for message in messages[-1:] %}")
     messages = [*CHAT, ASKED, ANSWERED]
     [found] = ChatTemplate(source, SPECIAL).renderings(messages)
@@ -286,7 +286,7 @@ def test_tags_that_do_not_tell_which_message_they_enclose() -> None:
         ChatTemplate(source, SPECIAL).renderings(messages, [3])
 
 
-def test_columns_that_are_not_read_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_columns_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, report = built(CHATML, {"messages": CHAT, "told_once": 1})
     for _ in range(2):
         warn_unread(report)

@@ -1,4 +1,4 @@
-"""Pairs and ratings: what of a row is prompt and answers, what is refused, and their examples."""
+"""Pairs and ratings: splitting into prompt and answers, invalid rows, and examples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def built(
 
 
 def texts(example: Example, tokenizer: Tokenizer = TOKENIZER) -> list[tuple[str, str]]:
-    """What is read and what is learnt of each candidate."""
+    """Return context and trained text of each candidate."""
     found = []
     for index, sequence in enumerate(example.sequences):
         assert {target.candidate for target in sequence.targets} == {index}
@@ -97,7 +97,7 @@ def test_a_pair_is_an_example_of_two_candidates() -> None:
         ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
     ],
 )
-def test_what_is_prompt_and_what_is_answer(
+def test_prompt_and_answers_are_split(
     fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     if rejected is None:
@@ -145,7 +145,7 @@ RATED = [
 ]
 
 
-def test_a_rating_has_the_answer_of_the_row_before_beside_its_own() -> None:
+def test_a_rating_is_compared_with_the_previous_answer() -> None:
     examples, report = built(*RATED)
     assert report.objective == "kto"
     assert [(each.liked, each.label, each.candidates) for each in examples] == [
@@ -176,7 +176,7 @@ def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
     ("label", "told"),
     [(True, "without examples of what to avoid"), (False, "without examples of what to write")],
 )
-def test_labels_that_are_all_alike_are_told(label: bool, told: str) -> None:
+def test_equal_labels_are_reported(label: bool, told: str) -> None:
     _, report = built(*({**each, "label": label} for each in RATED))
     assert told in report.summary()
     assert told in "".join(report.events())
@@ -191,18 +191,18 @@ def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
     assert " here" in texts(examples[2])[1][1]
 
 
-def test_the_row_before_one_without_an_answer_is_taken() -> None:
+def test_rows_without_an_answer_are_skipped_as_comparison() -> None:
     found = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
     assert [row.fields["other"] for row in found] == [" cat", " good", " good"]
 
 
-def test_chosen_answers_alone_can_be_learnt() -> None:
+def test_chosen_answers_can_be_completions() -> None:
     [example], report = built(PAIR, objective="completion")
     assert (example.candidates, example.label, report.objective) == (1, None, "completion")
     assert " good" in texts(example)[0][1]
 
 
-def test_of_messages_what_follows_the_prompt_is_learnt() -> None:
+def test_messages_after_the_prompt_are_trained_on() -> None:
     before = [said("user", "Hi"), said("assistant", "hello"), ASKED]
     [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
     chosen, rejected = texts(example, CHAT)
@@ -270,7 +270,7 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
         built_of("dpo")
 
 
-def test_rows_that_lack_a_column_are_told() -> None:
+def test_rows_without_a_column_are_reported() -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
         with raises(DataError, "row-of-other-form", saying="row 2"):

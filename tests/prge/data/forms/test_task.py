@@ -261,7 +261,7 @@ def test_templates_reach_nothing_but_columns(source: str) -> None:
         Template.parse(source)
 
 
-def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
+def test_all_problems_of_a_task_file_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "name: mine\ntemplate: '{text.upper}'\nlabel_word: {0: a}\nlabel_words: {0: No, 1: Yes, 2: [x]}\n"
@@ -335,7 +335,7 @@ def test_task_that_can_not_be_used(content: object, problem: str) -> None:
     assert any(each.startswith(problem) for each in caught.value.problems), caught.value.problems
 
 
-def test_how_answers_are_written() -> None:
+def test_generation_settings() -> None:
     assert load_task("squad").generate == load_task("drop").generate == Generate(50, ("\n",))
     assert load_task("sst2").generate is None
     assert parse_task({**QUESTION, "generate": {}}, "a").generate == Generate(50, ("\n",))
@@ -355,7 +355,7 @@ def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
         load_task(path)
 
 
-def test_a_task_is_found_by_path(write: Callable[[str, str], Path]) -> None:
+def test_a_task_is_loaded_by_path(write: Callable[[str, str], Path]) -> None:
     path = write("mine.yaml", 'name: mine\ntemplate: "{text} It was"\nlabel_words: {0: bad, 1: good}\n')
     assert load_task(str(path)) == Task("mine", "{text} It was", label_words={"0": "bad", "1": "good"})
 

@@ -1,4 +1,4 @@
-"""Files of feedback: whole lines, rights, locks, and rows that are forgotten."""
+"""Files of feedback: complete lines, permissions, locks, and removed rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS.keys())
-def test_a_file_of_something_else_is_refused_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_with_other_content_is_refused_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "people.csv"
     path.write_bytes(content)
     path.chmod(0o644)
@@ -130,7 +130,7 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
 
 
 def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
-    """Who gives feedback meanwhile needn't wait, and a row that comes meanwhile is forgotten, too."""
+    """Appending meanwhile doesn't wait, and a row that is appended meanwhile is checked, too."""
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW] * 3)
     seen = []
@@ -194,7 +194,7 @@ def test_a_correction_of_a_text_that_goes_on_keeps_its_space() -> None:
     )
 
 
-def test_a_row_tells_all(tmp_path: Path) -> None:
+def test_a_row_has_all_fields(tmp_path: Path) -> None:
     row = json.loads(json.dumps(ANSWERED.to_feedback(correction=" c")))
     assert row.pop("time").endswith("+00:00")
     assert row == {

@@ -1,4 +1,4 @@
-"""Parquet: files of a few bytes that stand for gigabytes, files that lie, files that crash a decoder."""
+"""Parquet: small files that expand to gigabytes, wrong metadata, and files that crash the decoder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_text_of_zeros() -> pyarrow.Table:
 
 
 def medium_texts() -> pyarrow.Table:
-    """Batches of these fit the child: they are counted as they come."""
+    """Batches of these fit the child's memory, so the parent counts them."""
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     return pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, ["x" * 20_000])})
 
@@ -72,9 +72,7 @@ def medium_texts() -> pyarrow.Table:
         (medium_texts, "expand to rows of more than"),
     ],
 )
-def test_what_takes_far_more_memory_than_its_size_explains_is_refused(
-    tmp_path: Path, make: Callable[[], Any], told: str
-) -> None:
+def test_files_that_expand_too_much_are_refused(tmp_path: Path, make: Callable[[], Any], told: str) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(make(), path, compression="zstd")
     assert path.stat().st_size < 400_000
@@ -87,7 +85,7 @@ def test_what_takes_far_more_memory_than_its_size_explains_is_refused(
 
 
 def test_ordinary_files_are_read_whatever_they_repeat(tmp_path: Path) -> None:
-    """Values as pyarrow makes them of the same table, with dictionaries, batches and groups of rows."""
+    """Values equal pyarrow's for the same table, with dictionaries, batches and row groups."""
     texts = [f"{index} words of this row" for index in range(5000)]
     table = pyarrow.table(
         {

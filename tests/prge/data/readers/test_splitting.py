@@ -1,4 +1,4 @@
-"""Rows into parts: by content, whatever their order, none in two."""
+"""Splitting rows by content: independent of the order, without overlap."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_part_has_its_share_within_bounds(count: int, expected: int) -> None:
         assert len(split_rows(several(count)).dev) == expected
 
 
-def test_three_rows_give_one_and_say_that_it_says_little() -> None:
+def test_few_rows_are_split_with_a_warning() -> None:
     parts = split_rows(several(3))
     assert (len(parts.train), len(parts.dev)) == (2, 1)
     assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few rows are noisy"]

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them; what the assistant wrote is found again."""
+"""Chat templates: texts equal those of transformers, and the assistant's text is located."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_template_is_kept_in_its_sandbox(attack: str) -> None:
         ChatTemplate(attack, SPECIAL).render(CONVERSATIONS["answer"])
 
 
-def test_template_that_is_none() -> None:
+def test_invalid_template() -> None:
     with raises(BundleError, "chat-template-damaged"):
         ChatTemplate("{% for %}", SPECIAL)
 
@@ -192,7 +192,7 @@ def test_template_that_is_large_or_nests_is_refused(source: str) -> None:
 
 
 def children() -> set[str]:
-    """Processes that this one has begun and not waited for; tests before may have some."""
+    """Return the child processes that were not waited for; earlier tests may have left some."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -233,7 +233,7 @@ class Took:
 
 @contextmanager
 def measured_children() -> Iterator[Took]:
-    """CPU seconds of the children that end in the block."""
+    """Measure the CPU seconds of children that end in the block."""
     took, before = Took(), sum(os.times()[2:4])
     try:
         yield took

@@ -1,4 +1,4 @@
-"""Control tokens that are written in rows, and the end of texts: the tokens of transformers, and a report.
+"""Control tokens that are written in rows, and the ends of texts, compared with transformers.
 
 The oracles are transformers' tokenizers: of a text, of a text whose control tokens are characters, and of one
 that never heard of some control tokens, for chats whose messages have these written in them.
@@ -41,7 +41,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def metaspace_backend() -> Backend:
-    """A SentencePiece-like tokenizer that puts a space before a text's first word alone, as newer ones do."""
+    """A SentencePiece-like tokenizer that prepends a space to a text's first word only, as newer ones do."""
     backend = prefixed_backend()
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -83,7 +83,7 @@ def targets_of(example: Example) -> list[int]:
 
 
 def ids_of(theirs: Any, text: str, **options: Any) -> list[int]:
-    """Ids of a text by transformers, without anything around it."""
+    """Return transformers' ids of a text, without special tokens around it."""
     found: list[int] = theirs(text, add_special_tokens=False, **options).input_ids
     return found
 
@@ -139,7 +139,7 @@ def test_a_text_that_ends_with_the_end_token_has_one() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"text": "a cat"}, {"prompt": "a", "completion": " cat"}])
-def test_the_end_is_learnt_unless_it_is_left_out(fields: dict[str, str]) -> None:
+def test_the_end_is_trained_on_unless_it_is_disabled(fields: dict[str, str]) -> None:
     ours = make_device_tokenizer(byte_level_backend())
     [example], _ = built(ours, fields)
     assert targets_of(example)[-1] == 2
@@ -190,7 +190,7 @@ def chat_prompts(kind: str) -> Prompts:
 
 @cache
 def without_begin(kind: str) -> Any:
-    """transformers' tokenizer of a kind that knows <s> as three characters, with the same ids."""
+    """A transformers tokenizer with the same ids that reads <s> as three characters."""
     from transformers import PreTrainedTokenizerFast
 
     content = json.loads(BACKENDS[kind]().to_str())
@@ -266,7 +266,7 @@ def test_control_tokens_are_counted_by_row_and_by_name() -> None:
     assert list(report.counts()["control_tokens"].values()) == [5]
 
 
-def test_a_row_may_say_how_it_is_read() -> None:
+def test_a_row_may_set_how_control_tokens_are_read() -> None:
     ours = make_device_tokenizer(byte_level_backend())
     row = {"prompt": "a</s>", "completion": " b</s> cat"}
     (first, second, third), _ = built(
@@ -277,7 +277,7 @@ def test_a_row_may_say_how_it_is_read() -> None:
         built(ours, {**row, "control_tokens": "no"})
 
 
-def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> None:
+def test_control_tokens_of_feedback() -> None:
     ours = make_device_tokenizer(byte_level_backend())
     asked = {"prompt": "a</s> cat", "answer": " on</s>", "rating": "good"}
     rows, _ = rows_from_feedback([Row(1, asked), Row(2, {**asked, "control_tokens": "text"})])
@@ -291,7 +291,7 @@ def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> No
 
 @pytest.fixture(scope="module")
 def published(smollm2: Path) -> Any:
-    """SmolLM2's tokenizer, as transformers reads it."""
+    """SmolLM2's tokenizer in transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)

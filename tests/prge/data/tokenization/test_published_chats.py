@@ -1,4 +1,4 @@
-"""Chats of published templates have the tokens, targets and losses that transformers alone gives them."""
+"""Chats of published templates have the same tokens, targets and losses as in transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prge.errors import DataError
 from prge.objectives.examples import Example
 from tests.bundles import make_spec
 from tests.prge.data import chat_templates
-from tests.prge.data.published_templates import backend_for, published, theirs
+from tests.prge.data.published_templates import backend_for, published, transformers_tokenizer
 from tests.refusals import raises
 
 OWN = {
@@ -131,7 +131,7 @@ def built(source: str, *rows: Mapping[str, Any], **options: Any) -> tuple[list[E
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as transformers renders and encodes it: tokens up to its end, and how many come before it."""
+    """A turn encoded by transformers: tokens up to its end, and the number of tokens before it."""
 
     tokens: list[int]
     prompt: int
@@ -140,8 +140,8 @@ class Turn:
 
 
 def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | None]:
-    """The assistant's turns by transformers alone; None for one that the template refuses to end with."""
-    tokenizer = theirs(source_of(name))
+    """Return the assistant's turns by transformers; None for a turn that the template refuses to end with."""
+    tokenizer = transformers_tokenizer(source_of(name))
     render = partial(tokenizer.apply_chat_template, tokenize=False, **kwargs)
     found: list[Turn | None] = []
     for index, message in enumerate(messages):
@@ -166,7 +166,7 @@ def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | N
 
 
 def targets_of(example: Example) -> tuple[list[int], set[int]]:
-    """Tokens of an example, and the places of those that are learnt."""
+    """Return the tokens of an example, and the positions of its targets."""
     (sequence,) = example.sequences
     tokens = list(sequence.tokens)
     assert all(tokens[each.position + 1] == each.token for each in sequence.targets)
@@ -206,11 +206,11 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TAGGED)
-def test_generation_tags_say_what_is_learnt(name: str, chat: str) -> None:
+def test_generation_tags_determine_the_targets(name: str, chat: str) -> None:
     source, fields = source_of(name), CHATS[chat]
     variables = {"tools": fields["tools"]} if "tools" in fields else {}
     try:
-        found = theirs(source).apply_chat_template(
+        found = transformers_tokenizer(source).apply_chat_template(
             fields["messages"], return_dict=True, return_assistant_tokens_mask=True, **variables
         )
     except Exception:  # of jinja2, of many classes
@@ -227,7 +227,7 @@ def test_generation_tags_say_what_is_learnt(name: str, chat: str) -> None:
 @pytest.mark.parametrize(
     "name", ["CHATML", "THINKS", "TAGGED", "qwen3", "phi3_5", "gptoss", "llama3_2", "lfm2"]
 )
-def test_turns_that_are_not_to_be_learnt_are_read_alone(name: str, flag: dict[str, Any]) -> None:
+def test_excluded_turns_are_context(name: str, flag: dict[str, Any]) -> None:
     source = source_of(name)
     for number in (1, 3):
         messages = [{**each, **(flag if index == number else {})} for index, each in enumerate(TWO_TURNS)]
@@ -243,7 +243,7 @@ def test_turns_that_are_not_to_be_learnt_are_read_alone(name: str, flag: dict[st
     "name", ["CHATML", "qwen3", "qwen3_5_think", "phi3", "phi3_5", "gptoss", "llama3_2", "lfm2"]
 )
 def test_losses_are_those_that_transformers_computes(name: str) -> None:
-    """Of each turn alone: cross-entropy of a small Llama, by labels with -100 where the prompt is."""
+    """Compares the cross-entropy of a small Llama per turn, with labels -100 on the prompt."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

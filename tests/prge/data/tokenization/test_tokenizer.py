@@ -1,4 +1,4 @@
-"""Token ids of texts, pairs and whole texts; damaged tokenizers."""
+"""Token ids of texts and pairs; windows; damaged tokenizers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_pair_always_decodes_to_the_joined_text(prompt: str, completion: str) ->
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_pieces_are_as_many_as_tokens(text: str) -> None:
+def test_one_text_per_token(text: str) -> None:
     tokens = tiny().encode(text)
     assert len(tiny().token_texts(tokens)) == len(tokens)
 
@@ -218,12 +218,12 @@ def real(name: str, copy: int = 0) -> Tokenizer:
 
 @cache
 def library(name: str) -> Backend:
-    """The library's own tokenizer of a file."""
+    """Load the library's tokenizer from a file."""
     return Backend.from_file(str(TOKENIZERS[name]))
 
 
 def whole(backend: Backend, text: str, control: bool = False) -> list[tuple[int, int, int]]:
-    """Ids and characters as the library gives them for the text at once."""
+    """Return ids and character ranges of the whole text from the library."""
     backend.encode_special_tokens = not control
     encoding = backend.encode(text, add_special_tokens=False)
     return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
@@ -278,7 +278,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
 
 
 def threes() -> Backend:
-    """A run of a's is tokens of three, so that windows agree on it only where it begins alike."""
+    """A run of a's has tokens of three characters, so windows agree only if they start at equal offsets."""
     vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
     return Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")]))
 
@@ -290,7 +290,7 @@ def test_a_window_grows_until_it_can_be_joined() -> None:
     assert found == whole(threes(), text)
 
 
-def test_a_word_without_an_end_is_told() -> None:
+def test_an_endless_word_is_refused() -> None:
     with raises(DataError, "text-not-divisible", saying="262144"):
         Tokenizer(threes()).encode("b" + "a" * (3 * LONGEST_WINDOW))
 

@@ -1,4 +1,4 @@
-"""A hostile `tokenizer.json` is refused; it neither ends this process nor takes its memory."""
+"""A malicious `tokenizer.json` is refused, without ending this process or taking its memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def within_bounds() -> Iterator[None]:
-    """No test takes much memory in this process."""
+    """Check that no test takes much memory in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KILOBYTES
