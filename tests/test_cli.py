@@ -87,7 +87,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ("nonsense", "there is no verb 'nonsense' of prge"),
         ("inspect", "--bundle is missing"),
@@ -100,14 +100,14 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
     ],
 )
 def test_errors_end_with_code_2_and_no_traceback(
-    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
+    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (make_bundle(tmp_path / "damaged") / PROGRAM).write_bytes(b"")
     (tmp_path / "bad.yaml").write_text("runz: 3\njson: much\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
-    assert told in fails(*words.split())
+    assert expected in fails(*words.split())
 
 
 def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "expected"),
     [
         (RunError("in use", remedy="wait"), 2, "prge inspect: error: in use\n  wait\n"),
         (KeyboardInterrupt(), 130, "prge inspect: interrupted\n"),
@@ -180,14 +180,14 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
 def test_exit_codes_and_messages_of_exceptions(
     error: BaseException,
     code: int,
-    told: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("PRGE_DEBUG", raising=False)
     monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
     assert main(["inspect"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake of ours"), OSError("library"), ImportError("cycle")])

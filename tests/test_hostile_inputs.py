@@ -329,8 +329,8 @@ def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
         {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
     )
     assert status == 200
-    status, said = child.ask({"id": answer["id"], "correction": f"{text}!"}, "/v1/feedback")
-    assert status == 200, said
+    status, response = child.ask({"id": answer["id"], "correction": f"{text}!"}, "/v1/feedback")
+    assert status == 200, response
 
 
 @pytest.mark.parametrize("path", ["/v1/models/%ff", "/v1/models/%00", "/v1/models/%ed%a0%80", "/%ff%00"])

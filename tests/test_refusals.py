@@ -83,8 +83,8 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
     unknown = {
         (taken.prog, name)
         for taken in verbs()
-        for name, kind in taken.kinds.items()
-        if contains_path_type(kind)
+        for name, field_type in taken.kinds.items()
+        if contains_path_type(field_type)
         and not {name} & {*input_settings(taken.settings), *output_settings(taken.settings)}
     }
     assert unknown == ELSEWHERE
@@ -103,8 +103,8 @@ def test_every_stored_text_setting_is_classified() -> None:
     texts = {
         name
         for taken in kept
-        for name, kind in taken.kinds.items()
-        if not contains_path_type(kind) and not list_choices(kind) and "str" in str(kind)
+        for name, field_type in taken.kinds.items()
+        if not contains_path_type(field_type) and not list_choices(field_type) and "str" in str(field_type)
     }
     assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
 
@@ -173,15 +173,15 @@ THERE: Mapping[str, Callable[[Path], None]] = {
 
 def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Return modes and contents of all files in a folder."""
-    found = {}
+    result = {}
     for path in sorted(folder.rglob("*")):
         mode, content = path.lstat().st_mode, b""
         if stat.S_ISLNK(mode):
             content = os.fsencode(os.readlink(path))
         elif stat.S_ISREG(mode):
             content = path.read_bytes()
-        found[str(path.relative_to(folder))] = mode, content
-    return found
+        result[str(path.relative_to(folder))] = mode, content
+    return result
 
 
 def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
@@ -192,19 +192,19 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
         names += [] if set(choice) & {*names, written} else [choice[0]]
     words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
     for name in names:
-        kind = taken.kinds[name]
+        field_type = taken.kinds[name]
         if name == written:
             continue
         value: object
-        if list_choices(kind):
-            value = list_choices(kind)[0]
+        if list_choices(field_type):
+            value = list_choices(field_type)[0]
         elif name == "bundle":
             value = given / "bundle"
         elif name in output_settings(taken.settings):
             value = given / "other"
-        elif contains_path_type(kind) and name in ("run", "runs", "source", "folder"):
+        elif contains_path_type(field_type) and name in ("run", "runs", "source", "folder"):
             value = given / "run"
-        elif contains_path_type(kind) or is_list_type(kind):
+        elif contains_path_type(field_type) or is_list_type(field_type):
             value = given / "rows.jsonl"
         else:
             value = given / "model"
@@ -219,8 +219,8 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
 def test_a_refused_command_changes_nothing_where_it_would_write(
     taken: Taken, name: str, output: Output, has_inputs: bool, tmp_path: Path
 ) -> None:
-    for kind, make in THERE.items():
-        work = tmp_path / kind.replace(" ", "-")
+    for variant, make in THERE.items():
+        work = tmp_path / variant.replace(" ", "-")
         work.mkdir()
         given = tmp_path / f"given-{work.name}"
         given.mkdir()
@@ -241,10 +241,10 @@ def test_a_refused_command_changes_nothing_where_it_would_write(
         ]
         ended = prge(*words, check=False, cwd=given)
         after = _content(tmp_path)
-        assert {key: after.get(key) for key in before} == before, (kind, ended)
-        assert "Traceback" not in ended.stderr, (kind, ended)
+        assert {key: after.get(key) for key in before} == before, (variant, ended)
+        assert "Traceback" not in ended.stderr, (variant, ended)
         if ended.returncode == 0:
-            assert (taken.prog, name) in ACCEPTED, (kind, ended)
+            assert (taken.prog, name) in ACCEPTED, (variant, ended)
             continue
-        assert ended.returncode == 2, (kind, ended)
-        assert after == before, (kind, ended)
+        assert ended.returncode == 2, (variant, ended)
+        assert after == before, (variant, ended)

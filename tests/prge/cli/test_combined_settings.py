@@ -70,8 +70,8 @@ def test_types_and_checks_of_the_parts_hold() -> None:
     assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")
-    told = str(caught.value)
-    assert "--port is no flag of this verb" in told and "--bundle is missing: a path" in told
+    message = str(caught.value)
+    assert "--port is no flag of this verb" in message and "--bundle is missing: a path" in message
     with raises(ConfigError, "settings-unusable", saying="--prompt"):
         parsed("--bundle", "b")
 
@@ -79,7 +79,7 @@ def test_types_and_checks_of_the_parts_hold() -> None:
 def test_help_shows_the_fields_in_the_groups_of_their_classes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
-    told = capsys.readouterr().out
-    assert told.startswith("usage: prge there [flags]\n\nDo it there.\n\nDo it here:\n  --bundle PATH")
-    assert "\nThere:\n  --folder TEXT               The folder there. (default: /there)\n  --wait" in told
-    assert "A folder here" not in told and "--port" not in told
+    message = capsys.readouterr().out
+    assert message.startswith("usage: prge there [flags]\n\nDo it there.\n\nDo it here:\n  --bundle PATH")
+    assert "\nThere:\n  --folder TEXT               The folder there. (default: /there)\n  --wait" in message
+    assert "A folder here" not in message and "--port" not in message

@@ -137,7 +137,7 @@ ALONE = "stands alone: which flag does it belong to?"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         # A word after a flag that takes one value is not the bundle if that is given.
         (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
@@ -152,9 +152,9 @@ ALONE = "stands alone: which flag does it belong to?"
         (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
     ],
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_lost(words: list[str], told: list[str]) -> None:
-    found = problems(*words, positional=("bundle",))
-    assert [problem for problem in found if "must be" not in problem] == told
+def test_no_word_of_a_command_line_is_lost(words: list[str], message: list[str]) -> None:
+    result = problems(*words, positional=("bundle",))
+    assert [problem for problem in result if "must be" not in problem] == message
 
 
 def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,8 +175,8 @@ def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> 
     (problem,) = problems(*words, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
     for word in ("b", "b" * 5000, "b\0"):
-        told = problems("--label-words", "a", word, positional=("bundle",))
-        assert told == ["--bundle is missing: a path"]
+        message = problems("--label-words", "a", word, positional=("bundle",))
+        assert message == ["--bundle is missing: a path"]
 
 
 def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
         "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
         encoding="utf-8",
     )
-    told = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
-    assert told == [
+    message = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
+    assert message == [
         "--quieries is no flag of this verb; did you mean --queries?",
         "--name needs a value: a text",
         f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
@@ -243,7 +243,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"- a\n- b\n", "holds a list, not a mapping of settings"),
         (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
@@ -260,12 +260,12 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"3: x\n", "3 is no setting"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: bytes, told: str) -> None:
+def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
     assert problem.startswith(str(path))
-    assert told in problem
+    assert message in problem
 
 
 def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
@@ -305,8 +305,8 @@ def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pyte
         f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
     )
     config.write_text(inside)
-    found = parse_settings(Everywhere, words, "prge")
-    assert found.rows == (folder / "a", Path("run/b")) and found.json == folder / "out.json"
+    result = parse_settings(Everywhere, words, "prge")
+    assert result.rows == (folder / "a", Path("run/b")) and result.json == folder / "out.json"
     outside = (
         f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
     )
@@ -387,8 +387,8 @@ def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
     with raises(ConfigError, "settings-unusable", saying="--rows"):
         parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
     write_settings(tmp_path / "own.yaml", "rows: there\nthreads: 2\n")
-    found = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
-    assert found == Kept(tmp_path, Path("there"), threads=3)
+    result = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
+    assert result == Kept(tmp_path, Path("there"), threads=3)
 
 
 def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +410,9 @@ def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.Monk
 def test_shared_settings_are_a_group_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(Stored, ["--help"], "prge stored")
-    told = capsys.readouterr().out
-    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and can be resumed.\n\nsettings:\n")
-    assert "\nWhat others have too:\n  --threads N                 How many.\n" in told
+    message = capsys.readouterr().out
+    assert message.startswith("usage: prge stored [flags]\n\nHas presets, and can be resumed.\n\nsettings:\n")
+    assert "\nSettings that verbs share:\n  --threads N                 How many.\n" in message
 
 
 def test_empty_file_sets_nothing(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
     _, report = build_examples(rows(row), Tokenizer(backend), spec())
     assert report.unknown == report.counts()["unknown_target_tokens"] == unknown
     share = f"{unknown / (1 + known + unknown):.1%}"
-    told = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
-    assert (told in report.summary()) == bool(unknown)
+    message = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
+    assert (message in report.summary()) == bool(unknown)
 
 
 def test_messages() -> None:
@@ -141,8 +141,8 @@ def turns(*words: str) -> list[dict[str, str]]:
 def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     """Every answer is trained on once, after as many of the newest turns as fit."""
     tokenizer = chat_tokenizer(CHATML)
-    told = {"role": "system", "content": "Be kind"}
-    chat = [told, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
+    message = {"role": "system", "content": "Be kind"}
+    chat = [message, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
     whole, _ = build_examples(rows({"messages": chat[:5]}), tokenizer, spec(sequence_length=256))
     room = len(whole[0].sequences[0].tokens)
     small = spec(sequence_length=room)
@@ -197,11 +197,11 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
     parts, report = build_examples(
         rows({"messages": chat}), tokenizer, spec(sequence_length=room), options=BuildOptions("auto")
     )
-    wanted, found = (
+    wanted, result = (
         [target.token for each in examples for target in each.sequences[0].targets]
         for examples in ([whole], parts)
     )
-    assert found == wanted and report.dropped == 0
+    assert result == wanted and report.dropped == 0
     assert all(len(each.sequences[0].tokens) <= room for each in parts)
 
 
@@ -475,8 +475,8 @@ def test_all_problems_are_collected() -> None:
     ],
 )
 def test_missing_columns_are_reported_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
-    [told] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
-    assert told.startswith(problem)
+    [message] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
+    assert message.startswith(problem)
 
 
 def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:

@@ -41,11 +41,11 @@ def shared_examples() -> FeedbackExamples:
 def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
     """Return the trained text of a row."""
     tokenizer = Tokenizer(byte_level_backend())
-    found = []
+    result = []
     for example in examples.build(row):
         (sequence,) = example.sequences
-        found.append(tokenizer.decode([target.token for target in sequence.targets], special=False))
-    return found
+        result.append(tokenizer.decode([target.token for target in sequence.targets], special=False))
+    return result
 
 
 @pytest.mark.parametrize("asked", [{"prompt": "The soup"}, {"messages": HELLO}])
@@ -160,11 +160,11 @@ MESSAGES = st.lists(
     )
 )
 def test_any_line_is_no_feedback_or_examples_or_a_problem(row: dict[str, Any]) -> None:
-    found = parse_feedback_line(json.dumps(row).encode())
-    if found is None:
+    result = parse_feedback_line(json.dumps(row).encode())
+    if result is None:
         return
     try:
-        examples = shared_examples().build(found)
+        examples = shared_examples().build(result)
     except UnlearnableError as error:
         assert error.problem
     else:

@@ -266,19 +266,19 @@ except DataError as error:
 
 
 def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
-    told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
-    assert "the data set could not be loaded" in told and "HF_HUB_OFFLINE=1" in told
+    message, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "the data set could not be loaded" in message and "HF_HUB_OFFLINE=1" in message
     assert seconds < 15
 
 
 def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
-    told, _ = ask(tmp_path, code, **offline)
-    assert told.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
-    assert "nyu-mll/glue sst2 validation" in told
-    told, _ = ask(tmp_path, TELL.format(part="test"), **offline)
-    assert "it has no test rows: its splits are train, validation" in told
+    message, _ = ask(tmp_path, code, **offline)
+    assert message.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
+    assert "nyu-mll/glue sst2 validation" in message
+    message, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    assert "it has no test rows: its splits are train, validation" in message
 
 
 # A data set of the library's own, as its cache holds one of the hub that was loaded before.
@@ -306,7 +306,7 @@ facts.write_text(facts.read_text().replace('"dataset_name": "json"', '"dataset_n
 def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
 
-    def told(code: str) -> str:
+    def output_of(code: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -317,12 +317,12 @@ def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
         )
         return done.stdout
 
-    told(CACHED)
+    output_of(CACHED)
     ask = "from prge.data.sources import read_source\nsource = read_source({!r}, {!r})\n"
     tell = "print(source.name, [row.fields for row in source.rows])"
-    assert told(ask.format("someone/words", "train") + tell) == (
+    assert output_of(ask.format("someone/words", "train") + tell) == (
         "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
     )
-    assert told(ask.format("someone/words:default", "dev") + tell) == (
+    assert output_of(ask.format("someone/words:default", "dev") + tell) == (
         "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
     )

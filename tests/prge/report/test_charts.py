@@ -17,8 +17,8 @@ points = st.lists(st.tuples(finite, finite), min_size=1, max_size=30)
 
 
 def places(svg: str) -> list[tuple[float, float]]:
-    found = [each.get("points", "") for each in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
-    return [(float(x), float(y)) for text in found for x, y in re.findall(r"([^ ,]+),([^ ,]+)", text)]
+    result = [each.get("points", "") for each in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
+    return [(float(x), float(y)) for text in result for x, y in re.findall(r"([^ ,]+),([^ ,]+)", text)]
 
 
 @given(st.lists(points, min_size=1, max_size=3))

@@ -26,11 +26,11 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("mode", ["rb", "wb", "ab", "a+b"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_types_of_files_are_refused_at_once(tmp_path: Path, kind: str, mode: str) -> None:
+@pytest.mark.parametrize("variant", OTHERS)
+def test_other_types_of_files_are_refused_at_once(tmp_path: Path, variant: str, mode: str) -> None:
     (tmp_path / "target").write_bytes(b"kept")
-    OTHERS[kind](tmp_path / "name")
-    with pytest.raises(OSError, match=kind):
+    OTHERS[variant](tmp_path / "name")
+    with pytest.raises(OSError, match=variant):
         open_regular(tmp_path / "name", mode)
     assert (tmp_path / "target").read_bytes() == b"kept"
 

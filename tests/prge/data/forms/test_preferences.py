@@ -35,12 +35,12 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
     return [Row(number, each) for number, each in enumerate(fields, 1)]
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED = said("user", "How was it?")
-GOOD, BAD = said("assistant", "good"), said("assistant", "bad")
+ASKED = make_message("user", "How was it?")
+GOOD, BAD = make_message("assistant", "good"), make_message("assistant", "bad")
 
 
 def built(
@@ -56,14 +56,14 @@ def built(
 
 def texts(example: Example, tokenizer: Tokenizer = TOKENIZER) -> list[tuple[str, str]]:
     """Return context and trained text of each candidate."""
-    found = []
+    result = []
     for index, sequence in enumerate(example.sequences):
         assert {target.candidate for target in sequence.targets} == {index}
         first = sequence.targets[0].position + 1
         assert [target.token for target in sequence.targets] == list(sequence.tokens[first:])
         assert sum(target.weight for target in sequence.targets) == pytest.approx(1)
-        found.append((tokenizer.decode(sequence.tokens[:first]), tokenizer.decode(sequence.tokens[first:])))
-    return found
+        result.append((tokenizer.decode(sequence.tokens[:first]), tokenizer.decode(sequence.tokens[first:])))
+    return result
 
 
 def test_a_pair_is_an_example_of_two_candidates() -> None:
@@ -122,7 +122,11 @@ def test_prompt_and_answers_are_split(
             "prompt-of-one-answer",
         ),
         (
-            {"chosen": [ASKED, GOOD], "rejected": [said("user", "What?"), BAD], "prompt": "How was it?"},
+            {
+                "chosen": [ASKED, GOOD],
+                "rejected": [make_message("user", "What?"), BAD],
+                "prompt": "How was it?",
+            },
             "prompt-missing",
         ),
         (
@@ -173,14 +177,14 @@ def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "told"),
+    ("label", "message"),
     [(True, "without examples of what to avoid"), (False, "without examples of what to write")],
 )
-def test_equal_labels_are_reported(label: bool, told: str) -> None:
+def test_equal_labels_are_reported(label: bool, message: str) -> None:
     _, report = built(*({**each, "label": label} for each in RATED))
-    assert told in report.summary()
-    assert told in "".join(report.events())
-    assert told not in built(*RATED)[1].summary()
+    assert message in report.summary()
+    assert message in "".join(report.events())
+    assert message not in built(*RATED)[1].summary()
 
 
 def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
@@ -192,8 +196,8 @@ def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
 
 
 def test_rows_without_an_answer_are_skipped_as_comparison() -> None:
-    found = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
-    assert [row.fields["other"] for row in found] == [" cat", " good", " good"]
+    result = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
+    assert [row.fields["other"] for row in result] == [" cat", " good", " good"]
 
 
 def test_chosen_answers_can_be_completions() -> None:
@@ -203,7 +207,7 @@ def test_chosen_answers_can_be_completions() -> None:
 
 
 def test_messages_after_the_prompt_are_trained_on() -> None:
-    before = [said("user", "Hi"), said("assistant", "hello"), ASKED]
+    before = [make_message("user", "Hi"), make_message("assistant", "hello"), ASKED]
     [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
     chosen, rejected = texts(example, CHAT)
     assert chosen[0] == rejected[0]

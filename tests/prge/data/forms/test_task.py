@@ -129,8 +129,8 @@ def test_golden_prompt(name: str) -> None:
     if task.is_completion:
         assert task.join(prompt, task.answers(row)[0]) == following[0]
     else:
-        found = [task.candidate_text(prompt, each, row) for each in task.candidates(row)]
-        assert found == following
+        result = [task.candidate_text(prompt, each, row) for each in task.candidates(row)]
+        assert result == following
         assert task.label(row) == label
     assert set(task.needed_columns()) <= set(row)
 
@@ -269,7 +269,7 @@ def test_all_problems_of_a_task_file_are_reported(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load_task(path)
-    told = "\n".join(caught.value.problems)
+    message = "\n".join(caught.value.problems)
     for expected in (
         "unknown key 'label_word', did you mean label_words?",
         "label_words 0 is False: put it in quotes (YAML takes bare Yes and No for true and false)",
@@ -280,7 +280,7 @@ def test_all_problems_of_a_task_file_are_reported(tmp_path: Path) -> None:
         "columns has unknown keys: labels; known are label, answers",
         "metric is 'bleu', must be one of accuracy, f1, f1_answer",
     ):
-        assert expected in told
+        assert expected in message
     assert str(path) in caught.value.what
     assert "known keys: name, template" in caught.value.remedy
 

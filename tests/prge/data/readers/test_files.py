@@ -64,7 +64,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "told"),
+    ("value", "variant", "message"),
     [
         (b"\x89PNG\r\n", "binary", "bytes"),
         (datetime.datetime(2024, 1, 2), "timestamp[s]", "datetime"),
@@ -77,7 +77,7 @@ def test_parquet(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_are_no_text_are_refused_with_row_and_column(
-    tmp_path: Path, value: object, kind: str, told: str
+    tmp_path: Path, value: object, variant: str, message: str
 ) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -95,11 +95,11 @@ def test_values_that_are_no_text_are_refused_with_row_and_column(
         "double": pyarrow.float64(),
     }
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[kind])}), path)
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[variant])}), path)
     (row,) = read_rows(path)
-    with raises(RowError, "column-not-text", saying=told):
+    with raises(RowError, "column-not-text", saying=message):
         get_text(row.fields, "text")
-    if kind not in ("int64", "bool", "double"):
+    if variant not in ("int64", "bool", "double"):
         with raises(RowError, "column-not-text", saying="text"):
             Template.parse("{text}").render(row.fields)
 
@@ -280,8 +280,8 @@ def test_problems_name_their_rows(write: Write, name: str, content: str | bytes,
     with pytest.raises(DataError) as caught:
         read_rows(write(name, content))
     assert len(caught.value.problems) == len(problems)
-    for told, expected in zip(caught.value.problems, problems, strict=True):
-        assert told.startswith(expected)
+    for message, expected in zip(caught.value.problems, problems, strict=True):
+        assert message.startswith(expected)
 
 
 def test_many_problems_are_counted(write: Write) -> None:

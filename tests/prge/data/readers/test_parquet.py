@@ -63,7 +63,7 @@ def medium_texts() -> pyarrow.Table:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (one_long_text, "takes more than"),
         (many_equal_numbers, "expand to rows of more than 9,536 MiB"),
@@ -72,15 +72,17 @@ def medium_texts() -> pyarrow.Table:
         (medium_texts, "expand to rows of more than"),
     ],
 )
-def test_files_that_expand_too_much_are_refused(tmp_path: Path, make: Callable[[], Any], told: str) -> None:
+def test_files_that_expand_too_much_are_refused(
+    tmp_path: Path, make: Callable[[], Any], message: str
+) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(make(), path, compression="zstd")
     assert path.stat().st_size < 400_000
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     command = [sys.executable, "-c", READ, str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    *lines, taken = said.splitlines()
-    assert f"{path} can't be read as data" in lines[0] and told in lines[1], said
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    *lines, taken = output.splitlines()
+    assert f"{path} can't be read as data" in lines[0] and message in lines[1], output
     assert int(taken) < MOST_MEGABYTES
 
 

@@ -55,7 +55,7 @@ SEVERAL = {"THINKS", "ENDS_WITH_EOS", "qwen3", "qwen3_5_think", "qwen3_5_nothink
 OF_PARTS = {"OF_PARTS", "smolvlm"}
 
 
-def said(role: str, content: Any, **further: Any) -> dict[str, Any]:
+def make_message(role: str, content: Any, **further: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **further}
 
 
@@ -73,23 +73,23 @@ WEATHER = {
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
 TWO_TURNS = [
-    said("user", "Hi there"),
-    said("assistant", "Yo."),
-    said("user", "Bye"),
-    said("assistant", "See you."),
+    make_message("user", "Hi there"),
+    make_message("assistant", "Yo."),
+    make_message("user", "Bye"),
+    make_message("assistant", "See you."),
 ]
-GREETS = [said("assistant", "Welcome!"), *TWO_TURNS[:2]]
+GREETS = [make_message("assistant", "Welcome!"), *TWO_TURNS[:2]]
 USES_TOOLS = [
-    said("user", "Is it warm in Bonn?"),
-    said("assistant", "I will look.", tool_calls=[CALL]),
-    said("tool", "21 degrees", tool_call_id="c1", name="weather"),
-    said("assistant", "Yes, 21 degrees."),
+    make_message("user", "Is it warm in Bonn?"),
+    make_message("assistant", "I will look.", tool_calls=[CALL]),
+    make_message("tool", "21 degrees", tool_call_id="c1", name="weather"),
+    make_message("assistant", "Yes, 21 degrees."),
 ]
-NULL_CONTENT = [USES_TOOLS[0], said("assistant", None, tool_calls=[CALL]), *USES_TOOLS[2:]]
+NULL_CONTENT = [USES_TOOLS[0], make_message("assistant", None, tool_calls=[CALL]), *USES_TOOLS[2:]]
 CHATS: dict[str, dict[str, Any]] = {
     "two turns": {"messages": TWO_TURNS},
     "assistant first": {"messages": GREETS},
-    "system": {"messages": [said("system", "Be brief."), *TWO_TURNS]},
+    "system": {"messages": [make_message("system", "Be brief."), *TWO_TURNS]},
     "tools": {"messages": USES_TOOLS, "tools": [WEATHER]},
     "null content": {"messages": NULL_CONTENT, "tools": [WEATHER]},
 }
@@ -143,14 +143,14 @@ def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | N
     """Return the assistant's turns by transformers; None for a turn that the template refuses to end with."""
     tokenizer = transformers_tokenizer(source_of(name))
     render = partial(tokenizer.apply_chat_template, tokenize=False, **kwargs)
-    found: list[Turn | None] = []
+    result: list[Turn | None] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         try:
             text = render(messages[: index + 1])
         except Exception:  # of jinja2, of many classes
-            found.append(None)
+            result.append(None)
             continue
         header = next(each for each in (OWN_PROMPTS.get(name), *GENERATION_PROMPTS) if each and each in text)
         answer = text[text.rindex(header) + len(header) :]
@@ -161,8 +161,8 @@ def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | N
             # Asked is what a model sees before it answers, whatever becomes of that afterwards.
             common, text = prompt, prompt + answer
         tokens, before = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, common))
-        found.append(Turn(tokens, len(before), index == 0 or common == prompt))
-    return found
+        result.append(Turn(tokens, len(before), index == 0 or common == prompt))
+    return result
 
 
 def targets_of(example: Example) -> tuple[list[int], set[int]]:
@@ -191,9 +191,9 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
         return
     turns = [turn for turn in wanted if turn is not None]
     examples, report = built(source, fields)
-    found = [targets_of(each) for each in examples]
+    result = [targets_of(each) for each in examples]
     for turn in turns:
-        mine = [places for each, places in found if each[: len(turn.tokens)] == turn.tokens]
+        mine = [places for each, places in result if each[: len(turn.tokens)] == turn.tokens]
         assert any(set(range(turn.prompt, len(turn.tokens))) <= places for places in mine)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
     text = report.summary()
@@ -210,7 +210,7 @@ def test_generation_tags_determine_the_targets(name: str, chat: str) -> None:
     source, fields = source_of(name), CHATS[chat]
     variables = {"tools": fields["tools"]} if "tools" in fields else {}
     try:
-        found = transformers_tokenizer(source).apply_chat_template(
+        result = transformers_tokenizer(source).apply_chat_template(
             fields["messages"], return_dict=True, return_assistant_tokens_mask=True, **variables
         )
     except Exception:  # of jinja2, of many classes
@@ -219,8 +219,8 @@ def test_generation_tags_determine_the_targets(name: str, chat: str) -> None:
         return
     [example], _ = built(source, fields)
     tokens, places = targets_of(example)
-    assert places == {place for place, learnt in enumerate(found["assistant_masks"]) if learnt}
-    assert tokens == found["input_ids"][: max(places) + 1]
+    assert places == {place for place, learnt in enumerate(result["assistant_masks"]) if learnt}
+    assert tokens == result["input_ids"][: max(places) + 1]
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
@@ -262,17 +262,17 @@ def test_losses_are_those_that_transformers_computes(name: str) -> None:
             wanted.append(float(model(ids, labels=labels).loss))
         sizes_of.append(len(turn.tokens) - turn.prompt)
     examples, _ = built(source, chat)
-    found = []
+    result = []
     for example in examples:
         (sequence,) = example.sequences
         with torch.no_grad():
             logprobs = model(torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
-        found.append(
+        result.append(
             -sum(each.weight * float(logprobs[each.position, each.token]) for each in sequence.targets)
         )
     if len(examples) == 1:  # whose tokens count alike
         wanted = [sum(loss * size for loss, size in zip(wanted, sizes_of, strict=True)) / sum(sizes_of)]
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert result == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["CHATML", "THINKS", "qwen3", "phi3_5", "gptoss", "llama3_2"])
@@ -297,12 +297,12 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
 )
 @pytest.mark.parametrize("whole", [True, False])
 def test_pairs_of_conversations_are_learnt_after_their_prompt(name: str, whole: bool) -> None:
-    prompt, better, worse = TWO_TURNS[:3], TWO_TURNS[3:], [said("assistant", "No, stay.")]
+    prompt, better, worse = TWO_TURNS[:3], TWO_TURNS[3:], [make_message("assistant", "No, stay.")]
     row: dict[str, Any] = {"prompt": prompt, "chosen": better, "rejected": worse}
     if whole:
         row = {"chosen": [*prompt, *better], "rejected": [*prompt, *worse]}
     [example], _ = built(source_of(name), {**row, "system": "Be brief."}, objective="auto")
     for sequence, answer in zip(example.sequences, (better, worse), strict=True):
-        turn = turns_of(name, [said("system", "Be brief."), *prompt, *answer])[-1]
+        turn = turns_of(name, [make_message("system", "Be brief."), *prompt, *answer])[-1]
         assert turn is not None and list(sequence.tokens) == turn.tokens
         assert [each.position + 1 for each in sequence.targets] == [*range(turn.prompt, len(turn.tokens))]

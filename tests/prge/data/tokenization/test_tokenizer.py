@@ -238,9 +238,9 @@ def test_a_text_in_windows_has_the_tokens_of_the_whole(
     text, tokenizer = "".join(pieces), real(name)
     prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
     with small_windows():
-        found = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
+        result = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
         pair = tokenizer.encode_pair(prompt, completion)
-    assert found == whole(library(name), text, control)
+    assert result == whole(library(name), text, control)
     some = [at for at in tokenizer.control_at(text) if text.startswith("</s>", at)]
     with small_windows():
         in_windows = tokenizer.ids(text, control=some)
@@ -286,8 +286,8 @@ def threes() -> Backend:
 def test_a_window_grows_until_it_can_be_joined() -> None:
     text = "ab" * 400 + "a" * 1500 + "ba" * 900
     with small_windows():
-        found = [tuple(row) for part in Tokenizer(threes()).parts(text) for row in part.tolist()]
-    assert found == whole(threes(), text)
+        result = [tuple(row) for part in Tokenizer(threes()).parts(text) for row in part.tolist()]
+    assert result == whole(threes(), text)
 
 
 def test_an_endless_word_is_refused() -> None:
@@ -308,8 +308,8 @@ def test_ten_megabytes_take_little_memory(name: str) -> None:
         "freed = bytes(16_000_000)\n"
         "del freed"
     )
-    found = measure_program(preparation, "ids = tokenizer.ids(text)")
-    assert found.above_bytes < 50e6
+    result = measure_program(preparation, "ids = tokenizer.ids(text)")
+    assert result.above_bytes < 50e6
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

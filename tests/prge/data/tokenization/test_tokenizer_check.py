@@ -83,7 +83,7 @@ TEMPLATE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (charsmap(b""), "Cannot parse precompiled_charsmap"),
         (charsmap(b"\xff" * 64), "trying it ends its process"),
@@ -110,11 +110,11 @@ TEMPLATE = {
     ],
 )
 def test_hostile_files_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, told: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, message: str
 ) -> None:
-    with raises(BundleError, "tokenizer-damaged", saying=told) as caught:
+    with raises(BundleError, "tokenizer-damaged", saying=message) as caught:
         load(tmp_path, {**base(), **change})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
