@@ -32,7 +32,7 @@ from tests.device_runner.serving.test_server import Child, served
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.refusals import raises
 
-# As Python has bytes of a command line that are no UTF-8, and as JSON may escape them.
+# Invalid UTF-8 of a command line as Python represents it, and as JSON may escape it.
 SURROGATES = ["\udcff", "a\ud800b", "\udc00\ud800"]
 ODD_TEXTS = ["\x00", "\ufffe\uffff", "\u202e\x1b[2J", "\U0010ffff", "e" + "\u0301" * 40]
 NOT_UTF8 = [b"\xff\xfe film", b"a\xed\xa0\x80", b"\x80", b"\xc3"]
@@ -54,7 +54,7 @@ def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Run a verb with bytes as standard input; return exit code, output and messages."""
 
     def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
-        # As a terminal of this machine decodes them, if somebody reads texts.
+        # As a terminal of this machine decodes them.
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
         settings = ["--bundle", speaking.folder, "--max-tokens", 4, "--temperature", 0]
         code = main([verb, *map(str, [*settings, *words])])
@@ -77,7 +77,7 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
         assert code == 2 and ("UTF-8" in err or "escape pair" in err), words
     for words in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
         assert call("chat", *words, given=b"hello\n")[0] == 2
-    # The conversation goes on, though nothing of it can be answered.
+    # The conversation continues, though no message can be answered.
     code, out, err = call("chat", "--system", text, given=b"hello\n")
     assert (code, out) == (0, "") and "half of a surrogate pair" in err
 

@@ -26,12 +26,12 @@ from prge.cli.settings import PATH_LIKE_SETTINGS
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
-# A path that a verb takes and writes on another machine, or not at all.
+# Paths that a verb writes on another machine, or not at all.
 ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
-# What these verbs do in a folder that is there is no change of what it holds.
+# Verbs that don't change the content of an existing folder.
 ACCEPTED = {("prge fleet keys", "out"), ("prge rows forget", "file")}
 SUFFIX = {("prge report", "out"): ".html"}
-# What refuses a command that would otherwise reach for a network, or begin its work.
+# Words that refuse a command before it would access the network or begin its work.
 MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
 
 
@@ -90,7 +90,7 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
     assert unknown == ELSEWHERE
 
 
-# Texts of settings that a folder keeps and that name no place on a machine.
+# Stored text settings that don't name a path.
 WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles", "target_modules", "when"}
 WORDS |= {"adapt_layers", "date", "name", "server"}
 

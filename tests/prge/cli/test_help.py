@@ -14,7 +14,7 @@ from tests.tiers import second_tier
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
 
-# What readline does: the words of the line, the last one begun, and the function that `complete` registered.
+# Does what readline does: passes the words of the line, the last one incomplete, to the registered function.
 _TAB = """
 eval "$(register-python-argcomplete prge)"
 [[ "$(complete -p prge)" == *"-o default"*_python_argcomplete* ]] || exit 9
@@ -48,7 +48,7 @@ def tab(tmp_path: Path) -> object:
                 "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
             },
         )
-        assert [path.name for path in tmp_path.iterdir()] == ["bin"]  # nothing has run
+        assert [path.name for path in tmp_path.iterdir()] == ["bin"]  # no verb has run
         return set(done.stdout.split())
 
     return press

@@ -53,7 +53,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path
 
 def test_a_pipe_is_not_opened_by_a_check(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    check_outputs(_Settings(tmp_path, json=tmp_path / "pipe"))  # opening it would never end
+    check_outputs(_Settings(tmp_path, json=tmp_path / "pipe"))  # opening it would block
 
 
 def test_print_config_does_not_check_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ ALONE = "stands alone: which flag does it belong to?"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        # A word after a flag that takes one value is not the bundle if that is given.
+        # A word after a flag with one value is not taken as the bundle if the bundle is given.
         (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
         (["--bundle", "b", "--name", "Once", "upon", "a", "--queries", "3"], [
             f"'upon' {ALONE} Quote values with spaces: --name 'Once upon a'", f"'a' {ALONE}",
@@ -364,7 +364,7 @@ class Stored(Shared):
 
 def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
-    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is none that is used
+    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is not used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
     assert settings_from_mapping(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
     with raises(RunError, "not-a-run", saying="nowhere"):

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Backend
 
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 
-# Words between bars or angle brackets that templates write as control tokens.
+# Matches control tokens in templates: words between bars or angle brackets.
 _CONTROL = re.compile(r"<[|｜][^<>\s'\"{}+]*?[|｜]>|</?(?:start_of_turn|end_of_turn|turn)>|\[/?INST\]")
-# Added tokens that are no special ones, as in Qwen's vocabularies.
+# Added tokens that are not special, as in Qwen's vocabularies.
 _ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 

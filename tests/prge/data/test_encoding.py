@@ -53,7 +53,7 @@ def test_the_mask_covers_the_tokens_of_trained_segments(
     edges = {*accumulate((len(each.text) for each in segments), initial=0)}
     for part in BARE.parts(text):
         for index, (_, start, end) in enumerate(part.tolist()):
-            # Two trained segments side by side are apart, as turns of a conversation are.
+            # A token across two adjacent trained segments, such as two turns, is not trained on.
             crosses = boundary == "untrained" and any(start < edge < end for edge in edges)
             expected = end > start and enough(is_trained[start:end]) and not crosses
             assert encoded.is_trained[index] == expected

@@ -58,7 +58,7 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
     return caught.value.problems
 
 
-# Kinds of rows
+# Forms of rows
 
 
 def test_text() -> None:
@@ -173,7 +173,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
     assert learnt(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
         example.sequences[0].tokens
     )
-    # Of a chat that is split, a part with nothing to learn is left out.
+    # Parts of a split chat without targets are left out.
     room = len(example.sequences[0].tokens) - 1
     small = spec(sequence_length=room)
     options = BuildOptions("split")
@@ -344,7 +344,7 @@ def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
     assert problem == "an encoder predicts classes only; the task copa has no label_words"
 
 
-# What doesn't fit
+# Rows that don't fit
 
 
 def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
@@ -523,7 +523,7 @@ def test_texts_teach_each_token_by_the_one_before_it(text: str, length: int, ove
     model, tokens = spec(sequence_length=length), TOKENIZER.encode(text, control=True)
     if not tokens:
         return
-    if len(tokens) != length - 1:  # else there is no room for the end
+    if len(tokens) != length - 1:  # otherwise the end token doesn't fit
         tokens.append(2)
     examples, _ = build_examples(rows({"text": text}), TOKENIZER, model, options=BuildOptions(overflow))
     for example in examples:
@@ -566,7 +566,7 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
             assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
 
 
-# Nothing is left out in silence
+# Dropped targets are reported
 
 LONG = {"text": "a cat on a mat " * 10}
 
@@ -620,7 +620,7 @@ def test_only_cut_rows_are_marked() -> None:
     assert [example.cut for example in examples] == [False, True]
 
 
-# What it needs
+# Dependencies
 
 
 def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:

@@ -127,7 +127,7 @@ def test_messages_without_a_template_and_a_bundle_without_room() -> None:
     row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
     with raises(UnlearnableError, "chat-template-missing"):
         make_examples(None).build(row)
-    # What is long loses its beginning.
+    # Long prompts are cut at the beginning.
     long = AnswerRecord("1", "m", "", {"prompt": "word " * 1000}, " end", {}).to_feedback("good")
     assert learnt_text(shared_examples(), long) == [" end"]
 

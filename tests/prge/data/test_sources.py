@@ -78,7 +78,7 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
     number = source.rows[1].number
     assert json.loads(json.dumps(number)) == number
     assert str(pickle.loads(pickle.dumps(number))) == str(number)
-    # What identifies them is all of them, in their order.
+    # The hash covers all files in order.
     digests = {read_source(paths).sha256 for paths in ((first, second), (second, first), (first,), (second,))}
     assert len(digests) == 4 and file_sha256(first) in digests
     second.write_text("text\nthree\nFour\n")
@@ -132,7 +132,7 @@ AS_JSON = json.dumps(MESSAGES)
             {"prompt": AS_JSON, "chosen": AS_JSON, "rejected": AS_JSON},
             {"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES},
         ),
-        # A completion that is JSON after a prompt that is none is a text.
+        # A completion that is JSON stays text if the prompt is no JSON.
         ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
         ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
         ({"text": AS_JSON}, {"text": AS_JSON}),
@@ -226,7 +226,7 @@ def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None
         read_source("nobody/nothing")
 
 
-# What the hub's library is asked, where it isn't installed; huggingface_hub is.
+# A stand-in for the package datasets, if it isn't installed; huggingface_hub is.
 STAND_IN = """
 class DownloadConfig:
     def __init__(self, max_retries):
@@ -281,7 +281,7 @@ def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
     assert "it has no test rows: its splits are train, validation" in message
 
 
-# A data set of the library's own, as its cache holds one of the hub that was loaded before.
+# A data set in the library's cache, as if it had been loaded from the hub before.
 CACHED = """
 import json, pathlib, shutil
 import datasets

@@ -58,7 +58,7 @@ def test_splitting_loses_no_trained_token_and_repeats_none(
     assert (SPLIT in fitted.events) == (len(fitted.sequences) > 1)
     whole = encoded.ids.tolist()
     for each in fitted.sequences:
-        # What a sequence has is a stretch of the text, so every target follows what it followed there.
+        # A sequence is a contiguous part of the text, so every target keeps its predecessor.
         ids = each.ids.tolist()
         assert any(whole[start : start + len(ids)] == ids for start in range(len(whole)))
         assert each.is_trained[-1] and not each.is_trained[0]

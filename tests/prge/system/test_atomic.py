@@ -69,7 +69,7 @@ def test_a_file_that_cant_be_written_is_refused(tmp_path: Path, monkeypatch: pyt
     for path, reason in ((tmp_path, errno.EISDIR), (tmp_path / "file" / "x", errno.ENOTDIR)):
         with raises(RunError, "write-failed", saying=os.strerror(reason)):
             check_file(path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever is root may write all
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
     with raises(RunError, "write-refused"):
         check_file(tmp_path / "file")
 

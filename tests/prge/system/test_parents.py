@@ -15,7 +15,7 @@ import pytest
 
 from prge.system.parents import environment_of_child, python_command
 
-# A parent that starts a child, says its number and waits; the child says when it is bound to its parent.
+# A parent that starts a child, prints its id and waits; the child prints when it is bound to its parent.
 PARENT = """
 import subprocess, sys, time
 from prge.system.parents import environment_of_child

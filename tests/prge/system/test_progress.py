@@ -47,7 +47,7 @@ def test_steps_of_an_earlier_process_do_not_count_for_the_time_left() -> None:
 def test_evaluations_count_for_the_time_left_and_pauses_do_not() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream=stream, clock=clock, every_seconds=0)
-    clock.now = 30  # an evaluation before the first step tells nothing of those to come
+    clock.now = 30  # an evaluation before the first step doesn't count as recurring
     progress.exclude(30)
     clock.now += 5
     progress.update(1, tokens=1000, memory="9 MB")

@@ -14,7 +14,7 @@ import pytest
 from prge.system.terminal import write_text
 from tests.terminals import Terminal
 
-# Tells on both streams, opens a file, and reports its number in it.
+# Writes to both streams, opens a file, and writes the file's descriptor to it.
 WORK = """
 import os, sys
 from pathlib import Path

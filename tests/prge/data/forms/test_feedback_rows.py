@@ -58,7 +58,7 @@ def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
     ]  # fmt: skip
     assert summary == "feedback: 1 corrections, 1 good, 1 bad; rated answers"
     assert [row.number for row in read_source(path, objective="auto").rows] == [1, 2, 3, 4]
-    # Verbs that know no preferences never learn what was disliked.
+    # Verbs without preferences never train on disliked answers.
     assert [row.fields["completion"] for row in read_source(path).rows] == [" bad", " great"]
     result, summary = converted(path, *rows, objective="completion")
     assert len(result) == 2 and summary.endswith("completions, bad ratings left out")

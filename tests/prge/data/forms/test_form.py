@@ -40,7 +40,7 @@ def message(role: str, content: str) -> dict[str, str]:
         ("instruction output", "Alpaca"),
         ("instruction input output", "Alpaca"),
         ("conversations", "ShareGPT"),
-        # What has several: the first of the forms.
+        # Rows that match several forms have the first one.
         ("text prompt completion", "prompt and completion"),
         ("text instruction input output", "Alpaca"),
         ("prompt messages", "messages"),

@@ -191,7 +191,7 @@ def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
     other = {"prompt": "a cat was", "chosen": " here", "rejected": " there"}
     examples, _ = built(PAIR, other, objective="kto")
     assert [(each.row, each.liked) for each in examples] == [(1, True), (2, True), (1, False), (2, False)]
-    # No answer stands beside the other one to the same prompt, but for the two at the ends.
+    # Except at the two ends, no answer is compared with the other answer to the same prompt.
     assert " here" in texts(examples[2])[1][1]
 
 

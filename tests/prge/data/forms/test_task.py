@@ -15,7 +15,7 @@ from tests.refusals import raises
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 
-# task: a row, its prompt, what follows it for each candidate (or the first answer), the right one
+# task: a row, its prompt, the continuation for each candidate (or the first answer), the correct index
 GOLDEN: dict[str, tuple[dict[str, Any], str, list[str], int]] = {
     "sst2": (
         {"sentence": "a gem of a film ", "label": "1"},

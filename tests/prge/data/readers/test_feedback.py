@@ -34,7 +34,7 @@ def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_writ
     whole = path.read_bytes()
     for cut in range(1, len(whole) // 2):
         path.write_bytes(whole[:-cut])
-        left = 2 if cut == 1 else 1  # its line break alone is missing
+        left = 2 if cut == 1 else 1  # only the line break is missing
         assert len(read_feedback(path)) == len(read_rows(path)) == left
         append_feedback(path, [ROW])
         assert path.read_bytes() == whole[: len(whole) // 2] * (left + 1)

@@ -22,7 +22,7 @@ from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 MOST_MEGABYTES = 300
-# Prints what is refused, and the megabytes that reading took: this process and the children it waited for.
+# Prints the error, and the peak memory in megabytes of this process and its children.
 READ = """
 import resource, sys
 import pyarrow.compute, pyarrow.parquet

@@ -84,7 +84,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each() -> None:
     template = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}|{% endfor %}"
     messages = CONVERSATIONS["two turns"]
     first, second = ChatTemplate(template, SPECIAL).renderings(messages)
-    # What precedes an answer is the prompt that the model sees before it answers.
+    # The text before an answer is the prompt that the model sees before it answers.
     assert (first.text, first.turns) == (f"{messages[0]['content']}|Grüße!\n\n1 + 1 = 2.|", (1,))
     assert (second.text, second.turns) == (f"earlier|earlier|{messages[2]['content']}|Bye|", (3,))
     assert [written_in(each)[0] for each in (first, second)] == ["Grüße!\n\n1 + 1 = 2.|", "Bye|"]

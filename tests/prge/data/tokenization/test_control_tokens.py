@@ -191,7 +191,7 @@ def test_a_text_that_fills_the_bundle_is_whole_without_its_end(overflow: Any) ->
 # Chats
 
 
-# The template writes </s>, and messages have <s> written in them, which it never writes.
+# The template writes </s>; messages contain <s>, which the template never writes.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -269,7 +269,7 @@ def test_what_a_template_rendered_is_found_in_the_text_of_the_messages() -> None
         assert result.text[: result.position(end)].endswith(part)
 
 
-# What was written is reported
+# Reports of written control tokens
 
 
 def test_control_tokens_are_counted_by_row_and_by_name() -> None:

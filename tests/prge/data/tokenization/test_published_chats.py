@@ -49,9 +49,9 @@ TAGGED = (
     "qwen2_5_training",
     "phi3_training",
 )
-# Those that render a turn otherwise once a question follows.
+# Templates that render a turn differently once a question follows.
 SEVERAL = {"THINKS", "ENDS_WITH_EOS", "qwen3", "qwen3_5_think", "qwen3_5_nothink", "phi3", "phi3_5", "gptoss"}
-# Those that read contents of parts alone.
+# Templates that read contents only as parts.
 OF_PARTS = {"OF_PARTS", "smolvlm"}
 
 
@@ -93,7 +93,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "tools": {"messages": USES_TOOLS, "tools": [WEATHER]},
     "null content": {"messages": NULL_CONTENT, "tools": [WEATHER]},
 }
-# What comes before the first word of the assistant's that a conversation begins with.
+# Text before the first word of an assistant's turn that begins a conversation.
 GENERATION_PROMPTS = (
     *("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>\n"),
     *(
@@ -154,11 +154,11 @@ def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | N
             continue
         header = next(each for each in (OWN_PROMPTS.get(name), *GENERATION_PROMPTS) if each and each in text)
         answer = text[text.rindex(header) + len(header) :]
-        # Nothing comes before the first word of a conversation but what the template puts there.
+        # Only the template's own text comes before the first word of a conversation.
         prompt = render(messages[:index], add_generation_prompt=True) if index else text[: -len(answer)]
         common = commonprefix([prompt, text])  # noqa: RUF071 (texts, not paths)
         if len(prompt) - len(common) > len("<think>\n\n"):
-            # Asked is what a model sees before it answers, whatever becomes of that afterwards.
+            # A model sees the prompt as it is rendered before the answer, even if that changes later.
             common, text = prompt, prompt + answer
         tokens, before = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, common))
         result.append(Turn(tokens, len(before), index == 0 or common == prompt))
@@ -235,7 +235,7 @@ def test_excluded_turns_are_context(name: str, flag: dict[str, Any]) -> None:
         tokens, places = targets_of(example)
         turn = turns_of(name, TWO_TURNS if number == 1 else TWO_TURNS[:2])[-1]
         assert turn is not None and tokens == turn.tokens[: max(places) + 1]
-        end = len(turn.tokens) - (name == "TAGGED")  # whose tag leaves the last line break out
+        end = len(turn.tokens) - (name == "TAGGED")  # this template's tag excludes the last line break
         assert places == {*range(turn.prompt, end)}
 
 
@@ -270,7 +270,7 @@ def test_losses_are_those_that_transformers_computes(name: str) -> None:
         result.append(
             -sum(each.weight * float(logprobs[each.position, each.token]) for each in sequence.targets)
         )
-    if len(examples) == 1:  # whose tokens count alike
+    if len(examples) == 1:  # all tokens have equal weight then
         wanted = [sum(loss * size for loss, size in zip(wanted, sizes_of, strict=True)) / sum(sizes_of)]
     assert result == pytest.approx(wanted, rel=1e-5)
 

@@ -43,7 +43,7 @@ def test_whole_text_has_begin_and_end(tokenizer: Tokenizer, encoder_tokenizer: T
 
 
 def test_tokenizer_never_cuts_or_pads_by_itself(encoder_tokenizer: Tokenizer) -> None:
-    # its tokenizer.json asks for 4 tokens, cut or padded
+    # its tokenizer.json truncates and pads to 4 tokens
     assert len(encoder_tokenizer.encode("the film was bad and good")) == 6
     assert len(encoder_tokenizer.encode("a")) == 1
 
@@ -85,7 +85,7 @@ def test_pair_whose_boundary_a_token_would_straddle(tokenizer: Tokenizer) -> Non
 
 
 def test_continuation_has_no_space_of_its_own(prefixed_tokenizer: Tokenizer) -> None:
-    # alone, a SentencePiece-like tokenizer would put a space before it
+    # encoded separately, a SentencePiece-like tokenizer would prepend a space
     pair = prefixed_tokenizer.encode_pair("It was gre", "at")
     assert not pair.exact and prefixed_tokenizer.token_texts(pair.completion.tolist()) == ["at"]
     assert prefixed_tokenizer.encode("at") != pair.completion.tolist()
@@ -188,7 +188,7 @@ TOKENIZERS = {
     "babyllama": MODELS / "babyllama/tokenizer.json",
     "stories260K": MODELS / "stories260K/tokenizer.json",
 }
-# What surprises tokenizers: long words, white space of all kinds, characters of several tokens, emoji, tags.
+# Difficult texts: long words, unusual white space, characters of several tokens, emoji, tags.
 PIECES = st.sampled_from(
     [
         *(
@@ -304,7 +304,7 @@ def test_ten_megabytes_take_little_memory(name: str) -> None:
         f"tokenizer = load_tokenizer({str(TOKENIZERS[name].parent)!r}, {{}})\n"
         "text = 'The quick brown fox jumps over 12 lazy dogs; it slept.\\n' * 178_571\n"
         "tokenizer.ids(text[:100])\n"
-        # After a large one was freed, glibc takes other large arrays from the heap.
+        # After freeing a large array, glibc allocates other large arrays on the heap.
         "freed = bytes(16_000_000)\n"
         "del freed"
     )

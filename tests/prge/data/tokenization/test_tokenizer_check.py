@@ -212,7 +212,7 @@ def test_changed_files_are_used_or_refused(tmp_path: Path, seed: int) -> None:
             for _ in range(chosen.randint(1, 3)):
                 path, other = chosen.choice(outside), chosen.choice(outside)
                 value = chosen.choice(NUMBERS) if chosen.random() < 0.6 else at(original, other)
-                with contextlib.suppress(KeyError, IndexError, TypeError):  # gone by an earlier change
+                with contextlib.suppress(KeyError, IndexError, TypeError):  # removed by an earlier change
                     at(content, path[:-1])[path[-1]] = copy.deepcopy(value)
         with contextlib.suppress(PrgeError):
             used(load(tmp_path, content))
