@@ -197,7 +197,7 @@ def test_defects_keep_their_traceback(error: Exception, monkeypatch: pytest.Monk
         main(["inspect"])
 
 
-def test_the_command_line_asks_to_report_a_defect_without_what_the_user_gave() -> None:
+def test_the_report_of_a_defect_has_no_values_of_flags() -> None:
     code = (
         "import sys; from prge.cli import main as cli; import device_runner.inspect_bundle as module; "
         "module.main = lambda argv: {}['a defect']; "

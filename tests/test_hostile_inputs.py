@@ -218,9 +218,12 @@ def test_python(speaking: Speaking) -> None:
         [np.int32(each) for each in ids],
     ):
         assert model.generate(prompt, max_tokens=np.int64(4)).tokens == expected.tokens
-    asked = [{"role": "user", "content": "the film"}]
-    for messages in (asked, tuple(asked), [{**asked[0], "n": np.int64(3)}]):
-        assert model.generate(messages, max_tokens=4).tokens == speaking.answers(asked, max_tokens=4).tokens
+    conversation = [{"role": "user", "content": "the film"}]
+    for messages in (conversation, tuple(conversation), [{**conversation[0], "n": np.int64(3)}]):
+        assert (
+            model.generate(messages, max_tokens=4).tokens
+            == speaking.answers(conversation, max_tokens=4).tokens
+        )
     bad: list[Any] = [
         *SURROGATES,
         b"film",
@@ -236,7 +239,7 @@ def test_python(speaking: Speaking) -> None:
     bad += [
         np.array([2**63], np.uint64),
         np.array([True]),
-        [asked[0], "a"],
+        [conversation[0], "a"],
         [{"role": "user", "content": {1}}],
     ]
     bad += [[{"role": "user", "content": text}] for text in (*SURROGATES, b"a", 7, None)]

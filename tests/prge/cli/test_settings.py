@@ -170,7 +170,7 @@ def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
-def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> None:
+def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
     words = ["--rows", "a.jsonl", str(tmp_path)]
     (problem,) = problems(*words, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"

@@ -74,7 +74,7 @@ def test_a_completion_is_trained_on_and_the_prompt_keeps_its_ids(
 
 
 @given(text=TEXTS)
-def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
+def test_a_text_is_trained_on_without_its_begin_tokens(text: str) -> None:
     segmenter = Segmenter(TOKENIZER)
     encoded = encode(segmenter.trained_text(segmenter.text(text)), TOKENIZER)
     assert encoded.ids.tolist() == [*TOKENIZER.begin, *TOKENIZER.encode(text), 2]
@@ -88,7 +88,7 @@ def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
         max_size=6,
     )
 )
-def test_control_tokens_are_read_in_the_segments_that_say_so(parts: list[tuple[str, bool]]) -> None:
+def test_control_tokens_are_read_as_segments_specify(parts: list[tuple[str, bool]]) -> None:
     segments = tuple(Segment(text, False, control) for text, control in parts)
     ids = encode(SegmentedText(segments, "untrained", "none"), BARE).ids.tolist()
     read = sum(BARE.count_control(text).total() for text, control in parts if control)

@@ -48,7 +48,7 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
     return [Row(number, each) for number, each in enumerate(fields, 1)]
 
 
-def learnt(example: Example, tokenizer: Tokenizer) -> str:
+def trained_text(example: Example, tokenizer: Tokenizer) -> str:
     return tokenizer.decode([target.token for each in example.sequences for target in each.targets])
 
 
@@ -96,21 +96,21 @@ def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
 def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     data = rows({"prompt": "It was ", "completion": "great"}, {"prompt": "It was", "completion": " great"})
     examples, report = build_examples(data, TOKENIZER, spec())
-    assert learnt(examples[0], TOKENIZER) == "great</s>"
+    assert trained_text(examples[0], TOKENIZER) == "great</s>"
     assert (
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
         in report.summary()
     )
 
 
-@given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))
+@given(known=st.integers(0, 5), unknown=st.integers(0, 5), unknown_in_prompt=st.integers(0, 3))
 @settings(max_examples=30)
 def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
-    known: int, unknown: int, asked: int
+    known: int, unknown: int, unknown_in_prompt: int
 ) -> None:
     backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    row = {"prompt": "a ? " * asked + "a", "completion": " a" * (1 + known) + " é" * unknown}
+    row = {"prompt": "a ? " * unknown_in_prompt + "a", "completion": " a" * (1 + known) + " é" * unknown}
     _, report = build_examples(rows(row), Tokenizer(backend), spec())
     assert report.unknown == report.counts()["unknown_target_tokens"] == unknown
     share = f"{unknown / (1 + known + unknown):.1%}"
@@ -150,9 +150,9 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
         rows({"messages": chat}), tokenizer, small, options=BuildOptions("auto")
     )
     texts = [tokenizer.decode(example.sequences[0].tokens) for example in examples]
-    assert [learnt(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
+    assert [trained_text(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
     assert all("Be kind" in text for text in texts) and "q1" in texts[0] and "q1" not in texts[1]
-    assert learnt(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
+    assert trained_text(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
     assert report.dropped == 0
     assert "split between turns into several examples: 1 row (1)" in report.summary()
     cut, report = build_examples(rows({"messages": chat}), tokenizer, small, options=TRUNCATE)
@@ -170,7 +170,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
     chat = turns("q1", "a1", "q2", "a2")
     chat[1]["weight"] = 0  # type: ignore[assignment]
     (example,), report = build_examples(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
-    assert learnt(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
+    assert trained_text(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
         example.sequences[0].tokens
     )
     # Parts of a split chat without targets are left out.
@@ -178,7 +178,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
     small = spec(sequence_length=room)
     options = BuildOptions("split")
     (part,), report = build_examples(rows({"messages": chat}), tokenizer, small, options=options)
-    assert learnt(part, tokenizer).startswith("a2") and report.dropped == 0
+    assert trained_text(part, tokenizer).startswith("a2") and report.dropped == 0
     chat[3]["weight"] = 0  # type: ignore[assignment]
     (problem,) = problems_of(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
     assert "every answer has the weight 0, or train false: there is nothing to learn from" in problem
@@ -254,7 +254,7 @@ def test_instructions_of_a_chat_model_are_messages() -> None:
 def test_instructions_of_other_models_have_headings() -> None:
     data = rows({"instruction": "the film", "output": "bad", "id": 7})
     [example], report = build_examples(data, TOKENIZER, spec(sequence_length=128))
-    assert learnt(example, TOKENIZER) == "bad</s>"
+    assert trained_text(example, TOKENIZER) == "bad</s>"
     assert TOKENIZER.decode(example.prompt, special=False).endswith("### Response:\n")
     assert "(Alpaca): 1 rows" in report.summary()
     assert "  columns: instruction, output; not read: id\n" in report.summary()
@@ -305,7 +305,7 @@ def test_completion_objective_trains_the_right_candidate() -> None:
     row = {"premise": "the dog.", "question": "effect", "choice1": "No.", "choice2": "Yes.", "label": 1}
     [trained], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"))
     assert (trained.candidates, trained.label, len(trained.sequences)) == (1, None, 1)
-    assert learnt(trained, TOKENIZER) == " yes."
+    assert trained_text(trained, TOKENIZER) == " yes."
     [scored], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"), training=False)
     assert (scored.candidates, scored.label, len(scored.sequences)) == (2, 1, 2)
     assert scored.choices == ("No.", "Yes.")
@@ -314,7 +314,7 @@ def test_completion_objective_trains_the_right_candidate() -> None:
 def test_answers() -> None:
     row = {"title": "a", "context": "a cat on a mat", "question": "a", "answers": {"text": ["a mat", "mat"]}}
     [example], _ = build_examples(rows(row), TOKENIZER, spec(sequence_length=128), load_task("squad"))
-    assert learnt(example, TOKENIZER) == " a mat</s>"
+    assert trained_text(example, TOKENIZER) == " a mat</s>"
     assert example.answers == ("a mat", "mat")
 
 
@@ -581,7 +581,7 @@ def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> N
         assert build_examples(rows(LONG), TOKENIZER, few, options=harmless)
 
 
-def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
+def test_split_rows_lose_nothing_and_dropped_targets_are_counted() -> None:
     whole = len(TOKENIZER.encode(LONG["text"])) + 1
     few = spec(sequence_length=9)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))

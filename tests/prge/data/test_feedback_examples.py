@@ -48,15 +48,15 @@ def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize("asked", [{"prompt": "The soup"}, {"messages": HELLO}])
+@pytest.mark.parametrize("prompt_fields", [{"prompt": "The soup"}, {"messages": HELLO}])
 @pytest.mark.parametrize(
-    ("judged", "learnt"),
+    ("judged", "trained_text"),
     [({"rating": "good"}, " was cold"), ({"correction": " was hot"}, " was hot")],
 )
-def test_wanted_answers_are_trained_on(asked: Any, judged: dict[str, str], learnt: str) -> None:
-    row = AnswerRecord("1", "m", "", asked, " was cold", {}).to_feedback(**judged)
+def test_wanted_answers_are_trained_on(prompt_fields: Any, judged: dict[str, str], trained_text: str) -> None:
+    row = AnswerRecord("1", "m", "", prompt_fields, " was cold", {}).to_feedback(**judged)
     (text,) = learnt_text(shared_examples(), row)
-    assert text.strip() == learnt.strip()
+    assert text.strip() == trained_text.strip()
 
 
 def test_a_bad_answer_is_one_that_is_disliked() -> None:
@@ -66,7 +66,7 @@ def test_a_bad_answer_is_one_that_is_disliked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer", "problem"),
+    ("prompt_fields", "answer", "problem"),
     [
         ({"prompt": "a"}, "", "its completion is empty"),
         ({"messages": [{"role": "user", "content": "raise"}]}, "b", "refuses the messages: no"),
@@ -82,12 +82,12 @@ def test_a_bad_answer_is_one_that_is_disliked() -> None:
 )
 @pytest.mark.parametrize("rating", ["good", "bad"])
 def test_an_unusable_row_does_not_affect_the_next(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, answer: Any, problem: str, rating: str
+    monkeypatch: pytest.MonkeyPatch, prompt_fields: Any, answer: Any, problem: str, rating: str
 ) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    examples = make_examples() if "loop" in str(asked) else shared_examples()
+    examples = make_examples() if "loop" in str(prompt_fields) else shared_examples()
     with pytest.raises(UnlearnableError) as error:
-        examples.build({**asked, "answer": answer, "rating": rating})
+        examples.build({**prompt_fields, "answer": answer, "rating": rating})
     assert problem in error.value.problem and "\x1b" not in error.value.problem
     row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
     assert examples.build(row)

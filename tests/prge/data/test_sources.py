@@ -271,7 +271,7 @@ def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
     assert seconds < 15
 
 
-def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
+def test_offline_only_the_cache_is_read(tmp_path: Path) -> None:
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
     message, _ = ask(tmp_path, code, **offline)

@@ -122,11 +122,11 @@ def test_answers_keep_one_prompt_and_lose_their_ends_where_it_is_half(
     fitted = SequenceFitter(TOKENIZER, length, "truncate").fit(row)
     contexts = {each.ids[: each.targets[0]].tobytes() for each in fitted.sequences}
     assert len(contexts) == 1 or PROMPT_CUT in fitted.events
-    learnt = [len(each.targets) for each in fitted.sequences]
-    assert sum(learnt) + fitted.dropped == sum(answers)
+    target_counts = [len(each.targets) for each in fitted.sequences]
+    assert sum(target_counts) + fitted.dropped == sum(answers)
     assert all(len(each.ids) <= length for each in fitted.sequences)
     if fitted.dropped:
-        assert END_CUT in fitted.events and max(learnt) >= length // 2 - 1
+        assert END_CUT in fitted.events and max(target_counts) >= length // 2 - 1
 
 
 @given(words=st.integers(1, 30), length=st.integers(3, 20))
@@ -148,14 +148,14 @@ def test_a_text_that_is_divided_by_itself_keeps_that_division() -> None:
     def of(*segments: Segment) -> SegmentedText:
         return SegmentedText((Segment("It", False), *segments), "untrained", "none")
 
-    asked: list[bool] = []
+    fit_results: list[bool] = []
 
     def divide(fits: object) -> list[SegmentedText]:
         assert callable(fits)
-        asked.append(fits(of(*turns)))
+        fit_results.append(fits(of(*turns)))
         return [of(*turns[:2]), of(*turns[2:])]
 
     text = SegmentedText(of(*turns).segments, "untrained", "none", divide=divide)
     fitted: FittedSequences = SequenceFitter(TOKENIZER, 20, "split").fit(Texts((text,)))
-    assert asked == [False] and len(fitted.sequences) == 2
+    assert fit_results == [False] and len(fitted.sequences) == 2
     assert fitted.events == ("chats longer than the bundle takes, split between turns into several examples",)

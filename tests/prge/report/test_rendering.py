@@ -16,7 +16,7 @@ def test_quotes_keep_their_lines() -> None:
 
 
 @pytest.mark.parametrize("placeholder", ["{{ body }}", "{{ title }}", "</title><script>"])
-def test_a_text_is_no_placeholder_of_the_page(placeholder: str) -> None:
+def test_texts_are_not_expanded_as_placeholders(placeholder: str) -> None:
     page = Page(to_html([Heading(placeholder, 1), Paragraph(placeholder)]))
     assert page.headings == [placeholder]
     assert "script" not in page.names

@@ -74,7 +74,7 @@ def test_a_file_that_cant_be_written_is_refused(tmp_path: Path, monkeypatch: pyt
         check_file(tmp_path / "file")
 
 
-def test_what_a_user_named_is_written_through_links_and_keeps_its_mode(tmp_path: Path) -> None:
+def test_an_output_is_written_through_links_and_keeps_its_mode(tmp_path: Path) -> None:
     private, link = tmp_path / "private.json", tmp_path / "link.json"
     private.write_bytes(b"old, and longer")
     private.chmod(0o600)
@@ -89,7 +89,7 @@ def test_what_a_user_named_is_written_through_links_and_keeps_its_mode(tmp_path:
         write_output(tmp_path, b"new")
 
 
-def test_a_pipe_takes_what_a_user_sends_into_it(tmp_path: Path) -> None:
+def test_an_output_may_be_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))

@@ -43,7 +43,7 @@ def test_devices_are_refused_through_a_link_that_may_be_followed_too(tmp_path: P
             open_regular(path, mode, follow=True)
 
 
-def test_a_link_to_a_file_is_followed_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_followed_on_request(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"content")
     (tmp_path / "name").symlink_to("target")
     assert read_regular(tmp_path / "name", follow=True) == b"content"

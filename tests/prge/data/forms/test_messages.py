@@ -43,9 +43,9 @@ def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tup
     texts = []
     for example in examples:
         (sequence,) = example.sequences
-        learnt = {target.position + 1 for target in sequence.targets}
-        first = min(learnt)
-        assert learnt == {*range(first, len(sequence.tokens))}, "one turn"
+        positions = {target.position + 1 for target in sequence.targets}
+        first = min(positions)
+        assert positions == {*range(first, len(sequence.tokens))}, "one turn"
         head, tail = sequence.tokens[:first], sequence.tokens[first:]
         texts.append(f"{tokenizer.decode(head)}[{tokenizer.decode(tail)}]")
     return texts, report
@@ -139,8 +139,8 @@ def test_the_history_of_instructions_is_earlier_turns() -> None:
     messages += [make_message("user", "c"), make_message("assistant", "d")]
     wanted = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.sequences[0].tokens) == wanted
-    learnt = [target.token for target in example.sequences[0].targets]
-    assert tokenizer.decode(learnt) == "b<|im_end|>\nd<|im_end|>\n"
+    target_tokens = [target.token for target in example.sequences[0].targets]
+    assert tokenizer.decode(target_tokens) == "b<|im_end|>\nd<|im_end|>\n"
     assert report.columns == "instruction, output, history, system"
     assert "history must have lists of a question and its answer" in problem_of(
         CHATML, {**row, "history": ["a"]}

@@ -141,7 +141,7 @@ def test_encoders_read_the_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_task_files_say_what_they_expect(name: str) -> None:
+def test_task_files_document_their_columns(name: str) -> None:
     import prge.data.forms.task
 
     head = (prge.data.forms.task.TASKS / f"{name}.yaml").read_text().split("name:")[0]

@@ -82,7 +82,7 @@ def test_a_file_that_can_take_feedback_is_left_as_it_is_too(tmp_path: Path) -> N
         assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
 
-def test_what_is_no_file_takes_no_feedback(tmp_path: Path) -> None:
+def test_other_types_of_files_take_no_feedback(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW])
     (tmp_path / "link").symlink_to(path)
@@ -149,7 +149,7 @@ def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
     assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
 
 
-def test_a_file_that_is_replaced_while_rows_are_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_meanwhile_is_checked_again(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [{**ROW, "id": str(number)} for number in range(4)])
     calls = 0
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_lines_that_are_no_json_are_found_by_their_text_and_else_kept(tmp_path: Path) -> None:
+def test_lines_that_are_no_json_are_removed_by_their_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "A"}\nbroken\n\n{"messages": [{"content": "a"}]}\n')
     numbers = []

@@ -112,7 +112,7 @@ def test_where_all_groups_are_large_the_smallest_is_split_off() -> None:
     assert {row.fields["text"] for row in parts.dev} == {"b"}
 
 
-def test_columns_that_nobody_reads_make_no_difference() -> None:
+def test_unread_columns_make_no_difference() -> None:
     twins = [Row(1, {"text": "a", "id": 1}), Row(2, {"id": 2, "text": "a"}), Row(3, {"text": "b", "id": 3})]
     parts = split_rows(twins, columns=["text"])
     assert {tuple(numbers(parts.train)), tuple(numbers(parts.dev))} == {(1, 2), (3,)}

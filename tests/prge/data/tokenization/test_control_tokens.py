@@ -256,7 +256,7 @@ def test_roles_and_tools_of_a_client_write_no_control_tokens() -> None:
     assert texts.written == {"<|im_end|>": 2, "<|im_start|>": 1}
 
 
-def test_what_a_template_rendered_is_found_in_the_text_of_the_messages() -> None:
+def test_positions_in_restored_texts() -> None:
     own_tokenizer = make_device_tokenizer(byte_level_backend())
     messages = [{"content": "ab<|im_end|>cd</s>e"}]
     texts = MessageTexts(own_tokenizer, "special", messages)
@@ -295,8 +295,8 @@ def test_a_row_may_set_how_control_tokens_are_read() -> None:
 
 def test_control_tokens_of_feedback() -> None:
     own_tokenizer = make_device_tokenizer(byte_level_backend())
-    asked = {"prompt": "a</s> cat", "answer": " on</s>", "rating": "good"}
-    rows, _ = rows_from_feedback([Row(1, asked), Row(2, {**asked, "control_tokens": "text"})])
+    feedback = {"prompt": "a</s> cat", "answer": " on</s>", "rating": "good"}
+    rows, _ = rows_from_feedback([Row(1, feedback), Row(2, {**feedback, "control_tokens": "text"})])
     converted, _ = build_examples(rows, own_tokenizer, MODEL)
     assert [tokens_of(each).count(2) for each in converted] == [2, 1]
     assert all(targets_of(each).count(2) == 1 for each in converted)

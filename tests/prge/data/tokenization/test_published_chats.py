@@ -193,8 +193,8 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
     examples, report = built(source, fields)
     result = [targets_of(each) for each in examples]
     for turn in turns:
-        mine = [places for each, places in result if each[: len(turn.tokens)] == turn.tokens]
-        assert any(set(range(turn.prompt, len(turn.tokens))) <= places for places in mine)
+        own = [positions for each, positions in result if each[: len(turn.tokens)] == turn.tokens]
+        assert any(set(range(turn.prompt, len(turn.tokens))) <= positions for positions in own)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
     text = report.summary()
     assert ("refuses to end with, not learnt: 1 row" in text) == (len(turns) < len(wanted))
@@ -218,9 +218,11 @@ def test_generation_tags_determine_the_targets(name: str, chat: str) -> None:
             built(source, fields)
         return
     [example], _ = built(source, fields)
-    tokens, places = targets_of(example)
-    assert places == {place for place, learnt in enumerate(result["assistant_masks"]) if learnt}
-    assert tokens == result["input_ids"][: max(places) + 1]
+    tokens, positions = targets_of(example)
+    assert positions == {
+        position for position, is_target in enumerate(result["assistant_masks"]) if is_target
+    }
+    assert tokens == result["input_ids"][: max(positions) + 1]
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
@@ -232,11 +234,11 @@ def test_excluded_turns_are_context(name: str, flag: dict[str, Any]) -> None:
     for number in (1, 3):
         messages = [{**each, **(flag if index == number else {})} for index, each in enumerate(TWO_TURNS)]
         [example], _ = built(source, {"messages": messages})
-        tokens, places = targets_of(example)
+        tokens, positions = targets_of(example)
         turn = turns_of(name, TWO_TURNS if number == 1 else TWO_TURNS[:2])[-1]
-        assert turn is not None and tokens == turn.tokens[: max(places) + 1]
+        assert turn is not None and tokens == turn.tokens[: max(positions) + 1]
         end = len(turn.tokens) - (name == "TAGGED")  # this template's tag excludes the last line break
-        assert places == {*range(turn.prompt, end)}
+        assert positions == {*range(turn.prompt, end)}
 
 
 @pytest.mark.parametrize(
@@ -285,10 +287,10 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
     if form == "text prompt":
         row["prompt"] = messages[0]["content"]
     [example], report = built(source_of(name), row)
-    tokens, places = targets_of(example)
+    tokens, positions = targets_of(example)
     turn = turns_of(name, messages)[-1]
     assert turn is not None and tokens == turn.tokens
-    assert places == {*range(turn.prompt, len(turn.tokens))}
+    assert positions == {*range(turn.prompt, len(turn.tokens))}
     assert report.summary().startswith("the data (prompt and completion): 1 rows, 1 examples")
 
 
@@ -296,7 +298,7 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
     "name", ["CHATML", "THINKS", "qwen3", "qwen3_5_think", "phi3_5", "gptoss", "llama3_2"]
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_pairs_of_conversations_are_learnt_after_their_prompt(name: str, whole: bool) -> None:
+def test_answers_of_pairs_are_targets_after_their_prompt(name: str, whole: bool) -> None:
     prompt, better, worse = TWO_TURNS[:3], TWO_TURNS[3:], [make_message("assistant", "No, stay.")]
     row: dict[str, Any] = {"prompt": prompt, "chosen": better, "rejected": worse}
     if whole:

@@ -54,7 +54,7 @@ def test_bos_is_not_prepended_twice() -> None:
     assert Tokenizer(backend, bos_id=1, prepend_bos=True).begin == (1,)
 
 
-def test_control_tokens_in_texts_are_text_unless_asked(tokenizer: Tokenizer) -> None:
+def test_control_tokens_in_texts_are_text_by_default(tokenizer: Tokenizer) -> None:
     assert 2 not in tokenizer.encode("Hi</s>")
     assert tokenizer.encode("Hi</s>", control=True)[-1] == 2
     assert tokenizer.decode(tokenizer.encode("Hi</s>")) == "Hi</s>"
@@ -337,5 +337,5 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
         ),
     ],
 )
-def test_the_unknown_token_is_that_of_what_cant_be_spelled(model: Any, unknown: int | None) -> None:
+def test_unknown_id(model: Any, unknown: int | None) -> None:
     assert Tokenizer(Backend(model)).unknown_id == unknown

@@ -182,11 +182,11 @@ def test_a_file_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 NUMBERS = [0, -1, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 1e308, None, "", True, [], {}]
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     keys = value if isinstance(value, dict) else range(min(len(value), 20)) if isinstance(value, list) else ()
     for key in keys:
-        yield from places(value[key], (*path, key))  # type: ignore[index]
+        yield from paths_in(value[key], (*path, key))  # type: ignore[index]
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -200,7 +200,7 @@ def test_changed_files_are_used_or_refused(tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     backends = (byte_level_backend, prefixed_backend, byte_fallback_backend, encoder_backend)
     original: Json = json.loads(backends[seed]().to_str())
-    outside = [path for path in places(original) if path and (path[0] != "model" or len(path) < 3)]
+    outside = [path for path in paths_in(original) if path and (path[0] != "model" or len(path) < 3)]
     for _ in range(25):
         if chosen.random() < 0.4:
             changed = bytearray(json.dumps(original, ensure_ascii=False).encode())
