@@ -56,8 +56,8 @@ def verbs() -> tuple[Taken, ...]:
         below.extend(helps)
 
     with (
-        mock.patch("prge.cli.settings.show_settings", keep_settings),
-        mock.patch("prge.cli.subcommands.show_verbs", keep_verbs),
+        mock.patch("prge.cli.settings.print_settings_help", keep_settings),
+        mock.patch("prge.cli.subcommands.print_verbs_help", keep_verbs),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):

@@ -104,9 +104,9 @@ def parse_settings(
         for line in _describe_repeated(words, field_types):
             print(f"{prog}: {line}", file=sys.stderr)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
-    given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
-    given += [entry for entry in words if entry.key in field_types]
-    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+    entries = [entry for path in files for entry in _read_file(path, settings_type, problems)]
+    entries += [entry for entry in words if entry.key in field_types]
+    settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
     if "print_config" in own_keys:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
@@ -117,8 +117,8 @@ def parse_settings(
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError."""
     problems: list[str] = []
-    given = _read_file(path, settings_type, problems)
-    return _build(settings_type, given, problems, prog)
+    entries = _read_file(path, settings_type, problems)
+    return _build(settings_type, entries, problems, prog)
 
 
 def read_stored(
@@ -138,8 +138,8 @@ def read_stored(
             path outside the folder.
     """
     problems: list[str] = []
-    given = _stored_settings(path, settings_type, unread, problems, remedy)
-    return _build(settings_type, given, problems, prog)
+    entries = _stored_settings(path, settings_type, unread, problems, remedy)
+    return _build(settings_type, entries, problems, prog)
 
 
 def is_config_of(settings_type: type[Any], path: Path) -> bool:
@@ -168,8 +168,8 @@ def settings_from_mapping(
 ) -> Settings:
     """Create settings from a mapping, such as a received message; raises as `parse_settings`."""
     problems: list[str] = []
-    given = _parse_mapping(fields, where, _field_types(settings_type), problems)
-    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+    entries = _parse_mapping(fields, where, _field_types(settings_type), problems)
+    settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
     check_outputs(settings)
     return settings
 
@@ -227,7 +227,7 @@ def format_yaml(values: Mapping[str, Any], comments: Mapping[str, str] = Mapping
     return text
 
 
-class _Given(NamedTuple):
+class _SettingValue(NamedTuple):
     """One setting as the user wrote it; `where` names it in messages, such as its flag."""
 
     where: str
@@ -235,7 +235,7 @@ class _Given(NamedTuple):
     value: Any
 
 
-class _Loose(NamedTuple):
+class _StrayWord(NamedTuple):
     """A word of a command line that belongs to no flag.
 
     `quoted` is the preceding flag with all words up to the next flag quoted as its value, if it takes one.
@@ -258,19 +258,19 @@ def _field_types(settings_type: type[Any]) -> dict[str, Any]:
 
 def _read_words(
     argv: Sequence[str], field_types: Mapping[str, Any], positional: Sequence[str], problems: list[str]
-) -> list[_Given]:
+) -> list[_SettingValue]:
     """Parse a command line."""
-    given: list[_Given] = []
-    loose: list[_Loose] = []
+    entries: list[_SettingValue] = []
+    stray_words: list[_StrayWord] = []
     words, last_given = list(argv), None
     while words:
         word = words.pop(0)
         if word == "--":
-            loose += [_Loose(each) for each in words]
+            stray_words += [_StrayWord(each) for each in words]
             break
         if not _is_flag(word):
             following = itertools.takewhile(lambda word: not _is_flag(word), words)
-            loose.append(_Loose(word, _quoted(last_given, [word, *following], field_types)))
+            stray_words.append(_StrayWord(word, _quoted(last_given, [word, *following], field_types)))
             last_given = None
             continue
         last_given = None
@@ -293,32 +293,36 @@ def _read_words(
         if not equals:
             del words[: min(count, len(values))]
         if key not in field_types:
-            given += [_Given(name, match, _MISNAMED)] if match and match not in _COMMON_FLAGS else []
+            entries += [_SettingValue(name, match, _MISNAMED)] if match and match not in _COMMON_FLAGS else []
         elif field_type is bool:
-            given.append(
-                _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated)
+            entries.append(
+                _SettingValue(
+                    name, key, _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated
+                )
             )
         elif is_list_type(field_type):
-            earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
-            given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
+            earlier = [entry.value for entry in entries if entry.key == key and isinstance(entry.value, list)]
+            entries.append(_SettingValue(name, key, [*(earlier[-1] if earlier else ()), *values]))
             if not values:
                 problems.append(f"{name} needs a value: {describe_type(field_type)}")
         elif values:
-            given.append(last_given := _Given(name, key, values[0]))
+            entries.append(last_given := _SettingValue(name, key, values[0]))
         else:
             problems.append(f"{name} needs a value: {describe_type(field_type)}")
-    by_flag = {entry.key for entry in given}
+    by_flag = {entry.key for entry in entries}
     for key in positional:
-        if loose and key not in by_flag:
-            taken_words = loose[:] if is_list_type(field_types[key]) else loose[:1]
+        if stray_words and key not in by_flag:
+            taken_words = stray_words[:] if is_list_type(field_types[key]) else stray_words[:1]
             texts = [each.word for each in taken_words]
-            given.append(_Given(key.upper(), key, texts if is_list_type(field_types[key]) else texts[0]))
-            del loose[: len(taken_words)]
-    problems += [each.problem() for each in loose]
-    return given
+            entries.append(
+                _SettingValue(key.upper(), key, texts if is_list_type(field_types[key]) else texts[0])
+            )
+            del stray_words[: len(taken_words)]
+    problems += [each.problem() for each in stray_words]
+    return entries
 
 
-def _quoted(last_given: _Given | None, words: Sequence[str], field_types: Mapping[str, Any]) -> str:
+def _quoted(last_given: _SettingValue | None, words: Sequence[str], field_types: Mapping[str, Any]) -> str:
     """Return a flag with its value and the words after it quoted as one value; empty if that is invalid."""
     if last_given is None:
         return ""
@@ -329,10 +333,10 @@ def _quoted(last_given: _Given | None, words: Sequence[str], field_types: Mappin
     return ""
 
 
-def _describe_repeated(given: Sequence[_Given], field_types: Mapping[str, Any]) -> list[str]:
+def _describe_repeated(entries: Sequence[_SettingValue], field_types: Mapping[str, Any]) -> list[str]:
     """Return a line for every flag that takes one value and is given different ones."""
     values: dict[str, list[Any]] = {}
-    for entry in given:
+    for entry in entries:
         if (
             entry.key in field_types
             and entry.value is not _MISNAMED
@@ -346,7 +350,7 @@ def _describe_repeated(given: Sequence[_Given], field_types: Mapping[str, Any]) 
     ]
 
 
-def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
+def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_SettingValue]:
     content = _read_bytes(path, problems)
     return [] if content is None else _parse_document(content, path, settings_type, problems)
 
@@ -361,7 +365,7 @@ def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
 
 def _stored_settings(
     path: Path, settings_type: type[Any], overridden: Collection[str], problems: list[str], remedy: str = ""
-) -> list[_Given]:
+) -> list[_SettingValue]:
     """Read settings from a file in a folder that may come from another person (formats/stored_settings.py).
 
     Args:
@@ -378,13 +382,13 @@ def _stored_settings(
     """
     check_links(path.parent)
     content = _read_bytes(path, problems)
-    given = [] if content is None else _parse_document(content, path, settings_type, problems)
+    entries = [] if content is None else _parse_document(content, path, settings_type, problems)
     if content is None or is_own(content, path.name):
-        return given
+        return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
     refused = {
         entry.key: texts
-        for entry in given
+        for entry in entries
         if entry.key not in overridden
         and (contains_path_type(field_types[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
         if (texts := [each for each in _as_list(entry.value) if isinstance(each, str) and each != "null"])
@@ -398,7 +402,7 @@ def _stored_settings(
             remedy=remedy or f"if you trust these paths, give them again: {flags}",
             code="path-outside",
         )
-    return given
+    return entries
 
 
 def _as_list(value: Any) -> Sequence[Any]:
@@ -407,7 +411,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 def _parse_document(
     document: bytes, path: Path, settings_type: type[Any], problems: list[str]
-) -> list[_Given]:
+) -> list[_SettingValue]:
     try:
         content = parse_yaml(document)
     except DocumentError as error:
@@ -424,35 +428,37 @@ def _parse_document(
 
 def _parse_mapping(
     content: Mapping[Any, Any], where: str, field_types: Mapping[str, Any], problems: list[str]
-) -> list[_Given]:
-    given = []
+) -> list[_SettingValue]:
+    entries = []
     for key, value in content.items():
         if key in field_types:
-            given.append(_Given(f"{where}: {key}", key, to_python_value(value)))
+            entries.append(_SettingValue(f"{where}: {key}", key, to_python_value(value)))
         else:
             match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
-            given += [_Given(where, match, _MISNAMED)] if match else []
-    return given
+            entries += [_SettingValue(where, match, _MISNAMED)] if match else []
+    return entries
 
 
-def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: list[str]) -> Sequence[_Given]:
+def _with_stored(
+    settings_type: type[Any], entries: Sequence[_SettingValue], problems: list[str]
+) -> Sequence[_SettingValue]:
     """Return the given settings after those of the preset and of the folder that they name."""
-    named = {entry.key: str(entry.value) for entry in given if isinstance(entry.value, (str, Path))}
+    named = {entry.key: str(entry.value) for entry in entries if isinstance(entry.value, (str, Path))}
     if hasattr(settings_type, "PRESETS") and "preset" in named:
         known = {path.stem: path for path in sorted(settings_type.PRESETS.glob("*.yaml"))}
         if named["preset"] in known:
-            given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
+            entries = [*_read_file(known[named["preset"]], settings_type, problems), *entries]
         else:
             similar = closest_match(named["preset"], known, 0.6)
             hint = f"; did you mean {similar}?" if similar else f", must be one of {', '.join(known)}"
             problems.append(f"--preset is {shown(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
         kept = Path(named["folder"]) / settings_type.KEPT
-        overridden = {entry.key for entry in given}
-        given = [
+        overridden = {entry.key for entry in entries}
+        entries = [
             *(_stored_settings(kept, settings_type, overridden, problems) if kept.is_file() else ()),
-            *given,
+            *entries,
         ]
     if hasattr(settings_type, "STORED") and "resume" in named:
         folder = Path(named["resume"])
@@ -462,19 +468,19 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
                 remedy="give the folder that `--out` named",
                 code="not-a-run",
             )
-        overridden = {"out", "resume", *(entry.key for entry in given)}
+        overridden = {"out", "resume", *(entry.key for entry in entries)}
         stored = _stored_settings(folder / settings_type.STORED, settings_type, overridden, problems)
-        given = [*stored, *given, _Given("--resume", "out", str(folder))]
-    return given
+        entries = [*stored, *entries, _SettingValue("--resume", "out", str(folder))]
+    return entries
 
 
 def _build(
-    settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
+    settings_type: type[Settings], entries: Collection[_SettingValue], problems: list[str], prog: str
 ) -> Settings:
     """Check all values against their fields' types and create the settings; report all problems at once."""
     field_types = _field_types(settings_type)
     values: dict[str, Any] = {}
-    for entry in given:
+    for entry in entries:
         values.setdefault(entry.key, None)
         if entry.value is _MISNAMED:
             continue
@@ -490,7 +496,7 @@ def _build(
     # A list takes all words up to the next flag, even a word that was meant for a positional setting.
     last_words = "".join(
         f"; {entry.where} took {shown(entry.value[-1])} as well"
-        for entry in given
+        for entry in entries
         if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
         if os.path.exists(str(entry.value[-1]))  # false for words that no file can be named
     )
@@ -499,7 +505,7 @@ def _build(
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if is_required(item) and item.name not in values
     ]
-    chosen = {entry.key for entry in given if entry.value not in (None, "null", [])}
+    chosen = {entry.key for entry in entries if entry.value not in (None, "null", [])}
     for names in getattr(settings_type, "ONE_OF", ()):
         given_flags = [flag(name) for name in names if name in chosen]
         if not given_flags:
@@ -520,7 +526,7 @@ def _build(
     )
 
 
-def _url_in(entry: _Given, field_type: Any) -> str:
+def _url_in(entry: _SettingValue, field_type: Any) -> str:
     """Return the URL that was given instead of a path or a name of the hub; empty if there is none."""
     words = entry.value if isinstance(entry.value, list) else [entry.value]
     urls = [word for word in words if isinstance(word, str) and _URL.match(word)]

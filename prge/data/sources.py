@@ -49,7 +49,7 @@ from prge.system.packages import install_extra_command
 # Columns that hold a list, or its JSON as a text in formats without lists, such as csv.
 _LISTS = ("messages", "conversations")
 # Pairs of columns that are both texts or both messages.
-_ALIKE = (("chosen", "rejected"), ("prompt", "completion"))
+_PAIRED_COLUMNS = (("chosen", "rejected"), ("prompt", "completion"))
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?", re.ASCII)
 # Timeout of the request that checks whether the hub is reachable.
 _SECONDS = 5.0
@@ -99,7 +99,7 @@ def read_source(
     renamed = parse_columns(columns)
     paths = find_row_files(where, part)
     source = _read_files(paths, part, broken) if paths else _read_hub(str(where), part)
-    _check_names(renamed, task, source)
+    _check_renamed(renamed, task, source)
     if renamed:
         present = present_columns(source.rows)
         if lacking := [column for column in renamed.values() if column not in present]:
@@ -183,7 +183,7 @@ def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> 
     return RowSource(name, rows, digest.hexdigest())
 
 
-def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSource) -> None:
+def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSource) -> None:
     """Raise ConfigError if `--columns` renames a column to a name that isn't read."""
     if task is not None:
         read = list(dict.fromkeys([*task.needed_columns(), *task.needed_columns(encoder=True)]))
@@ -216,7 +216,7 @@ def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
     for row in source.rows:
         fields = _with_parsed_lists(row.fields)
         texts = [name for name in _LISTS if isinstance(fields.get(name), str)]
-        if texts and not {*_ALIKE[0]} <= fields.keys():
+        if texts and not {*_PAIRED_COLUMNS[0]} <= fields.keys():
             problems.append(
                 f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is neither a list nor "
                 "the JSON of one: write it with json.dumps, or the rows as jsonl"
@@ -240,7 +240,7 @@ def _with_parsed_lists(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     are the JSON of messages.
     """
     lists = {name: items for name in _LISTS if (items := _parse_list(fields.get(name))) is not None}
-    for names in _ALIKE:
+    for names in _PAIRED_COLUMNS:
         messages = {name: _parse_messages(fields.get(name)) for name in names}
         if all(messages.values()):
             lists |= {name: items for name, items in messages.items() if items is not None}

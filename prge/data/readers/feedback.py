@@ -31,7 +31,7 @@ from prge.system.regular_files import open_regular, read_regular
 # Column with the arguments of the chat template besides the messages, in feedback and in rows for training.
 TEMPLATE_KWARGS = "chat_template_kwargs"
 GOOD, BAD = RATINGS = ("good", "bad")
-_OWNERS = 0o600
+_OWNER_ONLY = 0o600
 # How a row of `AnswerRecord.to_feedback` begins.
 _ROW_START = b'{"id": "'
 # Far above the size of a row, so that a long first line of another file is not read whole.
@@ -205,30 +205,32 @@ def remove_rows(path: Path, is_removed: Callable[[int, Fields | None, str], bool
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)
-        content, kept = b"", list[bytes]()
+        content, remaining = b"", list[bytes]()
         while True:
             # Only complete lines; the part after the last line break is checked below.
             complete = read_regular(path)
             complete = complete[: complete.rfind(b"\n") + 1]
             if not complete.startswith(content):
-                content, kept = b"", []
-            kept += _kept(complete[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_removed)
+                content, remaining = b"", []
+            remaining += _remaining_lines(
+                complete[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_removed
+            )
             content = complete
             with _locked(path, rights):
                 now = whole_lines(read_regular(path))
                 if not now.startswith(content):
                     continue
                 count = content.count(b"\n")
-                kept += _kept(now[len(content) :].split(b"\n"), count, is_removed)
-                removed = now.count(b"\n") + 1 - len(kept)
+                remaining += _remaining_lines(now[len(content) :].split(b"\n"), count, is_removed)
+                removed = now.count(b"\n") + 1 - len(remaining)
                 if removed:
-                    write_file(path, b"\n".join(kept), rights)
+                    write_file(path, b"\n".join(remaining), rights)
                 return removed
     except OSError as error:
         raise storage_error(path, error) from None
 
 
-def _kept(
+def _remaining_lines(
     lines: Sequence[bytes], before: int, is_removed: Callable[[int, Fields | None, str], bool]
 ) -> list[bytes]:
     """Return the lines that are not removed; `before` lines precede them."""
@@ -287,7 +289,7 @@ def iter_texts(value: object) -> Iterator[str]:
 
 @contextmanager
 def _locked(
-    path: Path, rights: int = _OWNERS, while_locked: Callable[[], object] | None = None
+    path: Path, rights: int = _OWNER_ONLY, while_locked: Callable[[], object] | None = None
 ) -> Iterator[BinaryIO]:
     """Open a file for appending and lock it; a file that was replaced meanwhile is opened again."""
     while True:

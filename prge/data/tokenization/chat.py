@@ -129,7 +129,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
         if len(source) > MAX_SOURCE:
             problem = f"has {len(source)} characters, more than the limit of {MAX_SOURCE}"
-            raise _refused(problem, "chat-template-too-large")
+            raise _unusable(problem, "chat-template-too-large")
         self._date = date
         self._child = BoundedChild(_Renderer(), SECONDS, MEMORY)
         answer = self._request(source=source, special_tokens=dict(special_tokens))
@@ -216,9 +216,9 @@ class ChatTemplate:
         try:
             response: dict[str, Any] = json.loads(self._child.call(json.dumps(request).encode()))
         except LimitError as error:
-            raise _refused(str(error), "chat-template-unbounded") from None
+            raise _unusable(str(error), "chat-template-unbounded") from None
         if "refused" in response:
-            raise _refused(response["refused"], response["code"])
+            raise _unusable(response["refused"], response["code"])
         if "problems" in response:
             raise DataError(
                 response["what"], response["problems"], remedy=response["remedy"], code=response["code"]
@@ -227,11 +227,11 @@ class ChatTemplate:
             for each in (response, *response.get("renderings", ())):
                 each.get("text", "").encode()
         except UnicodeEncodeError:
-            raise _refused("writes half of a character", "half-character") from None
+            raise _unusable("writes half of a character", "half-character") from None
         return response
 
 
-def _refused(why: str, code: str) -> BundleError:
+def _unusable(why: str, code: str) -> BundleError:
     what, remedy = f"the bundle's chat template {why}", "copy or export the bundle again"
     return BundleError(what, remedy=remedy, code=code)
 
@@ -254,7 +254,7 @@ class _Renderer:
         request: dict[str, Any] = json.loads(content)
         self._max_length = TEXT_PER_BYTE * len(content) + MAX_SOURCE
         try:
-            response = self._answer(request)
+            response = self._respond(request)
         except DataError as error:
             response = {
                 "what": error.what.split("\n")[0],
@@ -266,7 +266,7 @@ class _Renderer:
             response = {"refused": error.what, "code": error.code}
         return json.dumps(response).encode()
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _respond(self, request: dict[str, Any]) -> dict[str, Any]:
         if "source" in request:
             self._special_tokens = request["special_tokens"]
             return {"variables": self._compile(request["source"])}
@@ -274,7 +274,7 @@ class _Renderer:
         self._today = datetime.fromisoformat(request["date"])
         messages = request["messages"]
         if "roles" in request:
-            return {"left_out": self._left_out(messages, request["roles"])}
+            return {"left_out": self._ignored_parts(messages, request["roles"])}
         if "trained" in request:
             return {"renderings": self._renderings(messages, request["trained"])}
         return {"text": self._render(messages, request["add_generation_prompt"])}
@@ -300,15 +300,15 @@ class _Renderer:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages to text."""
-        return self._marked(messages, add_generation_prompt)[0]
+        return self._render_with_spans(messages, add_generation_prompt)[0]
 
-    def _marked(
+    def _render_with_spans(
         self, messages: Sequence[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the ranges of characters in `generation` tags."""
         if self._content_type is None:
             self._content_type = self._detect_content_type()
-        text = self._rendered([self._convert_message(each) for each in messages], add_generation_prompt)
+        text = self._render_marked([self._convert_message(each) for each in messages], add_generation_prompt)
         spans: list[tuple[int, int]] = []
         if self._tag.is_used:
             first, *parts = text.split(self._tag.marks[0])
@@ -324,7 +324,7 @@ class _Renderer:
             )
         return text, spans
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Render messages to text with the marks of `generation` tags."""
         if self._tag.is_used:
             known = json.dumps([messages, self._variables], ensure_ascii=False) + self._source
@@ -358,7 +358,7 @@ class _Renderer:
         rendered = []
         for content in (_WORD, _parts_of(_WORD)):
             try:
-                rendered.append(self._rendered([{"role": "user", "content": content}], False))
+                rendered.append(self._render_marked([{"role": "user", "content": content}], False))
             except DataError:
                 rendered.append("")
         text, parts = rendered
@@ -383,7 +383,7 @@ class _Renderer:
 
     def _renderings(self, messages: Sequence[Message], trained: Sequence[int]) -> list[dict[str, Any]]:
         if self._tag.is_used:
-            return [self._tagged(messages, trained)]
+            return [self._render_tagged(messages, trained)]
         texts_through: dict[int, str] = {}
         starts: dict[int, int] = {}
         is_exact: dict[int, bool] = {}
@@ -394,7 +394,7 @@ class _Renderer:
             except DataError as error:  # a template may refuse a chat that ends here
                 problem = problem or error
                 continue
-            texts_through[index], starts[index], is_exact[index] = self._turn(messages, index, text)
+            texts_through[index], starts[index], is_exact[index] = self._locate_turn(messages, index, text)
         if problem is not None and (not texts_through or max(trained) not in texts_through):
             raise problem
         results = []
@@ -414,7 +414,7 @@ class _Renderer:
             )
         return results[::-1]
 
-    def _turn(self, messages: Sequence[Message], index: int, through: str) -> tuple[str, int, bool]:
+    def _locate_turn(self, messages: Sequence[Message], index: int, through: str) -> tuple[str, int, bool]:
         """Return the text up to a turn, its start, and whether the whole generation prompt precedes it.
 
         Args:
@@ -463,7 +463,7 @@ class _Renderer:
             return ""
         return with_prompt[_common_length(without, with_prompt) :]
 
-    def _left_out(self, messages: Sequence[Message], roles: Sequence[str]) -> list[str]:
+    def _ignored_parts(self, messages: Sequence[Message], roles: Sequence[str]) -> list[str]:
         """Return the keys of answers and the roles that don't change the text."""
         text = self._render(messages)
         ignored = []
@@ -490,12 +490,12 @@ class _Renderer:
         except DataError:
             return None
 
-    def _tagged(self, messages: Sequence[Message], trained: Sequence[int]) -> dict[str, Any]:
+    def _render_tagged(self, messages: Sequence[Message], trained: Sequence[int]) -> dict[str, Any]:
         """Render a conversation whose `generation` tags enclose the text to train on."""
-        text, spans = self._marked(messages)
+        text, spans = self._render_with_spans(messages)
         written = [index for index, each in enumerate(messages) if each.get("role") == ASSISTANT]
         if list(trained) != written:
-            ends = [0, *(len(self._marked(messages[: index + 1])[1]) for index in written)]
+            ends = [0, *(len(self._render_with_spans(messages[: index + 1])[1]) for index in written)]
             if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
                     "the chat template can't be used for this conversation",

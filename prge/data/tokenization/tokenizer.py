@@ -274,7 +274,7 @@ class Tokenizer:
         """
         check_text(text)
         start, end = 0, min(WINDOW, len(text))
-        tokens = _since(self._window(text, 0, end, control), first)
+        tokens = _starting_with(self._window(text, 0, end, control), first)
         while end < len(text):
             next_window = end - OVERLAP, min(end - OVERLAP + WINDOW, len(text))
             next_tokens = self._window(text, *next_window, control)
@@ -285,9 +285,9 @@ class Tokenizer:
                 (start, end), tokens = next_window, next_tokens[seam[1] :]
             elif 2 * (end - start) <= LONGEST_WINDOW:
                 end = min(start + 2 * (end - start), len(text))
-                tokens = _since(self._window(text, start, end, control), first)
+                tokens = _starting_with(self._window(text, start, end, control), first)
             else:
-                raise _undivided(text[start : start + 20], end - start)
+                raise _not_divisible(text[start : start + 20], end - start)
         yield start, tokens
 
     def _window(self, text: str, start: int, end: int, control: Control) -> Tokens:
@@ -309,12 +309,12 @@ class Tokenizer:
 
     def control_at(self, text: str) -> list[int]:
         """Return the positions at which control tokens that are written in a text begin."""
-        return [match.start() for match in self._written.finditer(text)]
+        return [match.start() for match in self._control_pattern.finditer(text)]
 
     def count_control(self, value: object) -> Counter[str]:
         """Count the control tokens that are written in the texts of a JSON value, such as a row."""
         if isinstance(value, str):
-            return Counter(match[0] for match in self._written.finditer(value))
+            return Counter(match[0] for match in self._control_pattern.finditer(value))
         if isinstance(value, Mapping):
             value = [*value, *value.values()]
         if not isinstance(value, list | tuple):
@@ -323,10 +323,10 @@ class Tokenizer:
 
     def replace_control(self, text: str, replace: Callable[[str], str]) -> str:
         """Replace the control tokens in a text by the results of `replace`."""
-        return self._written.sub(lambda match: replace(match[0]), text)
+        return self._control_pattern.sub(lambda match: replace(match[0]), text)
 
     @cached_property
-    def _written(self) -> re.Pattern[str]:
+    def _control_pattern(self) -> re.Pattern[str]:
         """Matches control tokens, and the longest of those with a common beginning, as the library does."""
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -429,13 +429,13 @@ def _seam(tokens: Tokens, next_tokens: Tokens, low: int, high: int) -> tuple[int
     return int(indices[0][middle]), int(indices[1][middle])
 
 
-def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
+def _starting_with(tokens: Tokens, first: Tokens | None) -> Tokens:
     """Return the tokens of a window from the token `first` on; all tokens if it is None."""
     if first is None:
         return tokens
     at = np.flatnonzero((tokens == first).all(1))
     if not len(at):
-        raise _undivided("the same text in two ways", len(tokens))
+        raise _not_divisible("the same text in two ways", len(tokens))
     return tokens[int(at[0]) :]
 
 
@@ -453,7 +453,7 @@ def _too_large() -> BundleError:
     return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
 
 
-def _undivided(text: str, characters: int) -> DataError:
+def _not_divisible(text: str, characters: int) -> DataError:
     return DataError(
         "the text can't be tokenized",
         [f"it can't be divided within {characters} characters from {shown(text)}"],
