@@ -74,7 +74,7 @@ def test_the_command_line_reports_an_interrupt_before_a_verb_begins(
     def open_slowly() -> None:
         interrupt()
 
-    monkeypatch.setattr("prge.cli.open_standard_files", open_slowly)
+    monkeypatch.setattr("prge.cli.main.open_standard_files", open_slowly)
     monkeypatch.delenv("PRGE_DEBUG", raising=False)
     assert main(["doctor"]) == INTERRUPTED
     assert capsys.readouterr().err == "prge: interrupted\n"
