@@ -60,8 +60,8 @@ def verb_helps(words: Sequence[str] = ()) -> Iterator[VerbHelp]:
         names.extend(verbs)
 
     with (
-        patch("prge.cli.settings.show_settings", show_settings),
-        patch("prge.cli.subcommands.show_verbs", show_verbs),
+        patch("prge.cli.settings.print_settings_help", show_settings),
+        patch("prge.cli.subcommands.print_verbs_help", show_verbs),
     ):
         code = main([*words, "--help"])
     if code:

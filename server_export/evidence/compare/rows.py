@@ -70,6 +70,6 @@ def _report_unread(source: RowSource, task: Task | None) -> None:
         read = {*task.needed_columns(), *task.needed_columns(encoder=True)}
     else:
         form = find_form(source.rows, source.name, source.renamed)
-        read = {*form.columns, *form.optional, *form.of_chats}
+        read = {*form.columns, *form.optional, *form.chat_columns}
     if unread := [column for column in present_columns(source.rows) if column not in read]:
         print(f"{source.name}: columns that are not read: {format_column_names(unread)}", flush=True)
