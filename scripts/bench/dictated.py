@@ -21,7 +21,7 @@ _FEW_WORDS = 16
 
 
 class DictatedSpeaker:
-    """Implements prge.generation.generator.GenerationEngine: after each token the next one of `text` is the most likely."""
+    """Implements prge.generation.generator.GenerationEngine; the next token of `text` is the most likely."""
 
     def __init__(self, speaker: GenerationEngine) -> None:
         self._speaker = speaker

@@ -34,13 +34,13 @@ def test_its_scalar_is_the_slope_along_the_noise(tmp_path: Path) -> None:
     before = values(method)
     method.step(ROWS, 1.0)
     # What the step moved by is the scalar times the noise.
-    noise = (before - values(method)) / method.scalar
+    noise = (before - values(method)) / method.projected_gradient
     assert noise.mean() == pytest.approx(0, abs=0.02) and noise.std() == pytest.approx(1, abs=0.02)
     losses = []
     for sign in (1, -1):
         torch.nn.utils.vector_to_parameters(before + sign * 1e-3 * noise, problem.model.parameters())
         losses.append(problem.loss(ROWS).item())
-    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(method.scalar, abs=2e-3)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(method.projected_gradient, abs=2e-3)
 
 
 def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
     for _ in range(2):
         before = values(method)
         method.step(ROWS, 1.0)
-        moves.append((before - values(method)) / method.scalar)
+        moves.append((before - values(method)) / method.projected_gradient)
     assert abs(torch.corrcoef(torch.stack(moves))[0, 1]) < 0.05
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from prge.errors import ConfigError
 from server_export.adapter.repeated_blocks import block_names
-from server_export.evidence.baselines.layers import block_linears, merged
+from server_export.evidence.baselines.layers import block_linears, merge_layers
 from server_export.evidence.baselines.settings import SearchName
 from server_export.evidence.baselines.sparse import (
     Scheme,
@@ -54,7 +54,7 @@ def test_gradients_are_the_dense_ones_on_the_channels_that_learn() -> None:
     dense_y, sparse_y = layer(x), sparse(x)
     torch.testing.assert_close(sparse_y, dense_y)
     dense_x, dense_weight = torch.autograd.grad(dense_y, [x, layer.weight], seed)
-    sparse_x, sparse_weight = torch.autograd.grad(sparse_y, [x, sparse.kept], seed)
+    sparse_x, sparse_weight = torch.autograd.grad(sparse_y, [x, sparse.trained], seed)
     torch.testing.assert_close(sparse_x, dense_x)
     torch.testing.assert_close(sparse_weight, dense_weight[:, channels])
 
@@ -128,7 +128,7 @@ def test_what_is_chosen_fits_into_the_memory_that_was_measured(tmp_path: Path, s
     problem = tiny_problem(tmp_path, "llama")
     scheme, _ = choose_scheme(problem, method_settings("sparse-bp", memory_share=0.5, search=search))
     memory = measure_memory(problem, problem.train[: problem.batch_size])
-    layers = merged(block_linears(problem.model))
+    layers = merge_layers(block_linears(problem.model))
     full = memory.from_block(0) + sum(memory.of_weight(name, layer, 1.0) for name, layer in layers.items())
     taken = memory.from_block(scheme.depth)
     taken += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())

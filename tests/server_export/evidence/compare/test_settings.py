@@ -53,8 +53,8 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--model", "/nowhere/model"], "there is no such folder"),
         (["--preset", "demo", "--data", "nowhere"], "--data is nowhere, and there is no such folder"),
         (["--preset", "demo", "--dev", "devel.jsonl"], "--dev is devel.jsonl"),
-        (["--preset", "demo", "--seeds", "7", "8"], "--seeds has 7, which is that of the search"),
-        (["--preset", "demo", "--seeds", "1", "1"], "one twice"),
+        (["--preset", "demo", "--seeds", "7", "8"], "--seeds has 7, which is the seed of the search"),
+        (["--preset", "demo", "--seeds", "1", "1"], "a seed twice"),
         (
             ["--preset", "demo", "--evaluation-growth", "1"],
             "--evaluation-growth is 1.0, must be at least 1.01",
