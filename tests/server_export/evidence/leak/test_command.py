@@ -17,7 +17,7 @@ from tests.tiny_models import save_model
 FEW = "--samples 16 --guesses 200 --matching-steps 5 --limit 1 --seeds 1 2".split()
 
 
-def read(words: str) -> LeakSettings:
+def parse(words: str) -> LeakSettings:
     return parse_settings(LeakSettings, words.split(), "prge leak")
 
 
@@ -65,7 +65,7 @@ def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_labels_of_a_task_are_attacked(folder: Path) -> None:
     words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --task {folder / 'task.yaml'}"
-    found = leak(read(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), told)
+    found = leak(parse(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), told)
     assert found["table"][0]["label"]["mean"] == 1
     assert found["recovered_exact"] == 1
 
@@ -73,7 +73,7 @@ def test_labels_of_a_task_are_attacked(folder: Path) -> None:
 def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) -> None:
     save_model(folder / "gpt2", "gpt2")
     words = f"--model {folder / 'gpt2'} --rows {folder / 'rows.jsonl'} --lengths 2 --reports exact"
-    found = leak(read(f"{words} {' '.join(FEW)}"), told)
+    found = leak(parse(f"{words} {' '.join(FEW)}"), told)
     assert found["recovered_exact"] > found["recovered_prior"]
 
 
@@ -90,7 +90,7 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
 )
 def test_settings_that_cannot_be(words: str, value: str) -> None:
     with raises(ConfigError, "settings-unusable", saying=value):
-        read(words)
+        parse(words)
 
 
 def test_too_few_rows(folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_an_encoder_is_refused(folder: Path) -> None:
 
 
 def test_each_list_is_varied_alone() -> None:
-    settings = read("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0")
+    settings = parse("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0")
     cases = [(case.report, case.length, case.steps, case.batch) for case in settings.cases()]
     assert [case[1:] for case in cases if case[0] == "exact"] == [(8, 1, 1), (4, 1, 1), (8, 1, 2)]
     assert [case[1:] for case in cases if case[0] == "scalars"] == [

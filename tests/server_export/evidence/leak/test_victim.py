@@ -24,11 +24,11 @@ from tests.server_export.evidence.leak.victims import make_rows, make_victim, ta
 
 def example_of(form: KnownForm, rows: Rows) -> Example:
     """The first of some rows as a device reads it."""
-    tokens = (*form.before, *rows.tokens[0].tolist(), *form.after)
+    tokens = (*form.prefix, *rows.tokens[0].tolist(), *form.suffix)
     if form.classes:
         targets = [Target(len(tokens) - 1, token, 1.0, index) for index, token in enumerate(form.classes)]
         return Example(1, (TokenSequence(tokens, tuple(targets)),), len(targets), int(rows.labels[0]))
-    first = max(len(form.before), 1)
+    first = max(len(form.prefix), 1)
     targets = [Target(at - 1, tokens[at], 1 / (len(tokens) - first), 0) for at in range(first, len(tokens))]
     return Example(1, (TokenSequence(tokens, tuple(targets)),), 1, None)
 
