@@ -123,7 +123,7 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     from torch.export.experimental import _export_forward_backward
     from transformers import AutoModelForCausalLM
 
-    from server_export.evidence.baselines.executorch_training import fill_at_once
+    from server_export.evidence.baselines.executorch_training import replace_full_like
     from server_export.evidence.baselines.fixed_length import fix_length
     from server_export.trace import readout
 
@@ -151,7 +151,7 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     with torch.no_grad():
         program(*inputs)  # position tables are those of the first call
     joint = _export_forward_backward(torch.export.export(program, inputs))
-    fill_at_once(joint)
+    replace_full_like(joint)
     lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
     (folder / JOINT).write_bytes(lowered.buffer)
 

@@ -18,13 +18,13 @@ from prge.formats.journal import Journal
 from tests.bundles import PROGRAM, make_bundle
 
 
-@pytest.mark.parametrize("way", sorted(set(damage.WAYS) - {"lines"}))
-def test_every_way_changes_the_file(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", sorted(set(damage.MUTATIONS) - {"lines"}))
+def test_every_way_changes_the_file(tmp_path: Path, mutation: str) -> None:
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
     (path.parent / "other").write_bytes(b"another one")
     path.write_bytes(b"content " * 100)
-    damage.WAYS[way](path, Random(1))
+    damage.MUTATIONS[mutation](path, Random(1))
     is_plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20
     assert not is_plain or path.read_bytes() != b"content " * 100
 
@@ -89,7 +89,7 @@ def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> Non
         write()
     writer.close()
     content = path.read_bytes()
-    numbers, texts = damage.gguf_places(content)
+    numbers, texts = damage.gguf_header_fields(content)
     assert [content[at : at + size] for at, size in texts][-3:] == [b"a", b"bc", b"x"]
     at, size = numbers[-1]
     # The offset of the last tensor; behind it nothing but padding and data.
