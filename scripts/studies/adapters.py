@@ -26,7 +26,7 @@ from typing import Any
 
 from style import ANIMALS, LOOKS, NAMES, THINGS
 from tune import TASKS, told, tune, with_data, written
-from verbs import parser_of, report, scored, summarize
+from verbs import make_parser, report, scored, summarize
 
 from prge.training.estimators.table import ESTIMATORS
 
@@ -39,7 +39,7 @@ OLD = "qv-8-eva-fa"
 
 def main() -> None:
     """Read the flags, train, print JSON."""
-    parser = with_data(parser_of(__doc__, seeds=(42,)))
+    parser = with_data(make_parser(__doc__, seeds=(42,)))
     parser.add_argument("--tasks", nargs="+", default=[*TASKS, *ROWS], choices=[*TASKS, *ROWS])
     parser.add_argument("--variants", nargs="+", default=[OLD, "default"])
     parser.add_argument("--estimator", choices=ESTIMATORS, default="exact")

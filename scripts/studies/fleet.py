@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from questions import make_questions
-from verbs import evaluations, made, parser_of, prge, report, scored, summarize, write_rows
+from verbs import evaluations, made, make_parser, prge, report, scored, summarize, write_rows
 
 from prge.cli.subprocesses import read_json
 from prge.data.readers.files import read_rows
@@ -62,7 +62,7 @@ EPSILONS = (8.0, 4.0, 1.0)
 
 def main() -> None:
     """Read the flags, make every run, print JSON."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--encoder", required=True, help="folder or hub id")
     parser.add_argument("--sst2", type=Path, help="folder with the SST-2 files; needed by its task alone")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sst2"], choices=sorted(HEAD))

@@ -31,7 +31,7 @@ from typing import Any
 
 from style import BEFORE, MANNER, make_rows
 from tune import tune
-from verbs import DEMO, answers, made, parser_of, report, scored, summarize, write_rows
+from verbs import DEMO, answers, made, make_parser, report, scored, summarize, write_rows
 
 import prge
 from prge.data.forms.task import load_task
@@ -50,7 +50,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def main() -> None:
     """Read the flags, run every task, scheme, objective and seed, print JSON."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
     parser.add_argument("--schemes", nargs="+", default=SCHEMES, choices=SCHEMES)

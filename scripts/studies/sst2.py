@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verbs import made, parser_of, report, scored, summarize, trained, write_rows
+from verbs import made, make_parser, report, scored, summarize, trained, write_rows
 
 from prge.data.readers.files import Selection, read_rows, select_rows
 
@@ -39,7 +39,7 @@ BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
 def main() -> None:
     """Read the flags, run every method, scheme and seed, print JSON."""
-    parser = parser_of(__doc__, seeds=(23, 29, 31))
+    parser = make_parser(__doc__, seeds=(23, 29, 31))
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--quantize", nargs="+", default=["8da8w"])

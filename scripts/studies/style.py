@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verbs import answers, made, parser_of, report, summarize, trained, write_rows
+from verbs import answers, made, make_parser, report, summarize, trained, write_rows
 
 NAMES = "Lily Tim Tom Ben Sam Max Sue Amy Jack Anna Lucy Jane".split()
 ANIMALS = "cat dog fox bird bear frog duck mouse rabbit lion fish pig cow horse bee owl".split()
@@ -41,7 +41,7 @@ ESTIMATORS = ["exact", "tangent", "antithetic"]
 
 def main() -> None:
     """Read the flags, run every estimator and seed, print JSON."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--estimators", nargs="+", default=["exact"], choices=ESTIMATORS)
     parser.add_argument("--threads", type=int, default=1)

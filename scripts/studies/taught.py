@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verbs import DEMO, parser_of, prge, report, write_rows
+from verbs import DEMO, make_parser, prge, report, write_rows
 
 from prge.cli.subprocesses import read_json, verb_command
 
@@ -73,7 +73,7 @@ _ASKED = 4
 
 def main() -> None:
     """Teach the models one after the other."""
-    parser = parser_of(__doc__, seeds=[0])
+    parser = make_parser(__doc__, seeds=[0])
     parser.add_argument("--types", nargs="+", default=[*TYPES], choices=[*TYPES])
     parser.add_argument("--steps", type=int, default=600)
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ from typing import Any
 import style
 import yaml
 from questions import make_questions
-from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
+from verbs import DEMO, made, make_parser, prge, report, scored, summarize, trained, write_rows
 
 from prge.cli.subprocesses import read_json
 from prge.data.readers.files import Selection, read_rows, select_rows
@@ -47,7 +47,7 @@ WAYS = (*TUNED, "grid", *PYTORCH)
 
 def main() -> None:
     """Read the flags, run every task and seed, print JSON."""
-    parser = with_data(parser_of(__doc__))
+    parser = with_data(make_parser(__doc__))
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     arguments = parser.parse_args()

@@ -17,7 +17,7 @@ from prge.formats.run_folder import read_metrics
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 
 
-def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
+def make_parser(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
     """A parser with the flags that all studies have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

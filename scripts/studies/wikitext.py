@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbs import evaluations, made, parser_of, report, scored, summarize, trained, write_rows
+from verbs import evaluations, made, make_parser, report, scored, summarize, trained, write_rows
 
 FIGURES = ("before", "after", "dev", "seconds")
 
@@ -43,7 +43,7 @@ BACKPROP: dict[str, Any] = {
 
 def main() -> None:
     """Read the flags, run every estimator, scheme and seed, print JSON."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
