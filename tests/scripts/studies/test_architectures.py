@@ -114,7 +114,7 @@ def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str)
 @pytest.mark.whole
 @pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra", "esm", "youtu"])
 def test_a_slice_of_the_sweep_works(model_type: str) -> None:
-    found = architectures.tried(model_type, "fp32", None)
+    found = architectures.try_type(model_type, "fp32", None)
     assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **found}) == "works", found
 
 
@@ -165,14 +165,14 @@ def test_the_page_is_written_of_recorded_results() -> None:
 def test_a_type_that_is_tried_has_the_code_of_its_refusal_or_the_line_of_a_defect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = architectures.tried("bart", "fp32", None)
+    found = architectures.try_type("bart", "fp32", None)
     assert (found["family"], found["code"]) == ("encoder-decoder", "encoder-decoder")
 
-    def checked(*_: Any) -> None:
+    def check_bundle(*_: Any) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(architectures, "checked", checked)
-    defect = architectures.tried("llama", "fp32", None)["defect"]
+    monkeypatch.setattr(architectures, "check_bundle", check_bundle)
+    defect = architectures.try_type("llama", "fp32", None)["defect"]
     assert defect.startswith("KeyError: 'a defect' (test_architectures.py:")
 
 
