@@ -82,8 +82,8 @@ def import_verbs(workstation: bool = False) -> None:
     if workstation:
         import server_export
 
-        for found in pkgutil.walk_packages(server_export.__path__, "server_export."):
-            importlib.import_module(found.name)
+        for module_info in pkgutil.walk_packages(server_export.__path__, "server_export."):
+            importlib.import_module(module_info.name)
     from device_runner.engines.native import runtime
 
     runtime.prepare()

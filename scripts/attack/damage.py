@@ -313,8 +313,8 @@ def gguf_header_fields(content: bytes) -> tuple[list[tuple[int, int]], list[tupl
             texts.append((at, length))
         at += length
 
-    def value(kind: int) -> None:
-        if kind == 9:
+    def value(type_id: int) -> None:
+        if type_id == 9:
             element, count = number(4), number(8)
             for index in range(count):
                 lengths = len(numbers), len(texts)
@@ -322,10 +322,10 @@ def gguf_header_fields(content: bytes) -> tuple[list[tuple[int, int]], list[tupl
                 if 0 < index < count - 1:
                     # The tokens of a vocabulary are alike and would dominate the choice.
                     del numbers[lengths[0] :], texts[lengths[1] :]
-        elif kind == 8:
+        elif type_id == 8:
             text()
         else:
-            number(widths[kind])
+            number(widths[type_id])
 
     _, tensors, keys = number(4), number(8), number(8)
     for _ in range(keys):

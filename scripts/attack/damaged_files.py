@@ -120,7 +120,7 @@ class Target:
     files: str = ""
     uses: Sequence[str] = _WORKSTATION_USES
     crafted: str = ""
-    ways: str = ""
+    mutations: str = ""
     is_judged: bool = True
 
     def paths(self, top: Path) -> list[Path]:
@@ -128,7 +128,7 @@ class Target:
         return sorted(path for path in (top.glob(self.files) if self.files else [top]) if path.is_file())
 
 
-def _then(rehash: Callable[[Path], object], *ways: damage.Mutation) -> tuple[damage.Mutation, ...]:
+def _then(rehash: Callable[[Path], object], *mutations: damage.Mutation) -> tuple[damage.Mutation, ...]:
     """Return mutations that recompute every hash afterwards."""
 
     def wrap(mutation: damage.Mutation) -> damage.Mutation:
@@ -138,7 +138,7 @@ def _then(rehash: Callable[[Path], object], *ways: damage.Mutation) -> tuple[dam
 
         return damaged
 
-    return tuple(map(wrap, ways))
+    return tuple(map(wrap, mutations))
 
 
 def _rehash_bundle(path: Path) -> None:
@@ -238,7 +238,9 @@ def _attack_case(bench: Bench, random: Random, folder: Path, table: str, limits:
     crafted = CRAFTED[target.crafted]
     path, is_crafted = random.choice(files), bool(crafted) and random.random() < 0.4
     name, mutation = random.choice(
-        [("crafted", mutation) for mutation in crafted] if is_crafted else [*MUTATIONS[target.ways].items()]
+        [("crafted", mutation) for mutation in crafted]
+        if is_crafted
+        else [*MUTATIONS[target.mutations].items()]
     )
     foreign = _add_foreign_folders(scene, target)
     try:

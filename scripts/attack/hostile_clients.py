@@ -100,8 +100,8 @@ class Request:
 
 def attack_clients(bench: Bench, random: Random, folder: Path) -> Findings:
     """Send a few hostile requests to a server, then a normal one."""
-    kind = "server with a key" if random.random() < 0.25 else "server"
-    server = bench.once(kind, partial(_start_server, bench, KEY if "key" in kind else ""))
+    server_name = "server with a key" if random.random() < 0.25 else "server"
+    server = bench.once(server_name, partial(_start_server, bench, KEY if "key" in server_name else ""))
     log_start, cases = server.service.log.stat().st_size, []
     for _ in range(_CASES):
         name = random.choice(list(_ATTACKS))
@@ -120,7 +120,7 @@ def attack_clients(bench: Bench, random: Random, folder: Path) -> Findings:
     if cases[-1].verdict.is_failure:
         (folder / "server.log").write_text(server.service.output())
         server.service.end()
-        bench.results.pop(kind)
+        bench.results.pop(server_name)
     return cases, Counter({"server requests": len(cases)})
 
 
@@ -159,11 +159,11 @@ def _check_afterwards(server: _Server, log_start: int) -> Case:
     """Check that the server is alive, responds at once, has logged no error and hasn't grown."""
     start = time.monotonic()
     try:
-        found = [_send_normal_request(server, path) for path in _NORMAL_REQUESTS]
+        judgements = [_send_normal_request(server, path) for path in _NORMAL_REQUESTS]
     except OSError as error:
-        found = [(Verdict.HUNG if server.service.is_alive else Verdict.CRASHED, repr(error))]
+        judgements = [(Verdict.HUNG if server.service.is_alive else Verdict.CRASHED, repr(error))]
     seconds, growth = time.monotonic() - start, server.service.memory("VmHWM") - server.resident
-    verdict, detail = next((each for each in found if each[0] is not Verdict.ACCEPTED), found[0])
+    verdict, detail = next((each for each in judgements if each[0] is not Verdict.ACCEPTED), judgements[0])
     if verdict is Verdict.REFUSED:
         verdict = Verdict.UNEXPLAINED
     elif verdict is Verdict.ACCEPTED and (log := server.service.output(log_start)).strip():
@@ -220,8 +220,8 @@ def _is_result(content: bytes) -> bool:
         return events[-1] == "data: [DONE]" and all("choices" in each for each in parsed)
     if content.startswith(b"<!doctype html>"):
         return True
-    found = json.loads(content)
-    return any(name in found for name in ("choices", "data", "id", "status", "object"))
+    fields = json.loads(content)
+    return any(name in fields for name in ("choices", "data", "id", "status", "object"))
 
 
 def _make_request(random: Random, **changes: Any) -> tuple[str, bytes]:
@@ -233,13 +233,13 @@ def _page(server: _Server, random: Random) -> Request:
     """A web page, which can't choose its Host and Origin, nor send JSON without permission."""
     path, body = _make_request(random)
     local, foreign = random.choice(TABLES["local_hosts"]), random.choice(TABLES["foreign_hosts"])
-    scheme, kind = random.choice(["http://", "https://"]), random.choice(TABLES["content_types"])
+    scheme, content_type = random.choice(["http://", "https://"]), random.choice(TABLES["content_types"])
     headers, needs = random.choice(
         [
             ({"Host": foreign}, foreign or "no host"),
             ({"Origin": scheme + foreign if foreign else "null"}, foreign or "null"),
             ({"Origin": scheme + local}, ""),
-            ({"Content-Type": kind}, kind or "no content type"),
+            ({"Content-Type": content_type}, content_type or "no content type"),
             ({"Origin": "http://localhost", "origin": "http://evil.example"}, "two origins"),
         ]
     )
@@ -273,8 +273,8 @@ def _field(server: _Server, random: Random) -> Request:
     value = random.choice(TABLES["strange"])
     path = {"messages": _CHAT, "prompt": _COMPLETIONS}.get(name) or random.choice([*_NORMAL_REQUESTS])
     body = json.dumps({**_NORMAL_REQUESTS[path], name: value}).encode()
-    kinds = TABLES["types"].get(name, "").split()
-    wrong = kinds and value is not None and type(value).__name__ not in kinds
+    types = TABLES["types"].get(name, "").split()
+    wrong = types and value is not None and type(value).__name__ not in types
     return Request(server.request(path, body), f"{name} is {value!r}" if wrong else "")
 
 
@@ -366,8 +366,8 @@ def _check_other_client(server: _Server) -> Judgement:
 
 def _pipeline(server: _Server, random: Random) -> Request:
     """Several requests at once on a connection, with garbage among them."""
-    kinds = [server.request(*_make_request(random)), server.head("GET", "/health"), b"\0\0\r\n\r\n"]
-    requests = random.choices(kinds, [6, 3, 1], k=random.randint(2, 12))
+    variants = [server.request(*_make_request(random)), server.head("GET", "/health"), b"\0\0\r\n\r\n"]
+    requests = random.choices(variants, [6, 3, 1], k=random.randint(2, 12))
     request = b"".join(requests) + server.head("GET", "/health", Connection="close")
 
     def judge() -> Judgement:
@@ -385,11 +385,11 @@ def _chunks(server: _Server, random: Random) -> Request:
     """A body in chunks, of which some are none."""
     path, body = _make_request(random)
     cut = random.randrange(len(body))
-    pieces = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:]) if part]
+    chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:]) if part]
     if random.random() < 0.7:
-        pieces.insert(random.randint(0, len(pieces)), random.choice(_CHUNKS))
+        chunks.insert(random.randint(0, len(chunks)), random.choice(_CHUNKS))
     head = server.head("POST", random.choice([path, path, "/nothing"]), Transfer_Encoding="chunked")
-    return Request(head + b"".join(pieces) + b"0\r\n\r\n", is_last=True, in_halves=True)
+    return Request(head + b"".join(chunks) + b"0\r\n\r\n", is_last=True, in_halves=True)
 
 
 def _leaving(server: _Server, random: Random) -> Request:

@@ -100,8 +100,8 @@ def attack_feedback(bench: Bench, random: Random, folder: Path) -> Findings:
     (scene,) = random.choices(scenes, weights)
     started: list[Service] = []
     try:
-        found: Findings = scene(_Stage(bench, random, folder, started))
-        return found
+        findings: Findings = scene(_Stage(bench, random, folder, started))
+        return findings
     except (RuntimeError, OSError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
         has_ended = started and not started[-1].is_alive
         verdict = Verdict.CRASHED if has_ended else Verdict.HUNG

@@ -98,8 +98,8 @@ def _write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder") -> list[object]:
-    arguments = ["run", "--bundle", workshop.bundle(kind), *workshop.rows]
+def _run(workshop: Workshop, folder: Path, *more: object, bundle_type: str = "decoder") -> list[object]:
+    arguments = ["run", "--bundle", workshop.bundle(bundle_type), *workshop.rows]
     return [
         *arguments,
         *"--steps 2 --threads 1 --quiet --keep-gradients --out".split(),
@@ -129,13 +129,13 @@ DOCUMENTS: dict[str, Any] = {
 
 def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A hostile task, configuration or JSON file of an adapter."""
-    kind, content = random_entry(random, DOCUMENTS)
+    case_name, content = random_entry(random, DOCUMENTS)
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
     if isinstance(content, str):
         content = content.replace("{name}", name)
-    label = f"{where}: {kind}"
+    label = f"{where}: {case_name}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
         _write(adapter / where, content)
@@ -143,7 +143,7 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     path = _write(folder / "bad.yaml", content)
     if where == "config":
         # An empty file has no settings and is valid.
-        must: Must = "end" if kind == "nothing" else "be refused"
+        must: Must = "end" if case_name == "nothing" else "be refused"
         return Input(label, _run(workshop, folder, "--config", path), must, bounds=_SOON)
     arguments = _eval(workshop, "--task", path) if "eval" in where else _run(workshop, folder, "--task", path)
     return Input(label, arguments, bounds=_SOON)
@@ -151,7 +151,7 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A bundle with a hostile chat template and valid hashes."""
-    kind, source = random_entry(random, TABLES["templates"])
+    case_name, source = random_entry(random, TABLES["templates"])
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
@@ -161,7 +161,7 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
         arguments = ["run", *arguments, "--train", rows, "--steps", 1, "--quiet", "--out", folder / "out"]
     else:
         arguments = ["eval", *arguments, "--data", rows]
-    return Input(f"chat template: {kind}", arguments, "end", bounds=Bounds(30.0, 700.0))
+    return Input(f"chat template: {case_name}", arguments, "end", bounds=Bounds(30.0, 700.0))
 
 
 def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
@@ -180,20 +180,20 @@ def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _parquet(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Rows in a hostile parquet file."""
-    kind, (write, is_refused) = random_entry(random, hostile_parquet.MUTATIONS)
+    case_name, (write, is_refused) = random_entry(random, hostile_parquet.MUTATIONS)
     path = folder / "rows.parquet"
     write(path, random)
     is_eval = random.random() < 0.5
     arguments = _eval(workshop, "--data", path) if is_eval else _run(workshop, folder, "--train", path)
     # Rows that may be wanted may need their memory.
     bounds = Bounds(40.0, 400.0 if is_refused else 1000.0)
-    return Input(f"parquet: {kind}", arguments, "be refused" if is_refused else "end", bounds=bounds)
+    return Input(f"parquet: {case_name}", arguments, "be refused" if is_refused else "end", bounds=bounds)
 
 
 def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A manifest with a large number and a valid hash."""
-    kind = random.choice(workshop.bundle_types)
-    bundle = Path(shutil.copytree(workshop.bundle(kind), folder / "bundle"))
+    bundle_type = random.choice(workshop.bundle_types)
+    bundle = Path(shutil.copytree(workshop.bundle(bundle_type), folder / "bundle"))
     manifest = json.loads((bundle / "manifest.json").read_text())
     chain = manifest["chain"]
     parts = [part for name in ("modules", "tables", "blocks") for part in chain[name]]
@@ -242,7 +242,11 @@ def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 ROWS: list[tuple[str, str, Any]] = [
-    *((ending, kind, content) for ending, table in TABLES["rows"].items() for kind, content in table.items()),
+    *(
+        (ending, case_name, content)
+        for ending, table in TABLES["rows"].items()
+        for case_name, content in table.items()
+    ),
     ("jsonl", "no UTF-8", b'{"text": "\xff", "label": 0}\n'),
     ("jsonl", "UTF-16", '{"text": "a", "label": 0}\n'.encode("utf-16")),
     ("tsv", "many columns", "\t".join(f"c{n}" for n in range(100_000)) + "\n"),
@@ -251,13 +255,13 @@ ROWS: list[tuple[str, str, Any]] = [
 
 def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A file with unusual rows."""
-    ending, kind, content = random.choice(ROWS)
+    ending, case_name, content = random.choice(ROWS)
     path = _write(folder / f"rows.{ending}", content)
     # A reader may hold a row twice, and its tokens need memory too.
     bounds = Bounds(30.0, 250.0)
     if random.random() < 0.5:
-        return Input(f"rows of eval: {kind}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
-    return Input(f"rows of run: {kind}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
+        return Input(f"rows of eval: {case_name}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
+    return Input(f"rows of run: {case_name}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
 
 
 def _close(numbers: Sequence[int]) -> None:
@@ -325,11 +329,11 @@ def _weights(run: Path) -> bytes:
 
 def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Too little memory: the message must say so."""
-    kind = random.choice(workshop.bundle_types)
+    bundle_type = random.choice(workshop.bundle_types)
     memory = random.randrange(MEGABYTE, 90 * MEGABYTE)
     limits = dataclasses.replace(_LIMITS, memory=memory)
-    name = f"little memory: {kind}"
-    arguments = _run(workshop, folder, kind=kind)
+    name = f"little memory: {bundle_type}"
+    arguments = _run(workshop, folder, bundle_type=bundle_type)
     return Input(name, arguments, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
 
 
@@ -350,13 +354,13 @@ def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     return cases
 
 
-def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
+def _bad_paths(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Paths that can't hold a run."""
     _write(folder / "file", "kept")
     (folder / "nowhere").symlink_to(folder / "missing" / "place")
     os.mkfifo(folder / "pipe")
-    place = random.choice(TABLES["places"]).replace("{}", str(folder))
-    return Input("place of a run", [*_run(workshop, folder), f"--out={place}"], "be refused")
+    path = random.choice(TABLES["places"]).replace("{}", str(folder))
+    return Input("place of a run", [*_run(workshop, folder), f"--out={path}"], "be refused")
 
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
@@ -387,6 +391,6 @@ _MAKERS: list[tuple[Callable[[Workshop, Random, Path], Input | list[Case]], int]
     (_full_disk, 4),
     (_little_memory, 4),
     (_names, 1),
-    (_places, 2),
+    (_bad_paths, 2),
     (_two_at_once, 1),
 ]

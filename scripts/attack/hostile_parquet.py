@@ -38,11 +38,11 @@ def _many_columns(path: Path, random: Random) -> None:
 
 
 def _nested(path: Path, random: Random) -> None:
-    kind: pyarrow.DataType = pyarrow.string()
+    element_type: pyarrow.DataType = pyarrow.string()
     value: object = "aa"
     for _ in range(random.choice([10, 60])):
-        kind, value = pyarrow.list_(kind), [value] * 1
-    many = pyarrow.array([[value] * 10_000] * 100, pyarrow.list_(kind))
+        element_type, value = pyarrow.list_(element_type), [value] * 1
+    many = pyarrow.array([[value] * 10_000] * 100, pyarrow.list_(element_type))
     parquet.write_table(pyarrow.table({"text": many}), path, compression="zstd")
 
 

@@ -67,7 +67,7 @@ class Server:
     task: str
     agreement: Agreement = field(init=False)
     number: int = 0
-    said: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
+    replies: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.new_fleet()
@@ -93,8 +93,10 @@ class Server:
         if arrays is None and progress is None:
             return packed
         stored = safetensors.numpy.load(zlib.decompress(packed)) if arrays != {} else {}
-        said = json.dumps({**asdict(state.progress), **(progress or {})})
-        return zlib.compress(safetensors.numpy.save({**stored, **(arrays or {})}, {"progress": said}), 1)
+        progress_json = json.dumps({**asdict(state.progress), **(progress or {})})
+        return zlib.compress(
+            safetensors.numpy.save({**stored, **(arrays or {})}, {"progress": progress_json}), 1
+        )
 
     def steps(self, first: int, **changes: Any) -> RoundSteps:
         """Return the steps of a round that the device missed."""
@@ -108,7 +110,7 @@ class Server:
 class Lie:
     """A message of a server, whether a device may reply to it, and its weight in the random choice."""
 
-    tell: Callable[[Server], RoundTask | bytes]
+    make: Callable[[Server], RoundTask | bytes]
     may_reply: Callable[[Server], bool] = lambda _: False
     often: int = 1
 
@@ -126,9 +128,9 @@ def _flipped(server: Server) -> bytes:
     return bytes(content)
 
 
-def _four_bytes(server: Server, form: str, places: Sequence[int], values: Sequence[float]) -> bytes:
+def _four_bytes(server: Server, form: str, offsets: Sequence[int], values: Sequence[float]) -> bytes:
     """Return a task whose head has a wrong or impossible number."""
-    content, at = server.make_task().to_bytes(), server.random.choice(places)
+    content, at = server.make_task().to_bytes(), server.random.choice(offsets)
     return content[:at] + struct.pack(form, server.random.choice(values)) + content[at + 4 :]
 
 
@@ -208,7 +210,7 @@ def _missed(server: Server) -> RoundTask:
 
 def _plan(server: Server) -> RoundTask:
     """Return a task with an invalid or excessive agreement."""
-    said = json.loads(server.agreement.content)
+    content_fields = json.loads(server.agreement.content)
     lies: list[dict[str, Any]] = [
         *({"noise": noise, "clip": 1.0} for noise in (1e-200, 1e300, "2", None)),
         *({"noise": 1.0, "clip": clip} for clip in (0.0, 1e-300, 1e30, -1.0)),
@@ -216,9 +218,11 @@ def _plan(server: Server) -> RoundTask:
         *({"noise": 1.0, "clip": 1.0, "delta": delta} for delta in (0.0, 1.0, 2)),
         *({"estimator": "all"}, {"unit": "none"}, {"seed": -1}, {"more": 1}, {"learning_rate": 1e400}),
     ]
-    said["plan"].update(server.random.choice(lies))
-    others = [{**said, "bundle": "0" * 64}, {**said, "name": 1}, {"plan": said}]
-    content = json.dumps(server.random.choice([said, said, said, *others])).encode()
+    content_fields["plan"].update(server.random.choice(lies))
+    others = [{**content_fields, "bundle": "0" * 64}, {**content_fields, "name": 1}, {"plan": content_fields}]
+    content = json.dumps(
+        server.random.choice([content_fields, content_fields, content_fields, *others])
+    ).encode()
     damaged = [b"[" * 9000, b"\xff{}", content + b" " * (1 << 16)]
     content = server.random.choice([content, content, content, *damaged])
     return replace(server.make_task(), agreement=content)
@@ -323,23 +327,23 @@ def _judge_lie(server: Server, name: str) -> Case:
         message = LIES[name].make(server)
         may_reply = LIES[name].may_reply(server)
         content = answer(server.folder, message if isinstance(message, bytes) else message.to_bytes())
-        said = parse_reply(content)
+        reply = parse_reply(content)
     except Exception:
         return Case(name, Verdict.TRACEBACK, tail=traceback.format_exc()[-3000:])
     if time.monotonic() - begin > MAX_SECONDS * (6 if name == EVICTIONS else 1):
         return Case(name, Verdict.GREEDY, tail=f"{time.monotonic() - begin:.1f} s")
-    if not isinstance(said, RoundResult):
+    if not isinstance(reply, RoundResult):
         return Case(name, Verdict.REFUSED)
-    seen = server.replies.setdefault((said.sha256, said.number), set())
+    seen = server.replies.setdefault((reply.sha256, reply.number), set())
     if not may_reply and content not in seen:
-        return Case(name, Verdict.SILENT, tail=repr(said)[:500])
+        return Case(name, Verdict.SILENT, tail=repr(reply)[:500])
     seen.add(content)
     with Journal(server.folder / LEDGER, writable=False) as journal:
         begun = [
             (each["agreement"], each["round"]) for each in journal.records if each["kind"] == BEGUN
-        ].count((said.sha256.hex(), said.number))
+        ].count((reply.sha256.hex(), reply.number))
     if len(seen) > 1 or begun != 1:
         return Case(name, Verdict.DIFFERENT, tail=f"{len(seen)} answers, {begun} lines")
-    if not (np.isfinite(said.values).all() and np.isfinite(said.losses).all()):
+    if not (np.isfinite(reply.values).all() and np.isfinite(reply.losses).all()):
         return Case(name, Verdict.SILENT, tail="an answer that is not finite")
     return Case(name, Verdict.ACCEPTED)

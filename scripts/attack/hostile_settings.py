@@ -29,16 +29,16 @@ def attack_with_settings(bench: Bench, random: Random, folder: Path) -> Findings
         "adapter": bench.workshop.bundle("decoder") / "adapter" / "adapter_config.json",
     }.get(name, bench.workshop.folder / "train.jsonl")
     secret = Path(shutil.copy(target, private))
-    place = private if name in ("bundle", "adapter", "out") else secret
-    (run / "link").symlink_to(place)
+    target_path = private if name in ("bundle", "adapter", "out") else secret
+    (run / "link").symlink_to(target_path)
     mutation, path = random_entry(
         random,
         {
-            "absolute": place,
-            "relative": Path("..", place.relative_to(folder)),
-            "through the folder": run / ".." / place.relative_to(folder),
+            "absolute": target_path,
+            "relative": Path("..", target_path.relative_to(folder)),
+            "through the folder": run / ".." / target_path.relative_to(folder),
             "a link": run / "link",
-            "of the process": Path("/proc/self/cwd", "..", place.relative_to(folder)),
+            "of the process": Path("/proc/self/cwd", "..", target_path.relative_to(folder)),
         },
     )
     settings[name] = [str(path)] if name in ("train", "dev") else str(path)

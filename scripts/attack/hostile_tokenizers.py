@@ -15,13 +15,13 @@ _IDS = [-1, 2**31, 2**32, 2**32 - 1, 2**63, 10**30, 1.5, True, None, "5"]
 _COUNTS = [0, 1, -1, 2**20, 2**32, 2**40, 2**63 - 1]
 
 
-def _deep(kind: str, part: str, within: str) -> Callable[[_Json, Random], None]:
+def _deep(component_type: str, part: str, within: str) -> Callable[[_Json, Random], None]:
     """Return a mutation that nests a component far too deep."""
 
     def change(tokenizer: _Json, random: Random) -> None:
         inner: Any = tokenizer[part]
         for _ in range(random.choice([10, 100, 300])):
-            inner = {"type": kind, within: [inner] if inner else []}
+            inner = {"type": component_type, within: [inner] if inner else []}
         tokenizer[part] = inner
 
     return change
@@ -103,7 +103,7 @@ def _truncation(tokenizer: _Json, random: Random) -> None:
     }
 
 
-def _pieces(tokenizer: _Json, random: Random) -> None:
+def _template_parts(tokenizer: _Json, random: Random) -> None:
     special = {"id": "x", "ids": [random.choice(_IDS)], "tokens": ["x"]}
     single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
     known = random.choice(
@@ -160,7 +160,7 @@ MUTATIONS: dict[str, Callable[[_Json, Random], None]] = {
     "another model": _model,
     "padding": _padding,
     "truncation": _truncation,
-    "pieces of a template": _pieces,
+    "pieces of a template": _template_parts,
     "regular expressions": _regex,
     "normalizers": _of("normalizer", *_NORMALIZERS),
     "normalizers within normalizers": _deep("Sequence", "normalizer", "normalizers"),

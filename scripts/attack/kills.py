@@ -212,13 +212,13 @@ def _wait_for_change(child: Child, observe: Callable[[], object], random: Random
 
 def _partials(run: Path) -> Sequence[str]:
     """Return names of files and folders that are being written."""
-    found = []
+    names = []
     for folder in (run, run / "checkpoints", run / "trunk_cache"):
         try:
-            found += [name for name in os.listdir(folder) if name.endswith(".partial")]
+            names += [name for name in os.listdir(folder) if name.endswith(".partial")]
         except OSError:
             continue
-    return sorted(found)
+    return sorted(names)
 
 
 def _size(path: Path) -> int:

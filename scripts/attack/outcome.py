@@ -116,7 +116,7 @@ class Report:
     seed: int
     minutes: float
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    case_names: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Case] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)

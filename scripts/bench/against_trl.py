@@ -85,24 +85,24 @@ def main() -> None:
 def bench(arguments: argparse.Namespace, bundle: Path, folder: Path) -> dict[str, Any]:
     """Return all figures."""
     figures: dict[str, dict[str, float]] = {}
-    ours: dict[str, StepFigures] = {}
+    prge_figures: dict[str, StepFigures] = {}
     for name in arguments.objectives:
-        ours[name], theirs = run_both(
+        prge_figures[name], trl_figures = run_both(
             name, arguments.model, bundle, folder, arguments.steps, arguments.threads
         )
         for figure, value in {
-            "over_trl_seconds": ours[name].step / theirs.step,
-            "over_trl_memory": ours[name].memory / theirs.memory,
-            "loss_difference_trl": loss_difference(ours[name], theirs),
-            "seconds": ours[name].step,
-            "memory_mb": ours[name].memory,
+            "over_trl_seconds": prge_figures[name].step / trl_figures.step,
+            "over_trl_memory": prge_figures[name].memory / trl_figures.memory,
+            "loss_difference_trl": loss_difference(prge_figures[name], trl_figures),
+            "seconds": prge_figures[name].step,
+            "memory_mb": prge_figures[name].memory,
         }.items():
             figures.setdefault(figure, {})[name] = value
-    if "dpo" not in ours:
+    if "dpo" not in prge_figures:
         return figures
     rows = rows_of("completion", ROWS["completion"] * arguments.steps)
     plain, _ = engine_steps("completion", bundle, folder / "completion", rows, arguments.threads)
-    return {"dpo_step_over_completion_step": ours["dpo"].step / plain.step, **figures}
+    return {"dpo_step_over_completion_step": prge_figures["dpo"].step / plain.step, **figures}
 
 
 def run_both(
@@ -110,7 +110,7 @@ def run_both(
 ) -> tuple[StepFigures, StepFigures]:
     """Run the same steps in the engine and with TRL."""
     rows = rows_of(objective, ROWS[objective] * steps)
-    ours, order = engine_steps(objective, bundle, folder / objective, rows, threads)
+    prge_figures, order = engine_steps(objective, bundle, folder / objective, rows, threads)
     ordered_rows = [rows[number - 1] for number in order]
     if objective == "kto":
         index_of = {number: index for index, number in enumerate(order)}
@@ -119,7 +119,9 @@ def run_both(
             {**row, "other": index_of[(n - 2) % len(rows) + 1]}
             for row, n in zip(ordered_rows, order, strict=True)
         ]
-    return ours, trl_steps(objective, model, bundle / "adapter", folder / objective, ordered_rows, threads)
+    return prge_figures, trl_steps(
+        objective, model, bundle / "adapter", folder / objective, ordered_rows, threads
+    )
 
 
 def loss_difference(first: StepFigures, second: StepFigures) -> float:

@@ -54,11 +54,11 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
             with start_method(method, folder, *step_sizes) as first_process:
                 first_process.take_step()
             with start_method(method, folder, *step_sizes) as step:
-                found = step.memory(3)
+                memory = step.memory(3)
             name = f"{method}_{rows}x{tokens}"
             # These processes have no tokenizer.
-            pairs[f"anonymous_{name}"] = expected.anonymous - expected.tokenizer, found.anonymous_mb * 1e6
-            pairs[f"resident_{name}"] = expected.total - expected.tokenizer, found.peak_rss_mb * 1e6
+            pairs[f"anonymous_{name}"] = expected.anonymous - expected.tokenizer, memory.anonymous_mb * 1e6
+            pairs[f"resident_{name}"] = expected.total - expected.tokenizer, memory.peak_rss_mb * 1e6
     pairs |= {
         "programs": (estimated["programs_bytes"], folder_bytes(bundle / "programs")),
         "weights": (estimated["weights_bytes"], folder_bytes(bundle / "weights")),
@@ -82,19 +82,19 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest row")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
-    found = []
+    bundles = []
     for name in arguments.models:
         architecture, _, layers = name.partition(":")
         for scheme in arguments.quantize:
             with random_model(architecture, int(layers) if layers else arguments.layers) as folder:
                 figures = compare(scheme, arguments, folder)
-            found.append({"model": name, "quantize": scheme, "figures": figures})
+            bundles.append({"model": name, "quantize": scheme, "figures": figures})
             print(name, scheme, {key: pair["ratio"] for key, pair in figures.items()}, file=sys.stderr)
     worst = {
-        name: max((each["figures"][name]["ratio"] for each in found), key=lambda ratio: abs(ratio - 1))
-        for name in found[0]["figures"]
+        name: max((each["figures"][name]["ratio"] for each in bundles), key=lambda ratio: abs(ratio - 1))
+        for name in bundles[0]["figures"]
     }
-    report({"worst_ratio": worst, "bundles": found}, arguments)
+    report({"worst_ratio": worst, "bundles": bundles}, arguments)
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         limit = Limit(model, arguments, folder)
         turns: dict[str, Callable[[], tuple[float, float]]] = {**steps, "limit": limit}
         rounds = measure_in_turns(turns, arguments.repeats)
-        seconds = [{name: found[0] for name, found in each.items()} for each in rounds]
-        for each, found in zip(seconds, rounds, strict=True):
-            each["recomputation"] = found["limit"][1]
+        seconds = [{name: timings[0] for name, timings in each.items()} for each in rounds]
+        for each, timings in zip(seconds, rounds, strict=True):
+            each["recomputation"] = timings["limit"][1]
         figures = ratios(seconds, [*steps])
         figures["methods"] = {
             name: {"seconds": median(seconds, name), **asdict(step.memory())} for name, step in steps.items()

@@ -59,8 +59,8 @@ class Served:
         )
         for line in connection.getresponse():
             first = first or (time.perf_counter() - begin if line.startswith(b"data:") else 0.0)
-            if found := re.search(rb'"completion_tokens": (\d+)', line):
-                self.tokens += int(found[1])
+            if match := re.search(rb'"completion_tokens": (\d+)', line):
+                self.tokens += int(match[1])
         self.seconds += time.perf_counter() - begin
         self.decoding += time.perf_counter() - begin - first
         self.first.append(first)
@@ -208,12 +208,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="prge-learning-"))
     try:
-        found = measure(
+        figures = measure(
             options.bundle, options.rows, options.requests, options.tokens, options.threads, folder
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    text = json.dumps(found, indent=2)
+    text = json.dumps(figures, indent=2)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

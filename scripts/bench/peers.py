@@ -62,7 +62,7 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     vocabulary_size = CONFIGURATIONS[trial.shape]["vocab_size"]
     trial_json = json.dumps({**sizes, "threads": arguments.threads, "vocabulary": vocabulary_size})
     (folder / "trial.json").write_text(trial_json, encoding="utf-8")
-    found: dict[str, dict[str, Any]] = {}
+    figures_by_method: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         steps: dict[str, Server] = {}
         for method in arguments.methods:
@@ -76,15 +76,17 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
                 if method in steps:
                     steps.pop(method).process.kill()
                 long = f"a step takes longer than {arguments.limit} s, or the first one {_FIRST} times that"
-                found[method] = {"reason": long if isinstance(error, TimeoutError) else str(error)}
-                print(f"{method}: {found[method]['reason']}", file=sys.stderr)
+                figures_by_method[method] = {
+                    "reason": long if isinstance(error, TimeoutError) else str(error)
+                }
+                print(f"{method}: {figures_by_method[method]['reason']}", file=sys.stderr)
         turns: dict[str, Callable[[], tuple[float, float]]] = {**steps}
         rounds = measure_in_turns(turns, arguments.repeats)
         seconds = [{name: each[0] for name, each in taken.items()} for taken in rounds]
         for name, step in steps.items():
-            found[name] = {"seconds": median(seconds, name), **asdict(step.memory())}
-            found[name]["losses"] = [taken[name][1] for taken in rounds]
-    return {"trial": asdict(trial), "methods": found, **ratios(seconds, found)}
+            figures_by_method[name] = {"seconds": median(seconds, name), **asdict(step.memory())}
+            figures_by_method[name]["losses"] = [taken[name][1] for taken in rounds]
+    return {"trial": asdict(trial), "methods": figures_by_method, **ratios(seconds, figures_by_method)}
 
 
 def command_of(
@@ -140,10 +142,10 @@ def mlx_python() -> Path:
 
 
 def ratios(
-    seconds: Sequence[Mapping[str, float]], found: Mapping[str, Mapping[str, Any]]
+    seconds: Sequence[Mapping[str, float]], figures_by_method: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return ratios of prge over other trainers, by trainer and figure: time, anonymous memory and peak."""
-    measured_methods = [name for name, figures in found.items() if "seconds" in figures]
+    measured_methods = [name for name, figures in figures_by_method.items() if "seconds" in figures]
     figures: dict[str, dict[str, dict[str, float]]] = {
         f"prge_over_{trainer}_{figure}": {
             prge_method.removeprefix("prge-"): {}
@@ -157,7 +159,7 @@ def ratios(
         if prge_method not in PRGE_BUNDLES or other_method in PRGE_BUNDLES:
             continue
         trainer, _, weights = other_method.partition("-")
-        pair = found[prge_method], found[other_method]
+        pair = figures_by_method[prge_method], figures_by_method[other_method]
         anonymous, peak = (pair[0][name] / pair[1][name] for name in ("anonymous_mb", "peak_rss_mb"))
         values = {
             "seconds": median(seconds, prge_method, over=other_method),

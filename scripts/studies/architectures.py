@@ -107,7 +107,7 @@ def sweep(arguments: argparse.Namespace) -> None:
 def try_in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Try a type in a child process and return its figures."""
     start = time.monotonic()
-    found: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
+    figures: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
     with TemporaryDirectory() as folder:
         result, output = Path(folder, "result.json"), Path(folder, "output")
         # A fork shares the imported libraries; importing them takes longer than some types do.
@@ -119,13 +119,13 @@ def try_in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if child.is_alive():
             child.kill()
             child.join()
-            found |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
+            figures |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
         elif result.exists():
-            found |= json.loads(result.read_text())
+            figures |= json.loads(result.read_text())
         else:
             last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-            found["defect"] = f"the process ended with {child.exitcode}: {last}"
-    return {**found, "seconds": round(time.monotonic() - start, 1), "commit": commit()}
+            figures["defect"] = f"the process ended with {child.exitcode}: {last}"
+    return {**figures, "seconds": round(time.monotonic() - start, 1), "commit": commit()}
 
 
 def try_alone(name: str, scheme: str, roles: Sequence[str] | None, result: Path, output: Path) -> None:
@@ -158,34 +158,34 @@ def try_type(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, A
     from tests.tiny_models import make_tokenizer
     from tests.tiny_types import family, make_tiny
 
-    found: dict[str, Any] = {"exported": False}
+    figures: dict[str, Any] = {"exported": False}
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
             model = make_tiny(name)
         except ValueError as error:
             return {"code": NOT_MADE, "why_not": str(error)}
-        found["family"] = family(name, model)
+        figures["family"] = family(name, model)
         model.save_pretrained(folder / "model")
         make_tokenizer().save_pretrained(folder / "model")
         try:
-            check_bundle(folder, found, scheme, roles)
+            check_bundle(folder, figures, scheme, roles)
         except PrgeError as error:
             lines = (line.strip().removeprefix("- ") for line in str(error).splitlines())
-            found["why_not"] = "; ".join(lines).replace(f"{folder}/", "")[:_LONGEST_SENTENCE]
-            found["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
+            figures["why_not"] = "; ".join(lines).replace(f"{folder}/", "")[:_LONGEST_SENTENCE]
+            figures["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             # The last line in this project, whatever library raised the exception.
             last = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)][-1]
             text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
             file = Path(last.filename).name
-            found["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
-    return found
+            figures["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
+    return figures
 
 
-def check_bundle(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
-    """Export the model in a folder and check the bundle; adds figures to `found`."""
+def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
+    """Export the model in a folder and check the bundle; adds to `figures`."""
     from prge.formats import chain
     from prge.formats.bundle import open_bundle
     from server_export.export import ExportConfig, export
@@ -201,17 +201,17 @@ def check_bundle(folder: Path, found: dict[str, Any], scheme: str, roles: Sequen
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
-        found["exported"] = True
+        figures["exported"] = True
         bundle = open_bundle(folder / "bundle")
         lengths = [_LENGTH] if bundle.chain.is_encoder else [_CHUNK, _LENGTH]
         if "backward" in bundle.chain.roles:
-            found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
+            figures["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
         if "jvp" in bundle.chain.roles:
-            found["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
+            figures["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
             tokens, expected = spoken_and_expected(folder, bundle, _WRITTEN)
-            found["spoke"] = tokens == expected
-        found["published"] = published_error(folder, bundle) < TOLERANCE
+            figures["spoke"] = tokens == expected
+        figures["published"] = published_error(folder, bundle) < TOLERANCE
 
 
 def format_figures(figures: Mapping[str, Any]) -> str:

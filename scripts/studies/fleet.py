@@ -38,22 +38,31 @@ ADAPTERS: Mapping[str, Settings] = {
 }
 FLEET: Settings = {"devices": DEVICES, "schedule": "cosine"}
 UNEVEN: Settings = {**FLEET, "partition": "dirichlet:0.3", "per_round": 10}
-SCALARS: Settings = {**UNEVEN, "estimator": "tangent", "local_steps": 1, "examples": 20, "clip": 0.1}
+PROJECTED_GRADIENTS: Settings = {
+    **UNEVEN,
+    "estimator": "tangent",
+    "local_steps": 1,
+    "examples": 20,
+    "clip": 0.1,
+}
 CHANGES: Settings = {**UNEVEN, "estimator": "exact", "local_steps": 5, "examples": 4, "rounds": 20}
 PRIVATE: Settings = {
     **{**FLEET, "per_round": DEVICES, "partition": "even", "rounds": 8, "local_steps": 1},
     **{"examples": ROWS // DEVICES, "clip": 0.1, "evaluate_every": 1},
 }
-ONE_PLACE: Settings = {
+ONE_MACHINE: Settings = {
     **{"estimator": "exact", "steps": 200, "batch_size": 20, "evaluate_every": 20},
     **{"beta2": 0.98, "schedule": "cosine"},
 }
 # Settings, and the rates to try with the first seed; with noise at the largest epsilon.
 ARMS: Mapping[str, tuple[Settings, Sequence[float]]] = {
-    "scalars, q 4": ({**SCALARS, "queries": 4, "rounds": 80, "evaluate_every": 8}, (4e-2, 1e-2)),
-    "scalars, q 16": ({**SCALARS, "queries": 16, "rounds": 40, "evaluate_every": 4}, (4e-2, 1e-2)),
+    "scalars, q 4": ({**PROJECTED_GRADIENTS, "queries": 4, "rounds": 80, "evaluate_every": 8}, (4e-2, 1e-2)),
+    "scalars, q 16": (
+        {**PROJECTED_GRADIENTS, "queries": 16, "rounds": 40, "evaluate_every": 4},
+        (4e-2, 1e-2),
+    ),
     "FedAvg": ({**CHANGES, "evaluate_every": 2}, (1e-2, 3e-2)),
-    "one place": (ONE_PLACE, (1e-2, 3e-2)),
+    "one place": (ONE_MACHINE, (1e-2, 3e-2)),
     "private scalars": ({**PRIVATE, "queries": 16, "share_directions": True}, (1e-2, 4e-2)),
     "private changes": ({**PRIVATE, "estimator": "exact", "optimizer": "sgd"}, (10.0, 3.0)),
 }
@@ -112,8 +121,8 @@ class Study:
         )
         losses_by_rate: dict[float, float] = {}
         for rate in rates:
-            found = self._run(arm, {**plan, **noises[0], "learning_rate": rate}, seeds[0], test=False)
-            losses_by_rate[rate] = float(found["best_dev_loss"])
+            figures = self._run(arm, {**plan, **noises[0], "learning_rate": rate}, seeds[0], test=False)
+            losses_by_rate[rate] = float(figures["best_dev_loss"])
         best = {**plan, "learning_rate": min(losses_by_rate, key=lambda rate: losses_by_rate[rate])}
         tables = []
         for each in noises:
@@ -129,16 +138,18 @@ class Study:
             str(seed),
         ]
         name = "-".join(name_parts if test else [*name_parts, "dev"]).replace(" ", "-")
-        train = self._one_place if arm == "one place" else self._simulate
+        train = self._train_on_one_machine if arm == "one place" else self._simulate
         return train(name, {**plan, "seed": seed}, test)
 
     def _simulate(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
-        out, found = self.folder / name, self.folder / f"{name}.json"
-        if not found.exists():
+        out, result_file = self.folder / name, self.folder / f"{name}.json"
+        if not result_file.exists():
             shutil.rmtree(out, ignore_errors=True)
             flags = {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
-            prge("fleet", "simulate", **plan, **flags, head_rows=self.files["head"], out=out, json=found)
-        figures = read_json(found)
+            prge(
+                "fleet", "simulate", **plan, **flags, head_rows=self.files["head"], out=out, json=result_file
+            )
+        figures = read_json(result_file)
         losses = [entry["evaluation"]["loss"] for entry in figures["curve"] if entry["evaluation"]]
         names = ("bytes_up", "bytes_down", "bytes_up_per_device_step", "privacy_epsilon")
         facts = {"best_dev_loss": min(losses), **{name: figures[name] for name in names}}
@@ -146,7 +157,7 @@ class Study:
             facts |= {f"{when}_{key}": figures[when][key] for key in ("accuracy", "loss")}
         return facts
 
-    def _one_place(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
+    def _train_on_one_machine(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
         """Train all rows on one machine from the fleet's start, over as many examples as with FedAvg."""
         # The fleet starts with the bundle's adapter and the head that the server fits.
         head = {**self._of(("train",)), "train": self.files["head"], "keep_gradients": True}
@@ -158,8 +169,8 @@ class Study:
         facts = {"best_dev_loss": min(record["loss"] for record in evaluations(run))}
         if test:
             rows = {"data": self.files["test"], **self._of(())}
-            found = evaluate(self.folder / f"{name}.json", adapter=run, **rows)
-            facts |= {f"after_{key}": found[key] for key in ("accuracy", "loss")}
+            scores = evaluate(self.folder / f"{name}.json", adapter=run, **rows)
+            facts |= {f"after_{key}": scores[key] for key in ("accuracy", "loss")}
         return facts
 
     def _of(self, splits: Sequence[str]) -> dict[str, Any]:

@@ -60,11 +60,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found = {
+    results = {
         task: {scheme: study(arguments, task, scheme) for scheme in arguments.schemes}
         for task in arguments.tasks
     }
-    report(found, arguments.out)
+    report(results, arguments.out)
 
 
 def study(arguments: argparse.Namespace, task: str, scheme: str) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def rows_of(arguments: argparse.Namespace, task: str, bundle: Path, out: Path) -
 
 def shorter(bundle: Path) -> Rows:
     """Return pairs of sentences of the model's own that differ in length."""
-    write, found = _make_generator(bundle), Rows()
+    write, pairs_by_split = _make_generator(bundle), Rows()
     for split, prompts in _prompts().items():
         pairs = [(each, *sorted((write(each), write(each)), key=len)) for each in prompts]
-        found[split] = [
+        pairs_by_split[split] = [
             {"prompt": prompt, "chosen": short, "rejected": long}
             for prompt, short, long in pairs
             if len(short) < len(long)
         ]
-    return found
+    return pairs_by_split
 
 
 def manner(bundle: Path) -> Rows:
@@ -141,10 +141,10 @@ def manner(bundle: Path) -> Rows:
 def moods(_: Path) -> Rows:
     """Return pairs of the right and the wrong mood of a text."""
     task = load_task(str(DEMO / "task.yaml"))
-    found: Rows = {}
+    pairs_by_split: Rows = {}
     for split, count in COUNTS.items():
         fields = [row.fields for row in read_rows(DEMO / f"{split}.jsonl")[:count]]
-        found[split] = [
+        pairs_by_split[split] = [
             {
                 "prompt": task.prompt(each),
                 "chosen": task.candidates(each)[task.label(each)],
@@ -152,7 +152,7 @@ def moods(_: Path) -> Rows:
             }
             for each in fields
         ]
-    return found
+    return pairs_by_split
 
 
 TASKS: dict[str, Callable[[Path], Rows]] = {"shorter": shorter, "manner": manner, "moods": moods}
@@ -180,14 +180,14 @@ def measure_behaviour(
     if task == "moods":
         name = "before" if adapter is None else adapter.parent.name
         data = {"data": DEMO / "test.jsonl", "task": DEMO / "task.yaml", "limit": COUNTS["test"]}
-        found = evaluate(out / f"{name}-moods.json", bundle=bundle, adapter=adapter, **data)
-        return {"wanted": found["accuracy"]}
+        figures = evaluate(out / f"{name}-moods.json", bundle=bundle, adapter=adapter, **data)
+        return {"wanted": figures["accuracy"]}
     if task == "shorter":
         first = _make_generator(bundle, seed=_SEED_OFFSET)
         after = _make_generator(bundle, adapter, seed=2 * _SEED_OFFSET)
         pairs = [(len(first(row["prompt"])), len(after(row["prompt"]))) for row in rows]
-        found = {"wanted": statistics.mean(new < old for old, new in pairs)}
-        return {**found, "characters": statistics.mean(new for _, new in pairs)}
+        figures = {"wanted": statistics.mean(new < old for old, new in pairs)}
+        return {**figures, "characters": statistics.mean(new for _, new in pairs)}
     names = [BEFORE if adapter is None else f"tuned={adapter}"]
     ((_, answers_of_adapter),) = answers(**flags, adapter=names, max_tokens=120).items()
     texts = [answer["text"] for answer in answers_of_adapter]

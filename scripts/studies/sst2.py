@@ -59,8 +59,8 @@ def main() -> None:
             for estimator in arguments.estimators if scheme in arguments.quantize else ():
                 settings: dict[str, Any] = {"estimator": estimator, **STEP, **TRAINING[estimator], **COMMON}
                 runs = pool.map(partial(study.forward_only, scheme, settings), seeds)
-                found = summarize([*runs], [*FIGURES, "seconds"])
-                results[f"{estimator}-{scheme}"] = {"settings": settings, **found}
+                table = summarize([*runs], [*FIGURES, "seconds"])
+                results[f"{estimator}-{scheme}"] = {"settings": settings, **table}
     references: list[dict[str, Any]] = []
     for seed in seeds:
         # Like everything else, the rate of backpropagation is chosen with the first seed.
@@ -75,10 +75,10 @@ def main() -> None:
 
 def recovered(results: dict[str, Any], name: str) -> float:
     """Return the share of backpropagation's gain in test accuracy over the frozen fp32 encoder."""
-    start, found, whole = (
+    start, result, full = (
         float(results[each]["test_accuracy"]["mean"]) for each in ("frozen-fp32", name, "backpropagation")
     )
-    return (found - start) / (whole - start)
+    return (result - start) / (full - start)
 
 
 class Study:
@@ -105,8 +105,8 @@ class Study:
         """Run the PyTorch reference on the seed's rows and adapter, at the best of some rates."""
         losses = {rate: self._baseline(seed, rate, "dev")["best"]["loss"] for rate in rates if len(rates) > 1}
         rate = min(rates, key=lambda rate: float(losses.get(rate, 0)))
-        found = self._baseline(seed, rate, "dev", "test")
-        splits = {"dev": found["best"], "test": found["test"]}
+        summary = self._baseline(seed, rate, "dev", "test")
+        splits = {"dev": summary["best"], "test": summary["test"]}
         figures = {name: splits[split][of] for name in FIGURES for split, of in [name.split("_")]}
         return {"seed": seed, "learning_rate": rate, **figures}
 
@@ -141,12 +141,12 @@ class Study:
     def _scores(self, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:
         """Return loss and accuracy of an adapter on development and test rows."""
         same = {"bundle": self._bundle(scheme, seed), "task": "sst2", "threads": self.arguments.threads}
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for name, file in FILES.items():
             result = adapter.with_name(f"{adapter.name}-{name}.json")
             scores = evaluate(result, adapter=adapter, data=self.data / file, **same)
-            found |= {f"{name}_{figure}": scores[figure] for figure in ("accuracy", "loss")}
-        return found
+            figures |= {f"{name}_{figure}": scores[figure] for figure in ("accuracy", "loss")}
+        return figures
 
     def _bundle(self, scheme: str, seed: int) -> Path:
         rows = select_rows(read_rows(self.data / "train.tsv"), Selection(ROWS, ROWS, seed))

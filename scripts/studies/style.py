@@ -82,13 +82,18 @@ def study(arguments: argparse.Namespace, estimator: str) -> dict[str, Any]:
         out = arguments.out / f"{estimator}-{seed}"
         runs[seed] = make_once("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
     adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
-    found = answers(bundle=bundle, adapter=adapters, data=files["test"])
+    answers_by_adapter = answers(bundle=bundle, adapter=adapters, data=files["test"])
     test = rows["test"]
-    table = [{"seed": seed, **shares(found[str(seed)], test), **costs(run)} for seed, run in runs.items()]
-    examples = zip(test[:3], found[BEFORE], found[str(arguments.seeds[0])], strict=False)
+    table = [
+        {"seed": seed, **shares(answers_by_adapter[str(seed)], test), **costs(run)}
+        for seed, run in runs.items()
+    ]
+    examples = zip(
+        test[:3], answers_by_adapter[BEFORE], answers_by_adapter[str(arguments.seeds[0])], strict=False
+    )
     return {
         "settings": SETTINGS,
-        "before": shares(found[BEFORE], test),
+        "before": shares(answers_by_adapter[BEFORE], test),
         "after": summarize(table, ("manner", "right", "seconds", "memory_mb")),
         "examples": [
             {"prompt": row["prompt"], "before": before["text"], "after": after["text"]}
@@ -97,9 +102,9 @@ def study(arguments: argparse.Namespace, estimator: str) -> dict[str, Any]:
     }
 
 
-def shares(found: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str, float]:
+def shares(completions: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str, float]:
     """Return the share of answers in the style, and the share of exact answers."""
-    pairs = list(zip(found, rows, strict=True))
+    pairs = list(zip(completions, rows, strict=True))
     return {
         "manner": sum(STYLE_PATTERN.fullmatch(answer["text"]) is not None for answer, _ in pairs) / len(rows),
         "right": sum(answer["text"] == row["completion"] for answer, row in pairs) / len(rows),
@@ -108,9 +113,9 @@ def shares(found: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str,
 
 def costs(run: Path) -> dict[str, Any]:
     """Return the seconds of a run with its evaluations, and its peak memory."""
-    found = training_summary(run)
-    memory = found["memory"]["peak_bytes"] / 1e6
-    return {"rows": found["rows"], "seconds": found["seconds"], "memory_mb": memory}
+    summary = training_summary(run)
+    memory = summary["memory"]["peak_bytes"] / 1e6
+    return {"rows": summary["rows"], "seconds": summary["seconds"], "memory_mb": memory}
 
 
 if __name__ == "__main__":

@@ -107,14 +107,14 @@ def train_type(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
     run_and_kill(tuned / "run", "tune", *arguments, output=sys.stderr)
     prge("tune", resume=tuned, json=data / name / "tuned.json")
     prge("run", config=tuned / "settings/run.yaml", out=again)
-    found = read_json(data / name / "tuned.json")
+    result = read_json(data / name / "tuned.json")
     return {
-        "right_before": found["score_before"]["exact_match"],
-        "right_after": found["score_after"]["exact_match"],
+        "right_before": result["score_before"]["exact_match"],
+        "right_after": result["score_after"]["exact_match"],
         "same_bits": read_run_bytes(tuned / "run") == read_run_bytes(again),
         "chat": [ask(tuned, row) for row in rows_of(data / "test.jsonl")[:_CHAT_ROWS]],
-        "peak_mb": found["peak_mb"],
-        "seconds": found["seconds"],
+        "peak_mb": result["peak_mb"],
+        "seconds": result["seconds"],
     }
 
 

@@ -51,14 +51,14 @@ MIDDLE = (3e-3, 1e-2, 3e-2)
 FACTOR = 3.0
 PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
 TUNED: dict[str, dict[str, Any]] = {"tuned": {}, "tuned-fa": {"adapter": "lora-fa"}}
-WAYS = (*TUNED, "grid", *PYTORCH)
+METHODS = (*TUNED, "grid", *PYTORCH)
 
 
 def main() -> None:
     """Parse the flags, run every task and seed, and print JSON."""
     parser = add_data_flags(make_parser(__doc__))
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=METHODS, choices=METHODS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
@@ -136,14 +136,14 @@ def compare(
     figures: dict[str, Any] = {"seed": seed}
     for method in TUNED:
         if method in arguments.ways:
-            found = tune(out / method, **task_flags, **TUNED[method], **common)
+            result = tune(out / method, **task_flags, **TUNED[method], **common)
             figures |= {
-                **_figures("before", found["score_before"]),
-                **_figures(method, found["score_after"]),
-                f"{method}_rate": found["chosen"]["learning_rate"]["value"],
-                f"{method}_seconds": found["seconds"],
+                **_figures("before", result["score_before"]),
+                **_figures(method, result["score_after"]),
+                f"{method}_rate": result["chosen"]["learning_rate"]["value"],
+                f"{method}_seconds": result["seconds"],
                 f"{method}_final_seconds": training_summary(out / method / "run")["seconds"],
-                f"{method}_peak_mb": found["peak_mb"],
+                f"{method}_peak_mb": result["peak_mb"],
             }
 
     def run(method: str, rate: float) -> Path:
@@ -178,12 +178,12 @@ def tune(folder: Path, **flags: Any) -> dict[str, Any]:
     return read_json(result)
 
 
-def pytorch_settings(tuned: Path, found: dict[str, Any]) -> dict[str, Any]:
+def pytorch_settings(tuned: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a PyTorch run shares with the final run of `prge tune`."""
     settings = yaml.safe_load((tuned / "run" / "config.yaml").read_text(encoding="utf-8"))
     shared_names = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
     files = {split: tuned / "rows" / f"{split}.jsonl" for split in ("train", "dev", "test")}
-    size = found["chosen"]["batch_size"]["value"]
+    size = result["chosen"]["batch_size"]["value"]
     common_flags = {name: settings[name] for name in shared_names}
     return {"bundle": tuned / "bundle", "batch_size": size, **files, **common_flags}
 

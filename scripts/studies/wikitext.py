@@ -125,8 +125,12 @@ class Study:
         run = make_once(
             "baseline", self.out / f"backprop-{seed}", model=self.arguments.model, bundle=bundle, **flags
         )
-        found = training_summary(run)
-        return {"seed": seed, **self._perplexities(bundle, run, found["best"]), "seconds": found["seconds"]}
+        summary = training_summary(run)
+        return {
+            "seed": seed,
+            **self._perplexities(bundle, run, summary["best"]),
+            "seconds": summary["seconds"],
+        }
 
     def _bundle(self, scheme: str) -> Path:
         flags: dict[str, Any] = {**SHAPE, **ADAPTER, "init-rows": self.files["train"], "quantize": scheme}

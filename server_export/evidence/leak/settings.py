@@ -21,7 +21,7 @@ MatchingObjective = Literal["dlg", "cosine"]
 
 
 # Settings that apply to scalars only.
-_OF_SCALARS = ("queries", "steps")
+_PROJECTION_SETTINGS = ("queries", "steps")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LeakSettings(ExampleFlags):
     def cases(self) -> Iterator[AttackCase]:
         """Yield the base case of every report, and a case for each other value of a list."""
         for report in self.reports:
-            names = [name for name in self.lists if report == "scalars" or name not in _OF_SCALARS]
+            names = [name for name in self.lists if report == "scalars" or name not in _PROJECTION_SETTINGS]
             base = AttackCase(report, **{name: self.lists[name][0] for name in names})
             yield base
             for name in names:

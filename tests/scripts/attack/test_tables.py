@@ -10,7 +10,7 @@ from tables import TABLES
 @pytest.mark.parametrize("table", ["of_device", "of_model", "of_gguf"])
 def test_targets_name_uses_and_ways(table: str) -> None:
     for target in (Target(**entry) for entry in TABLES[table]):
-        assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.ways in MUTATIONS
+        assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.mutations in MUTATIONS
 
 
 def test_a_text_is_put_together_of_parts() -> None:
