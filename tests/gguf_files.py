@@ -152,9 +152,9 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
         stem, _, ending = name.rpartition(".")
         if ending not in ("weight", "bias"):
             stem, ending = name, "weight"
-        found = names.get_name(stem)
-        assert found is not None, name
-        written[f"{found}.{ending}"] = np.ascontiguousarray(_converted(values, stem, ending, config))
+        result = names.get_name(stem)
+        assert result is not None, name
+        written[f"{result}.{ending}"] = np.ascontiguousarray(_converted(values, stem, ending, config))
     return written
 
 

@@ -68,10 +68,10 @@ def error_classes() -> frozenset[str]:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     }
-    found = {PRGE_ERROR}
-    while derived := {name for name in bases.keys() - found if bases[name] & found}:
-        found |= derived
-    return frozenset(found | SIGNALS)
+    result = {PRGE_ERROR}
+    while derived := {name for name in bases.keys() - result if bases[name] & result}:
+        result |= derived
+    return frozenset(result | SIGNALS)
 
 
 def has_code(call: ast.Call, name: str) -> bool:
@@ -105,15 +105,15 @@ def full_name(node: ast.AST, path: Path) -> str:
 def origins(path: Path) -> dict[str, str]:
     """The full names of what a file imports and of the classes that it defines."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
-            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            result |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.asname or each.name: each.name for each in node.names}
+            result |= {each.asname or each.name: each.name for each in node.names}
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = f"{module}.{node.name}"
-    return found
+            result[node.name] = f"{module}.{node.name}"
+    return result
 
 
 @cache

@@ -143,7 +143,7 @@ def test_allowed_words_are_used() -> None:
     assert not unused
 
 
-def test_retired_words_are_found_in_names_and_docstrings() -> None:
+def test_names_and_docstrings_are_searched() -> None:
     source = '''
 class Speaker:
     """An engine; the way

@@ -335,8 +335,8 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
-    model = kind.from_config(config, attn_implementation="eager").eval()
+    model_class = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
+    model = model_class.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = torch.nn.Identity()
     randomize(model)
@@ -367,11 +367,11 @@ def make_tokenizer() -> Any:
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters]
     merges = []
     for word in ("\u0120yes", "\u0120no"):
-        pieces = list(word)
-        while len(pieces) > 1:
-            merges.append((pieces[0], pieces[1]))
-            pieces[:2] = [pieces[0] + pieces[1]]
-            tokens.append(pieces[0])
+        parts = list(word)
+        while len(parts) > 1:
+            merges.append((parts[0], parts[1]))
+            parts[:2] = [parts[0] + parts[1]]
+            tokens.append(parts[0])
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -235,32 +235,32 @@ def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[s
     """Settings of a tiny configuration of the same class."""
     from transformers import PretrainedConfig
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     layers = _chosen_layers(given) * changes.get("times", 1)
     for name, value in given.items():
         if name in changes:
-            found[name] = changes[name]
+            result[name] = changes[name]
         elif isinstance(value, PretrainedConfig):
-            found[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
+            result[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = _size(name, value, given)
+            result[name] = _size(name, value, given)
         elif name.endswith("token_id") and isinstance(value, list):
-            found[name] = _size(name, value[0], given)
+            result[name] = _size(name, value[0], given)
         elif value is None and "sizes" in changes and _largest(name) is not None:
-            found[name] = _largest(name)
+            result[name] = _largest(name)
         elif _is_by_layer(value, given) and with_lists:
-            found[name] = [_entry(name, value[place], given) for place in layers]
+            result[name] = [_entry(name, value[index], given) for index in layers]
         elif name == "attention_types":
-            found[name] = [[pattern, 1] for pattern, _ in value]
+            result[name] = [[pattern, 1] for pattern, _ in value]
     count, shared = _layer_count(given), given.get("num_kv_shared_layers") or 0
-    found |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
-    return found | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
+    result |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
+    return result | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
 
 
 def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
     if name.endswith(("token_id", "token_index")):
-        special = next((place for place, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
+        special = next((index for index, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
         return value if value < VOCABULARY else special
     if name == "vocab_size":
         return VOCABULARY
@@ -310,7 +310,7 @@ def _chosen_layers(given: Mapping[str, Any]) -> list[int]:
         *(len(each[0]) for each in given.get("attention_types", ())),
     ]
     kinds = list(zip(*(map(str, each) for each in lists), strict=True))
-    first = sorted({kind: place for place, kind in reversed([*enumerate(kinds)])}.values())[:_MOST_LAYERS]
-    more = [place for place in range(max(LAYERS, *patterns)) if place not in first]
+    first = sorted({kind: index for index, kind in reversed([*enumerate(kinds)])}.values())[:_MOST_LAYERS]
+    more = [index for index in range(max(LAYERS, *patterns)) if index not in first]
     chosen = sorted([*first, *more[: max(0, LAYERS - len(first), max(patterns) - len(first))]])
     return chosen * 2 if given.get("num_kv_shared_layers") else chosen

@@ -64,8 +64,8 @@ def test_a_flipped_bit_of_a_bundle(
     assert "000.ptd is not the file" in message and "again" in message
 
 
-@pytest.mark.parametrize("kind", ["random", "text", "header kept"])
-def test_a_program_that_would_take_the_process_along(fails: Run, bundle: Path, kind: str) -> None:
+@pytest.mark.parametrize("variant", ["random", "text", "header kept"])
+def test_a_program_that_would_take_the_process_along(fails: Run, bundle: Path, variant: str) -> None:
     """Its hashes are right, so only the engine can tell, and it may abort: in a child."""
     program = bundle / "programs/block.pte"
     noise = np.random.default_rng(0).bytes(program.stat().st_size)
@@ -73,7 +73,7 @@ def test_a_program_that_would_take_the_process_along(fails: Run, bundle: Path, k
         "random": noise,
         "text": b"no program " * 1000,
         "header kept": program.read_bytes()[:512] + noise[512:],
-    }[kind]
+    }[variant]
     program.write_bytes(content)
     rehash(bundle)
     assert "block.pte" in fails("--bundle", bundle)

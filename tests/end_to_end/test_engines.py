@@ -48,8 +48,8 @@ def test_a_run_without_torch_gives_the_bits_of_one_with_it(
 
 def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
     rows = ["--task", workshop / "task.yaml", "--data", workshop / "dev.jsonl"]
-    found = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
-    assert found == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
+    result = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
+    assert result == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
 
 
 def test_a_run_may_go_on_with_the_other_engine(run_words: list[object], tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
     files = [path for path in (bundle / "weights").iterdir() if path.stem != "embedding"]
     weights = sum(path.stat().st_size for path in files)
     finals = set()
-    for name, loaded, told in (
+    for name, loaded, output in (
         ("none", weights, "activations: 0 of "),
         ("all", None, "activations: 3 of 3 blocks save them for the backward pass (0 of "),
     ):
@@ -64,7 +64,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
                 fix_memory_budget(patch, run_verb, loaded)
             assert main([*map(str, words_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
         log = (tmp_path / name / "log.txt").read_text()
-        assert told in log and log.index("training: exact") < log.index("activations: ")
+        assert output in log and log.index("training: exact") < log.index("activations: ")
         finals.add((tmp_path / name / "final/adapter_model.safetensors").read_bytes())
     assert len(finals) == 1
 
@@ -155,8 +155,8 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
         loss.backward()
         total += float(loss)
     assert step["loss"] == pytest.approx(total, rel=1e-5)
-    for name, found in moved["token"].items():
+    for name, result in moved["token"].items():
         matrix = model.base_model.model.get_submodule(name).lora_B["default"].weight
         expected = -matrix.grad.numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
         assert np.abs(moved["example"][name] - expected).max() > 0.05 * np.abs(expected).max()

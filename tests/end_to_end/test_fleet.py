@@ -123,8 +123,8 @@ def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_pa
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["bytes_up_per_device_step"] < 60
     assert [len(entry["answered"]) for entry in figures["curve"]] == [4, 4, 4]
-    told = prge("replay", tmp_path / "fleet", "--out", tmp_path / "replayed").stdout
-    assert "the same bits" in told
+    output = prge("replay", tmp_path / "fleet", "--out", tmp_path / "replayed").stdout
+    assert "the same bits" in output
     prge("eval", *flags[:4], "--data", workshop / "dev.jsonl", "--adapter", tmp_path / "fleet")
 
 

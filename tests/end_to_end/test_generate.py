@@ -63,8 +63,8 @@ def texts_of(model: Path, prompts: tuple[str, ...], answers: list[list[int]]) ->
     return texts
 
 
-def lines(told: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in told.splitlines()]
+def lines(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def test_a_run_and_what_was_published_of_it_say_what_peft_says(
@@ -79,12 +79,12 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
         "generate", "--bundle", workshop / "bundle", "--adapter", trained, f"published={published}", "base",
         "--data", rows, "--max-tokens", 12, "--json",
     )  # fmt: skip
-    found: dict[str, list[list[int]]] = {}
+    result: dict[str, list[list[int]]] = {}
     for line in lines(done.stdout):
-        found.setdefault(line["adapter"], []).append(line["tokens"])
+        result.setdefault(line["adapter"], []).append(line["tokens"])
     tuned, base = (expected(workshop / "model", each, PROMPTS) for each in (trained / "final", None))
-    assert found[str(trained)] == found["published"] == tuned
-    assert found["base"] == base != tuned
+    assert result[str(trained)] == result["published"] == tuned
+    assert result["base"] == base != tuned
 
 
 @pytest.mark.whole
@@ -104,10 +104,10 @@ def test_trained_models_write_what_the_merged_model_does(
     words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
     assert main([*map(str, words)]) == 0
     done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")
-    found = lines(done.stdout)
+    result = lines(done.stdout)
     tokens = expected(merged, None, STORIES, 60)
-    assert [line["tokens"] for line in found] == tokens
-    assert [line["text"] for line in found] == texts_of(merged, STORIES, tokens)
+    assert [line["tokens"] for line in result] == tokens
+    assert [line["text"] for line in result] == texts_of(merged, STORIES, tokens)
     assert tokens != expected(base, None, STORIES, 60), "the adapter changes nothing"
 
 

@@ -197,15 +197,15 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["bundle tangent", *second_tier(*(kind for kind in KILLS if kind != "bundle tangent"))]
+    "case", ["bundle tangent", *second_tier(*(case for case in KILLS if case != "bundle tangent"))]
 )
 def test_killed_many_times_it_ends_in_the_same_bits(
-    workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    workshop: Path, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
-    name, _, estimator = kind.partition(" ")
+    name, _, estimator = case.partition(" ")
     bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(f"{name}_bundle")
-    killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[kind], estimator)
-    assert int(killed) == KILLS[kind]
+    killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[case], estimator)
+    assert int(killed) == KILLS[case]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
     if estimator == "tangent":
         samples = [(tmp_path / name / "samples.jsonl").read_bytes() for name in ("whole", "killed")]
@@ -232,8 +232,8 @@ def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     in_a_parent(AT_INSTANTS, workshop, workshop / "bundle", tmp_path, instant, *INSTANTS[instant])
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
     assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()
-    told = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
-    assert (len(told) >= 4) == (instant == "backward_saved")
+    output = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
+    assert (len(output) >= 4) == (instant == "backward_saved")
     caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
     packed = [
         {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}

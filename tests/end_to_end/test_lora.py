@@ -31,13 +31,13 @@ def test_both_matrices_learn(workshop: Path, lora_bundle: Path, tmp_path: Path, 
     prge(*words)
     before, *_, after = losses(tmp_path / "run")
     assert after < (0.2 if estimator == "exact" else 0.99) * before
-    start, found = both(lora_bundle, tmp_path / "run")
-    assert start.lora_a.keys() == found.lora_a.keys()
+    start, result = both(lora_bundle, tmp_path / "run")
+    assert start.lora_a.keys() == result.lora_a.keys()
     for name in start.lora_a:
-        assert not np.array_equal(start.lora_a[name], found.lora_a[name]), name
-        assert found.lora_b[name].any(), name
+        assert not np.array_equal(start.lora_a[name], result.lora_a[name]), name
+        assert result.lora_b[name].any(), name
     assert json.loads((tmp_path / "run/run.json").read_text())["train"]["trained_values"] == sum(
-        matrix.size for matrices in (found.lora_a, found.lora_b) for matrix in matrices.values()
+        matrix.size for matrices in (result.lora_a, result.lora_b) for matrix in matrices.values()
     )
 
 
@@ -63,8 +63,8 @@ def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path,
     assert written["lora"] == written["bundle"]
     prge(*words_of(workshop, lora_bundle, tmp_path / "on", steps=2), "--adapter", run)
     refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "no"), "--adapter", run, check=False)
-    told = refused.stderr
-    assert refused.returncode == 2 and "lora_A" in told and "--start-adapter" in told
+    output = refused.stderr
+    assert refused.returncode == 2 and "lora_A" in output and "--start-adapter" in output
 
 
 def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
@@ -110,5 +110,5 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
 
 def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:
     refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "run"), "--lora-plus", 4, check=False)
-    told = refused.stderr
-    assert refused.returncode == 2 and "--lora-plus is 4" in told and "export with --adapter lora" in told
+    output = refused.stderr
+    assert refused.returncode == 2 and "--lora-plus is 4" in output and "export with --adapter lora" in output

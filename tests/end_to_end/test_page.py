@@ -106,7 +106,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
 
 @pytest.mark.whole
 def test_watching_what_is_not_there(tmp_path: Path) -> None:
-    found = prge("watch", tmp_path / "none", check=False)
-    assert found.returncode == 2 and f"{tmp_path / 'none'} is no folder" in found.stderr
-    found = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
-    assert found.returncode == 2 and "there is no API key" in found.stderr
+    result = prge("watch", tmp_path / "none", check=False)
+    assert result.returncode == 2 and f"{tmp_path / 'none'} is no folder" in result.stderr
+    result = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
+    assert result.returncode == 2 and "there is no API key" in result.stderr

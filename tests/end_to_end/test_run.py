@@ -82,8 +82,8 @@ def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: P
         lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
         scored[f"{name} rows"] = len(lines)
         if name == "twice":
-            places = {(line["file"], line["row"]) for line in lines}
-            assert len(places) == len(lines) and (str(workshop / "train.jsonl"), 1) in places
+            row_sources = {(line["file"], line["row"]) for line in lines}
+            assert len(row_sources) == len(lines) and (str(workshop / "train.jsonl"), 1) in row_sources
     total = sum(scored[name] * scored[f"{name} rows"] for name in ("dev", "train"))
     assert scored["twice rows"] == scored["dev rows"] + scored["train rows"]
     assert np.isclose(scored["twice"], total / scored["twice rows"], rtol=1e-6)
@@ -105,13 +105,13 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
         "--task", workshop / "task.yaml", "--adapter", done,
         "--json", tmp_path / "eval.json", "--predictions", tmp_path / "rows.jsonl",
     )  # fmt: skip
-    found = json.loads((tmp_path / "eval.json").read_text())
+    result = json.loads((tmp_path / "eval.json").read_text())
     records = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
     evaluations = [record for record in records if record["event"] == "evaluation"]
-    assert found["accuracy"] == max(record["accuracy"] for record in evaluations)
-    assert any(found["loss"] == pytest.approx(record["loss"], abs=1e-6) for record in evaluations)
+    assert result["accuracy"] == max(record["accuracy"] for record in evaluations)
+    assert any(result["loss"] == pytest.approx(record["loss"], abs=1e-6) for record in evaluations)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert found["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
+    assert result["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
 
 
 def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done: Path) -> None:

@@ -165,8 +165,8 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     step = Step(adapter, [example], 0, 0)
     lora_a = {name: torch.from_numpy(matrix) for name, matrix in scaled_lora_a(bundle.adapter).items()}
     engines = open_engine(bundle, "backward").engine, TorchEngine(model, bundle.chain.model, lora_a)
-    found, expected = (Exact().measure(engine, step).gradient for engine in engines)
-    assert found is not None and expected is not None
-    cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
+    actual, expected = (Exact().measure(engine, step).gradient for engine in engines)
+    assert actual is not None and expected is not None
+    cosine = actual @ expected / np.linalg.norm(actual) / np.linalg.norm(expected)
     assert cosine > 0.95
-    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.1)
+    assert np.linalg.norm(actual) == pytest.approx(np.linalg.norm(expected), rel=0.1)

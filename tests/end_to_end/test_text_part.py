@@ -38,16 +38,16 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number} is", "completion": " yes" if number % 2 else " no"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = ("--rank", 2, "--sequence-length", 16, "--roles", "forward", "backward")
-    told = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
-    assert "of gemma3 the text part (gemma3_text) is taken" in told
+    output = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
+    assert "of gemma3 the text part (gemma3_text) is taken" in output
     run = ("run", "--bundle", tmp_path / "bundle", "--train", tmp_path / "rows.jsonl", "--steps", 3)
     prge(*run, "--learning-rate", 0.1, "--out", tmp_path / "run")
     prge("publish", tmp_path / "run", "--bundle", tmp_path / "bundle", "--out", tmp_path / "adapter")
 
     code = re.findall(r"```python\n(.*?)```", (tmp_path / "adapter/README.md").read_text(), re.DOTALL)[0]
     code = code.replace("<folder of the base model>", str(tmp_path / "model"))
-    found: dict[str, Any] = {}
-    exec(code.replace("<this folder>", str(tmp_path / "adapter")), found)
+    result: dict[str, Any] = {}
+    exec(code.replace("<this folder>", str(tmp_path / "adapter")), result)
 
     # The same adapter in the weights of the whole model.
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -63,6 +63,6 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
                 layer = name.removeprefix("base_model.model.model.").partition(".lora_A")[0]
                 whole.model.language_model.get_submodule(layer).weight += change
         expected = whole(input_ids=tokens).logits
-        answered = found["model"](input_ids=tokens).logits
+        answered = result["model"](input_ids=tokens).logits
     assert float((expected - before).abs().max()) > 1e-3
     assert torch.allclose(answered, expected, atol=1e-4)

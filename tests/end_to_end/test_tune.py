@@ -57,8 +57,8 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
 
 
 def result_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out.parent / "tune-result.json").read_text())
-    return found
+    actual: dict[str, Any] = json.loads((out.parent / "tune-result.json").read_text())
+    return actual
 
 
 def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
@@ -86,9 +86,9 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     words = tune_words(workshop, out)
     for pattern, how in INSTANTS.items():
         # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
-        told = end_after(pattern, out, words, how)
-        assert "in use" not in told
-        assert (f"go on with: prge tune --resume {out}" in told) == (how is signal.SIGINT)
+        output = end_after(pattern, out, words, how)
+        assert "in use" not in output
+        assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
@@ -177,14 +177,17 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
 
 
 @pytest.mark.whole
-def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
+def test_an_empty_completion_is_reported_with_its_row(workshop: Path, tmp_path: Path) -> None:
     """Of the user's own file, before anything is made; the same folder takes the corrected command."""
     lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
     rows, out = write_rows(tmp_path / "rows.jsonl", lines), tmp_path / "out"
     words = ["tune", rows, "--model", workshop / "model", "--dev", rows, "--out", out, "--steps", 2]
-    told = "its columns are question, completion"
+    output = "its columns are question, completion"
     columns = ["--columns", "prompt=question", "completion=completion"]
-    for more, message in (([], told), (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp")):
+    for more, message in (
+        ([], output),
+        (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp"),
+    ):
         done = prge(*words, *more, check=False)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
         assert not out.exists()
@@ -209,21 +212,21 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("size", "told", "left"),
+    ("size", "output", "left"),
     [
         ("200k", "too little room", set()),
         # What was decided stays for who makes room and resumes; no half of a bundle does.
         ("900k", "No space left", {"config.yaml", "rows", "run.lock", "settings", "tune.json"}),
     ],
 )
-def test_no_room_for_the_bundle_is_told_and_leaves_none(
-    workshop: Path, small_disk: Callable[[str], Path], size: str, told: str, left: set[str]
+def test_a_full_disk_is_reported_and_leaves_no_bundle(
+    workshop: Path, small_disk: Callable[[str], Path], size: str, output: str, left: set[str]
 ) -> None:
     disk = small_disk(size)
     words = ["--model", workshop / "model", "--task", workshop / "task.yaml", "--init", "random"]
     done = prge("tune", workshop / "train.jsonl", *words, "--out", disk / "out", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert told in done.stderr
+    assert output in done.stderr
     assert {path.name for path in (disk / "out").glob("*")} == left
 
 
@@ -238,7 +241,7 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_a_model_that_isnt_here_is_told_at_once(
+def test_a_missing_model_is_reported_at_once(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

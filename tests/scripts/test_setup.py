@@ -103,7 +103,7 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path, tmp_path: Path) 
         assert child.stderr.count("|-m|pip|install|") == installs
 
 
-def test_failed_installation_is_told_and_tried_again(checkout: Path, tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_tried_again(checkout: Path, tmp_path: Path) -> None:
     (checkout / ".venv" / ".prge-installed").unlink()
     python = '#!/bin/sh\nif [ "$2" = pip ]; then exit 1; fi\n'
     (checkout / ".venv" / "bin" / "python").write_text(python, encoding="utf-8")
@@ -113,7 +113,7 @@ def test_failed_installation_is_told_and_tried_again(checkout: Path, tmp_path: P
         assert "the packages can't be installed" in child.stderr
 
 
-def test_no_suitable_python_is_told(checkout: Path, tmp_path: Path) -> None:
+def test_a_missing_python_is_reported(checkout: Path, tmp_path: Path) -> None:
     shutil.rmtree(checkout / ".venv")
     child = start(checkout, "demo.sh", cwd=tmp_path, PRGE_PYTHON="/bin/false")
     assert child.returncode == 2

@@ -18,8 +18,8 @@ from prge.formats.journal import Journal
 from tests.bundles import PROGRAM, make_bundle
 
 
-@pytest.mark.parametrize("way", sorted(set(damage.MUTATIONS) - {"lines"}))
-def test_every_way_changes_the_file(tmp_path: Path, mutation: str) -> None:
+@pytest.mark.parametrize("mutation", sorted(set(damage.MUTATIONS) - {"lines"}))
+def test_every_mutation_changes_the_file(tmp_path: Path, mutation: str) -> None:
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
     (path.parent / "other").write_bytes(b"another one")

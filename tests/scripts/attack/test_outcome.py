@@ -53,12 +53,12 @@ def test_a_report_counts_files_and_kills_and_names_what_failed() -> None:
         Case("run: encoder", Verdict.DIFFERENT, part="kills", number=6),
     ]
     report.add(cases, Counter(kills=12))
-    found = report.to_json()
-    assert (found["kills"], found["files"], found["different_bits"], found["accepted_silently"]) == (
+    actual = report.to_json()
+    assert (actual["kills"], actual["files"], actual["different_bits"], actual["accepted_silently"]) == (
         12,
         2,
         1,
         1,
     )
-    assert (found["crashed"], found["hung"], found["tracebacks"]) == (0, 0, 0)
-    assert [failure["repeat"] for failure in found["failures"]] == ["model_files:5", "kills:6"]
+    assert (actual["crashed"], actual["hung"], actual["tracebacks"]) == (0, 0, 0)
+    assert [failure["repeat"] for failure in actual["failures"]] == ["model_files:5", "kills:6"]

@@ -58,7 +58,7 @@ def test_nothing_fails(work: Path, part: str, cases: int) -> None:
     assert not (work / "failures").exists()
 
 
-def test_a_run_that_ended_otherwise_is_found(tmp_path: Path) -> None:
+def test_a_run_with_another_result_is_detected(tmp_path: Path) -> None:
     """The comparison of killed runs can fail: it sees a bit, a record, a count and a checkpoint."""
     whole = tmp_path / "whole"
     (whole / "final").mkdir(parents=True)

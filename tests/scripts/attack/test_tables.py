@@ -8,7 +8,7 @@ from tables import TABLES
 
 
 @pytest.mark.parametrize("table", ["of_device", "of_model", "of_gguf"])
-def test_targets_name_uses_and_ways(table: str) -> None:
+def test_targets_name_uses_and_mutations(table: str) -> None:
     for target in (Target(**entry) for entry in TABLES[table]):
         assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.mutations in MUTATIONS
 

@@ -27,8 +27,8 @@ def demo_bundle(made_once: FolderBuilder) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="takes the package trl")
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "kto", "orpo"])
 def test_losses_are_those_of_trl(objective: str, demo_bundle: Path, tmp_path: Path) -> None:
-    ours, theirs = run_both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
-    assert len(ours.losses) == len(theirs.losses) == 20
+    actual, expected = run_both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
+    assert len(actual.losses) == len(expected.losses) == 20
     # They change: an oracle of a model that learns nothing would say little.
-    assert max(ours.losses) - min(ours.losses) > 1e-3
-    assert loss_difference(ours, theirs) < 1e-4
+    assert max(actual.losses) - min(actual.losses) > 1e-3
+    assert loss_difference(actual, expected) < 1e-4

@@ -32,8 +32,10 @@ def test_shapes_are_rows_and_tokens() -> None:
 
 
 def test_a_step_is_held_against_its_limit() -> None:
-    def step(seconds: float, inside: float, scalar: float) -> Any:
-        return seconds, SimpleNamespace(engine_seconds=inside, projected_gradients=np.array([scalar]))
+    def step(seconds: float, inside: float, projected_gradient: float) -> Any:
+        return seconds, SimpleNamespace(
+            engine_seconds=inside, projected_gradients=np.array([projected_gradient])
+        )
 
     figures_by_name = {
         "forward": step(2.5, 2.0, 1.0),

@@ -114,8 +114,8 @@ def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str)
 @pytest.mark.whole
 @pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra", "esm", "youtu"])
 def test_a_slice_of_the_sweep_works(model_type: str) -> None:
-    found = architectures.try_type(model_type, "fp32", None)
-    assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **found}) == "works", found
+    result = architectures.try_type(model_type, "fp32", None)
+    assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **result}) == "works", result
 
 
 @pytest.mark.whole
@@ -132,7 +132,7 @@ def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
         chain = open_source(ExportConfig(str(tmp_path), tmp_path, rank=2)).chain("fp32", 48)
     except PrgeError:
         return
-    graphs = [kind.block.graph_module for number, kind in chain.block_types.items() if number]
+    graphs = [block_type.block.graph_module for number, block_type in chain.block_types.items() if number]
     assert {name for graph in graphs for name in unknown_operators(graph)} <= WITHOUT_DERIVATIVE
 
 
@@ -142,7 +142,7 @@ def test_families_are_those_of_what_a_model_computes() -> None:
     assert {name: family(name, make_tiny(name)) for name in families} == families
 
 
-def test_a_refusal_a_defect_and_a_wrong_result_are_told_apart() -> None:
+def test_outcomes_of_a_refusal_a_defect_and_a_wrong_result() -> None:
     outcomes = {name: architectures.outcome(figures) for name, figures in RECORDED.items()}
     assert outcomes == {
         "llama": "works",
@@ -165,8 +165,8 @@ def test_the_page_is_written_of_recorded_results() -> None:
 def test_a_type_that_is_tried_has_the_code_of_its_refusal_or_the_line_of_a_defect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = architectures.try_type("bart", "fp32", None)
-    assert (found["family"], found["code"]) == ("encoder-decoder", "encoder-decoder")
+    result = architectures.try_type("bart", "fp32", None)
+    assert (result["family"], result["code"]) == ("encoder-decoder", "encoder-decoder")
 
     def check_bundle(*_: Any) -> None:
         raise KeyError("a defect")

@@ -25,7 +25,7 @@ def levels(problem: AllocationProblem, search: SearchName = "greedy") -> dict[st
 
 def every(problem: AllocationProblem) -> list[Allocation]:
     """All choices that fit."""
-    found = []
+    result = []
     for depth in range(len(problem.depths)):
         options_by_part: dict[str, list[Option | None]] = {}
         for option in problem.options:
@@ -34,8 +34,8 @@ def every(problem: AllocationProblem) -> list[Allocation]:
         for combination in itertools.product(*options_by_part.values()):
             choice = Allocation(depth, frozenset(option for option in combination if option is not None))
             if problem.cost(choice) <= problem.limit:
-                found.append(choice)
-    return found
+                result.append(choice)
+    return result
 
 
 @st.composite
@@ -60,7 +60,7 @@ def test_what_gains_most_for_its_cost_is_taken() -> None:
 
 def test_a_part_is_raised_step_by_step() -> None:
     options_by_part = (1, 4.0, 2), (2, 6.0, 4), (4, 7.0, 8)
-    options = [Option(part, 0, *way) for part in ("one", "two") for way in options_by_part]
+    options = [Option(part, 0, *option) for part in ("one", "two") for option in options_by_part]
     assert levels(make_problem(10, *options)) == {"one": 2, "two": 2}
 
 

@@ -32,7 +32,7 @@ def train_block(folder: Path) -> dict[str, Any]:
     return dict(content["train"])
 
 
-def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -> None:
+def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.005)
     final = run(settings)
     assert final == settings.out / "final"
@@ -99,9 +99,9 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
     run(killed)
     (path,) = whole.out.glob("final/*.safetensors")
-    expected, found = read_arrays(path), read_arrays(killed.out / "final" / path.name)
-    assert expected.keys() == found.keys()
-    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    expected, result = read_arrays(path), read_arrays(killed.out / "final" / path.name)
+    assert expected.keys() == result.keys()
+    assert all(np.array_equal(expected[name], result[name]) for name in expected)
     losses = [[record["loss"] for record in read_metrics(folder)] for folder in (whole.out, killed.out)]
     assert losses[0] == losses[1]
     assert not (killed.out / "best.pt").exists()
@@ -115,7 +115,7 @@ def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     assert (settings.out / "final" / WEIGHTS).is_file()
 
 
-def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_another_run_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with raises(RunError, "folder-occupied", saying=str(tmp_path / "run")):
@@ -166,9 +166,9 @@ def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFix
     for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
         words += [f"--{name}", str(getattr(settings, name))]
     assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
-    told = capsys.readouterr().err
-    assert "--queries is no flag of this verb" in told
-    assert "--method must be one of backprop-lora-fa, " in told
+    output = capsys.readouterr().err
+    assert "--queries is no flag of this verb" in output
+    assert "--method must be one of backprop-lora-fa, " in output
     assert main(words) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
     assert main(words) == 2

@@ -28,7 +28,7 @@ def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> Non
     assert result.rows == 2 * len(ROWS)
 
 
-def test_its_scalar_is_the_slope_along_the_noise(tmp_path: Path) -> None:
+def test_projected_gradient_is_the_derivative_along_the_noise(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
     method = MeZO(problem, SETTINGS)
     before = values(method)

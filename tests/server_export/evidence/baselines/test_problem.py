@@ -58,13 +58,13 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
     )
 
 
-@pytest.mark.parametrize("place", ["merged", "inserted"])
+@pytest.mark.parametrize("mode", ["merged", "inserted"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, place: str) -> None:
+def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, mode: str) -> None:
     problem, engine, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
     expected = driver_loss(engine, adapter, COMPLETIONS)
     assert abs(expected - driver_loss(engine, Adapter.zeros(adapter.modules), COMPLETIONS)) > 1e-3
-    problem.merge_adapter() if place == "merged" else problem.insert_adapter()
+    problem.merge_adapter() if mode == "merged" else problem.insert_adapter()
     assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
 
 

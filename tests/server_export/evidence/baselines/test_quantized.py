@@ -67,8 +67,8 @@ def test_parameters_stay_codes_and_nothing_else_changes(tmp_path: Path, architec
     method = prepare(problem, SETTINGS)
     before = values_of(problem)
     method.step(problem.train, 10.0)
-    found = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
-    assert found and found <= set(method.trained)
+    result = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
+    assert result and result <= set(method.trained)
     assert all(value.equal(value.round()) for value in method.trained)
     assert method.layers and all(layer.weight.abs().max() <= 127 for layer in method.layers)
 

@@ -143,8 +143,8 @@ def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path
     before = values_of(problem)
     buffers = {name: value.clone() for name, value in problem.model.named_buffers()}
     method.step(problem.train, 1e-2)
-    found = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
-    assert found and found <= set(method.trained)
+    result = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
+    assert result and result <= set(method.trained)
     assert all(value.equal(buffers[name]) for name, value in problem.model.named_buffers())
 
 

@@ -80,11 +80,11 @@ def test_biases_and_branches_change_and_nothing_else_does(
     before = values_of(problem)
     for _ in range(2):
         method.step(problem.train, 1e-2)
-    found = changed(problem, before)
+    result = changed(problem, before)
     for name in before:
         trained = name.endswith(".bias") or ".lite_residual." in name
         # A bias that all keys share changes no attention.
-        assert (name in found) == trained or name.endswith((".k_proj.bias", ".k_lin.bias")), name
+        assert (name in result) == trained or name.endswith((".k_proj.bias", ".k_lin.bias")), name
 
 
 def test_every_linear_layer_of_a_block_has_a_bias_afterwards(tmp_path: Path) -> None:

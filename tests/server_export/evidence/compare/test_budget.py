@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server_export.evidence.compare.budget import evaluation_steps, steps_within
 
 
-def test_each_kind() -> None:
+def test_each_unit() -> None:
     assert steps_within("steps", 12, 32) == 12
     assert steps_within("rows", 1000, 32) == 31
     assert steps_within("seconds", 0.3, 32, 0.1) == 3
@@ -35,10 +35,10 @@ def test_evaluations_grow_by_the_same_rows_for_every_method() -> None:
 def test_no_two_evaluations_are_further_apart_than_the_growth(
     steps: int, rows_of_a_step: int, first: int, growth: float
 ) -> None:
-    found = evaluation_steps(steps, rows_of_a_step, first, growth)
-    assert list(found) == sorted(set(found))
-    assert (found[0], found[-1]) == (0, steps)
-    assert found[1] == min(steps, -(-first // rows_of_a_step))
+    result = evaluation_steps(steps, rows_of_a_step, first, growth)
+    assert list(result) == sorted(set(result))
+    assert (result[0], result[-1]) == (0, steps)
+    assert result[1] == min(steps, -(-first // rows_of_a_step))
     # A step may reach several rows of the series, or come up to its own size late for one.
-    for before, after in itertools.pairwise(found[1:]):
+    for before, after in itertools.pairwise(result[1:]):
         assert after <= before * growth + 1

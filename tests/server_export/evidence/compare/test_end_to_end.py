@@ -53,8 +53,8 @@ def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = start(out)
-    told, _ = second.communicate(timeout=400)
-    assert second.returncode == 0, told
+    output, _ = second.communicate(timeout=400)
+    assert second.returncode == 0, output
     log = (run.parent / "output.txt").read_text()
     assert "$ prge run --resume" in log
     result = json.loads((out / "result.json").read_text())

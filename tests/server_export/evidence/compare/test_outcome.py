@@ -115,13 +115,13 @@ def test_accuracies_within_their_standard_error_are_ties(tmp_path: Path) -> None
 
 def test_json_has_fractions_and_nulls(tmp_path: Path) -> None:
     result = make_result(tmp_path)
-    found = json.loads(json.dumps(to_json(result, judge(result)), allow_nan=False))
-    backprop, tangent = found["methods"]["backprop-lora-fa"], found["methods"]["tangent"]
+    actual = json.loads(json.dumps(to_json(result, judge(result)), allow_nan=False))
+    backprop, tangent = actual["methods"]["backprop-lora-fa"], actual["methods"]["tangent"]
     assert 0 < backprop["test_accuracy"]["mean"] < 1
     assert backprop["seconds_to_target"]["censored"] == 0
     assert tangent["seconds_to_target"] == {
         "mean": None, "lowest": None, "highest": None, "seeds": 0, "censored": 3, "bounded": 0,
     }  # fmt: skip
     assert tangent["learning_rate"] == 0.01
-    assert found["methods"]["exact"]["failures"]
-    assert found["meta"]["prge"] == "0.1.0"
+    assert actual["methods"]["exact"]["failures"]
+    assert actual["meta"]["prge"] == "0.1.0"

@@ -28,7 +28,7 @@ def records(*entries: tuple[str, int, float, float | None]) -> list[dict[str, An
 
 
 def test_seconds_leave_evaluations_and_reloading_out() -> None:
-    found = curve(
+    result = curve(
         records(
             ("evaluation", 0, 5.0, 1.0),
             ("step", 1, 6.0, 0.9),
@@ -39,7 +39,7 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
             ("evaluation", 4, 30.0, 0.6),
         )
     )
-    assert [tuple(point[name] for name in ("step", "rows", "seconds", "loss")) for point in found] == [
+    assert [tuple(point[name] for name in ("step", "rows", "seconds", "loss")) for point in result] == [
         (0, 0, 0.0, 1.0),
         (2, 20, 2.0, 0.8),
         (4, 40, 4.0, 0.6),
@@ -47,8 +47,10 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
 
 
 def test_step_seconds_are_since_the_record_before() -> None:
-    found = step_seconds(records(("evaluation", 0, 5.0, 1.0), ("step", 1, 6.5, None), ("step", 2, 7.0, None)))
-    assert found == pytest.approx({1: 1.5, 2: 0.5})
+    result = step_seconds(
+        records(("evaluation", 0, 5.0, 1.0), ("step", 1, 6.5, None), ("step", 2, 7.0, None))
+    )
+    assert result == pytest.approx({1: 1.5, 2: 0.5})
 
 
 def test_losses_that_are_not_finite_are_none(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--preset", "demos"], "--preset is 'demos'; did you mean demo?"),
         (["--preset", "minilm-sst2"], "--model is missing"),
@@ -68,12 +68,12 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--batch-size", "6"], "p-rge: its 4 queries share a batch"),
     ],
 )
-def test_mistakes_are_told_with_code_2(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mistakes_end_with_code_2(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *words, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert told in message
+    assert expected in message
     assert "Traceback" not in message
     assert not (tmp_path / "out").exists()
 

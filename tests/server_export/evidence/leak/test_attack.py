@@ -41,7 +41,7 @@ def test_finds_a_row_and_its_label_in_a_task() -> None:
     assert same(attacked(victim, form, make_report(EXACT, victim.gradients(form, rows)[0])), rows)
 
 
-def test_finds_a_row_from_few_scalars() -> None:
+def test_finds_a_row_from_few_projected_gradients() -> None:
     victim, form = make_victim(2), text_form(3)
     rows = make_rows(form, 1)
     report = make_report(projections(victim.modules, 0, 10, 4), victim.gradients(form, rows)[0])
@@ -49,7 +49,7 @@ def test_finds_a_row_from_few_scalars() -> None:
     assert same(attacked(victim, form, report), rows)
 
 
-def test_as_many_scalars_as_values_are_the_gradient() -> None:
+def test_as_many_projections_as_values_are_the_gradient() -> None:
     victim, form = make_victim(4, num_hidden_layers=1), text_form(3)
     rows = make_rows(form, 1)
     view = projections(victim.modules, 0, -(-victim.size // 16) + 20, 16)
@@ -85,7 +85,7 @@ def test_noise_leaves_the_guess_of_the_prior() -> None:
     assert abs(recovered["report"] - recovered["prior"]) < 0.15
 
 
-def test_the_prior_answers_what_its_texts_agree_on() -> None:
+def test_the_prior_returns_the_consensus_of_its_texts() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 2, 3], [6, 7, 8]])
     rows = Rows(tokens, torch.zeros(4, dtype=torch.long))
     assert prior.consensus(rows, torch.zeros(4)).tokens.tolist() == [[1, 2, 3]]

@@ -45,9 +45,9 @@ def test_the_right_report_differs_by_nothing(objective: MatchingObjective) -> No
 
 def test_only_the_cosine_forgets_the_size() -> None:
     numbers = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    found = {objective: float(difference(objective, 2 * numbers, numbers)) for objective in OBJECTIVES}
-    assert found["cosine"] == pytest.approx(0, abs=1e-6)
-    assert found["dlg"] == pytest.approx(1)
+    result = {objective: float(difference(objective, 2 * numbers, numbers)) for objective in OBJECTIVES}
+    assert result["cosine"] == pytest.approx(0, abs=1e-6)
+    assert result["dlg"] == pytest.approx(1)
 
 
 def test_no_steps_change_nothing() -> None:

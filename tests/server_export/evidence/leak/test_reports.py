@@ -18,7 +18,7 @@ def test_exact_is_the_mean() -> None:
     torch.testing.assert_close(make_report(ReportView(), gradients()).gradient(), gradients().mean(0))
 
 
-def test_top_has_the_largest_values_in_their_places() -> None:
+def test_top_has_the_largest_values_at_their_indices() -> None:
     report, mean = make_report(largest_values(gradients(), 0.01), gradients()), gradients().mean(0)
     assert len(report.values) == 6
     assert report.values.abs().min() >= mean.abs().sort().values[-6]
@@ -27,7 +27,7 @@ def test_top_has_the_largest_values_in_their_places() -> None:
     assert report.gradient() is None
 
 
-def test_scalars_are_projections_on_the_directions_of_a_run() -> None:
+def test_values_are_projections_on_the_directions_of_a_run() -> None:
     victim, form = make_victim(2), text_form(4)
     own = victim.gradients(form, make_rows(form, 1))[0]
     report = make_report(projections(victim.modules, seed=5, steps=3, queries=2), own)
@@ -40,12 +40,12 @@ def test_as_many_projections_as_values_determine_the_gradient(enough: bool) -> N
     victim, form = make_victim(2, num_hidden_layers=1), text_form(4)
     own = victim.gradients(form, make_rows(form, 1))[0]
     steps = -(-victim.size // 4) + 20 if enough else victim.size // 4 - 1
-    found = make_report(projections(victim.modules, 0, steps, 4), own).gradient()
+    result = make_report(projections(victim.modules, 0, steps, 4), own).gradient()
     if not enough:
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    assert float((found.float() - own[0]).norm()) < 1e-2 * float(own.norm())
+    assert result is not None
+    assert float((result.float() - own[0]).norm()) < 1e-2 * float(own.norm())
 
 
 def test_noise_is_as_large_as_it_says() -> None:

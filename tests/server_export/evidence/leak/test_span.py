@@ -18,9 +18,9 @@ def test_finds_rows_of_four_tokens_at_rank_eight(architecture: str, seed: int) -
     form = text_form(4)
     rows = make_rows(form, 1, seed)
     spans = compute_spans(victim.modules, victim.gradients(form, rows)[0][0])
-    found = read_prefixes(victim, form, spans, count=1, beam=8)
+    result = read_prefixes(victim, form, spans, count=1, beam=8)
     # The last token of a text is a target alone.
-    assert found[0].tolist() == rows.tokens[0, :3].tolist()
+    assert result[0].tolist() == rows.tokens[0, :3].tolist()
 
 
 def test_finds_all_tokens_of_a_task() -> None:
@@ -34,8 +34,8 @@ def test_finds_both_rows_of_a_batch() -> None:
     victim, form = make_victim(16), text_form(4)
     rows = make_rows(form, 2)
     spans = compute_spans(victim.modules, victim.gradients(form, rows)[0].mean(0))
-    found = read_prefixes(victim, form, spans, count=2, beam=16)
-    assert sorted(found.tolist()) == sorted(rows.tokens[:, :3].tolist())
+    result = read_prefixes(victim, form, spans, count=2, beam=16)
+    assert sorted(result.tolist()) == sorted(rows.tokens[:, :3].tolist())
 
 
 def test_as_many_tokens_as_the_rank_show_nothing() -> None:
@@ -51,8 +51,8 @@ def test_residuals_are_those_of_least_squares() -> None:
     inputs = draw.normal(size=(7, 6))
     inside = gradient @ np.linalg.lstsq(gradient, inputs.T, rcond=None)[0]
     expected = np.log(np.linalg.norm(inputs.T - inside, axis=0) / np.linalg.norm(inputs, axis=1))
-    found = residuals(spans, {"layer": torch.from_numpy(inputs)})
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+    result = residuals(spans, {"layer": torch.from_numpy(inputs)})
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
 
 
 def test_residuals_are_means_over_layers() -> None:

@@ -44,9 +44,9 @@ def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
         rows = make_rows(form, 1)
         step = Step(adapter, [example_of(form, rows)], seed=0, number=0)
         expected = Exact().measure(engine, step).gradient
-        found = victim.gradients(form, rows)[0][0].numpy()
+        result = victim.gradients(form, rows)[0][0].numpy()
         assert expected is not None
-        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "opt"])
