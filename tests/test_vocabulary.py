@@ -134,7 +134,7 @@ def test_retired_words_stay_out(room: str) -> None:
 
 
 def test_allowed_words_are_used() -> None:
-    """An entry of ALLOWED that nothing needs any more goes."""
+    """Entries of ALLOWED that are no longer needed must be removed."""
     unused = []
     for path, word in sorted(ALLOWED):
         sources = (file.read_text(encoding="utf-8") for file in python_files((path,)))

@@ -1,4 +1,4 @@
-"""Text of a real engine: answers that an evaluation scores, samples of a run, and a server."""
+"""Generation with a real engine: scored answers of an evaluation, samples of a run, and a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns to write the two words after a word, and is asked on the way."""
+    """A run that learns to write the next two words after a word, with samples during training."""
     folder = tmp_path_factory.mktemp("answers")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"q": f"{one} ?", "answers": [f"{words[i - 3]} {words[i - 2]}"]} for i, one in enumerate(words)]

@@ -1,4 +1,4 @@
-"""`import prge`: the page about it runs as it stands, and its functions take what the verbs take."""
+"""`import prge`: the code of its documentation runs, and its functions accept what the verbs accept."""
 
 from __future__ import annotations
 

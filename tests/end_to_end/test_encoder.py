@@ -1,4 +1,4 @@
-"""An encoder with its classification head in the driver: fit, fine-tune, score, replay."""
+"""An encoder with its classification head on the device: fit, fine-tune, score, replay."""
 
 from __future__ import annotations
 

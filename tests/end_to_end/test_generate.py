@@ -1,4 +1,4 @@
-"""What a bundle and what was trained on it write, in the engine, against transformers and PEFT."""
+"""Completions of a bundle and of its trained adapter in the engine equal those of transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily s
 
 @pytest.fixture(scope="module")
 def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose adapter is far from where it began."""
+    """A run whose adapter is far from its start."""
     run = tmp_path_factory.mktemp("trained") / "run"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--task",
@@ -31,7 +31,7 @@ def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: int = 12) -> list[list[int]]:
-    """Greedy tokens of transformers without the one that ends a text, with an adapter by PEFT."""
+    """Return greedy tokens of transformers without the end-of-sequence token, with an adapter by PEFT."""
     import peft
     import torch
     import transformers
@@ -51,7 +51,7 @@ def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: 
 
 
 def texts_of(model: Path, prompts: tuple[str, ...], answers: list[list[int]]) -> list[str]:
-    """What transformers' tokenizer writes for each answer after its prompt."""
+    """Decode each completion after its prompt with transformers' tokenizer."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""`prge export --init eva`, with ranks of its own for every layer, through the verbs that read a bundle."""
+"""`prge export --init eva` with a rank for each layer, and the verbs that read such a bundle."""
 
 from __future__ import annotations
 

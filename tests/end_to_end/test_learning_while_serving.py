@@ -1,4 +1,4 @@
-"""A server of a real engine that learns from its clients, is killed on the way, and goes on."""
+"""A server with a real engine that trains on its clients' feedback, is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = ("--learn-every", 4, "--learn-epochs", 150, "--learning-rate", 0.05, 
 
 @contextmanager
 def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """A server that learns into a folder, and OpenAI's client of it."""
+    """Start a server that trains in a folder, and return OpenAI's client of it."""
     command = [sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     given = [*map(str, command), "--port", "0", "--threads", "1"]
@@ -59,7 +59,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def learners(process: subprocess.Popen[str]) -> list[int]:
-    """Numbers of a server's processes that learn."""
+    """Return the ids of a server's training processes."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     numbers = [int(number) for path in tasks for number in path.read_text().split()]
     return [each for each in numbers if b"round_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
@@ -86,7 +86,7 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.ConflictError) as caught:
             client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
         assert caught.value.code == "feedback_given"
-        # Answers go on while it learns; then it is killed.
+        # Completions continue during training; then the server is killed.
         journal = learn / "rounds/0001/journal.jsonl"
         until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
         assert ask(client, "ee ?")[0].startswith("cmpl-")
@@ -102,13 +102,13 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
         rows = [json.loads(line) for line in (learn / "feedback.jsonl").read_text().splitlines()]
         assert rows[-1]["adapter"] != rows[0]["adapter"] and rows[-1]["rating"] == "good"
-        # One request takes it back.
+        # One request rolls the adapter back.
         assert client.post("/adapters/back", body={"version": 1}, cast_to=object)["current"] == 0
         assert ask(client, PROMPTS[0])[1].strip() != "bb cc"
         with pytest.raises(openai.ConflictError):
             client.post("/adapters/back", body={"version": 1}, cast_to=object)
         assert history(client)[0]["current"]
-    # The same rows in another folder, without a kill.
+    # Train on the same rows in another folder, without a kill.
     other = tmp_path / "other"
     other.mkdir()
     content = (learn / "feedback.jsonl").read_text().splitlines(keepends=True)
@@ -153,7 +153,7 @@ def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         until(lambda: history(client)[-1]["status"] not in ("start", "learning"))
-        assert not learners(process)  # and gives the memory back
+        assert not learners(process)  # and frees the memory
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     assert f"MB at most, of the {least[1]} MB of --memory" in (tmp_path / "log").read_text()

@@ -1,4 +1,4 @@
-"""A trained model has the same loss on long texts, in pieces, as transformers has of whole ones."""
+"""The loss of a trained model on long texts in chunks equals transformers' loss on the whole texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint with a classification head: scored by it, trained, published, and others' classes."""
+"""A checkpoint with its own classification head: scored with it, trained, published, and other classes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(made_once: FolderBuilder) -> Path:
 
 
 def logits_of(model: Any, texts: list[str] = TEXTS) -> torch.Tensor:
-    """What transformers answers, [texts, classes]."""
+    """Return transformers' logits, [texts, classes]."""
     tokenizer = make_tokenizer()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([tokenizer(text)["input_ids"]])).logits for text in texts])
@@ -54,7 +54,7 @@ def base(folder: Path) -> Any:
 
 
 def rows(folder: Path, classes: list[str] | list[int]) -> list[object]:
-    """Rows whose classes are called so, in an order of the task's own, as words of a verb."""
+    """Write rows with named classes, in the task's own order, and return arguments of a verb."""
     order = [*range(1, len(classes)), 0]
     labelled = [{"text": text, "label": classes[number % len(classes)]} for number, text in enumerate(TEXTS)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in labelled))

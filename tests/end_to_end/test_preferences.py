@@ -1,4 +1,4 @@
-"""Preferences on real programs: with both kinds of adapters and all estimators, and tuned by one command."""
+"""Preferences on real programs: with both types of adapters and all estimators, and with `prge tune`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workshop import bits, write_rows
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """After a word the chosen answer says it again."""
+    """Pairs whose chosen answer repeats the prompt's word."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -52,7 +52,7 @@ def test_a_run_learns_pairs_and_replays(
 
 
 def unequal_pairs(count: int) -> list[dict[str, Any]]:
-    """Prompts and answers of very different lengths."""
+    """Pairs with prompts and answers of very different lengths."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -71,7 +71,7 @@ STARTS = [("upper_bundle", "exact", 4), ("upper_bundle", "exact", 8), ("bundle",
 def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
     workshop: Path, upper_bundle: Path, tmp_path: Path, bundle: str, estimator: str, batch: int
 ) -> None:
-    """With int4, too, where the last bit of a float in another batch may come to a hundredth of a nat."""
+    """This holds for int4 too, where a float's last bit in another batch may change the loss by 0.01 nat."""
     folder = upper_bundle if bundle == "upper_bundle" else workshop / "bundle"
     train = write_rows(tmp_path / "train.jsonl", unequal_pairs(16))
     dev = write_rows(tmp_path / "dev.jsonl", unequal_pairs(23)[-8:])

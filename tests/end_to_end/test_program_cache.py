@@ -1,4 +1,4 @@
-"""Programs that an export leaves in the user's cache, for another one in a process of its own."""
+"""Programs in the user's cache are reused by an export in another process."""
 
 from __future__ import annotations
 

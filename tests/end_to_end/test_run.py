@@ -1,4 +1,4 @@
-"""`prge run` and its neighbours on a real bundle, as a user calls them."""
+"""`prge run` and related verbs on a real bundle, as a user calls them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     )
     assert sharded == whole
     assert "a b.jsonl and c.jsonl" in said + (tmp_path / "run/log.txt").read_text()
-    # From another folder, and not with other rows.
+    # Resume works from another folder, and not with other rows.
     prge("run", "--resume", tmp_path / "run", cwd=tmp_path)
     (shards / "c.jsonl").write_text("".join(lines[11:]))
     assert prge("run", "--resume", tmp_path / "run", "--steps", 14, check=False).returncode == 2
@@ -69,7 +69,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
 
 
 def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
-    """`eval` takes its bundle without a flag too, and its rows from several files."""
+    """`eval` accepts its bundle without a flag, and rows from several files."""
     scored: dict[str, float] = {}
     for name, files in (("twice", ("dev", "train")), ("dev", ("dev",)), ("train", ("train",))):
         out = tmp_path / f"{name}.json"

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint of texts and images is trained, and its adapter loads as its card says."""
+"""The text part of a multimodal checkpoint is trained, and its adapter loads as its card says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_t
 
 
 def write_checkpoint(folder: Path) -> Any:
-    """A tiny model of texts and images with random weights, and its tokenizer."""
+    """Write a tiny model of images and texts with random weights, and its tokenizer."""
     from transformers import AutoModelForMultimodalLM, Gemma3Config
 
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
     result: dict[str, Any] = {}
     exec(code.replace("<this folder>", str(tmp_path / "adapter")), result)
 
-    # The same adapter in the weights of the whole model.
+    # Load the same adapter into the whole model.
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Loss and targets of rows are those that transformers computes of their tokens."""
+"""Loss and targets of rows equal those that transformers computes from their tokens."""
 
 from __future__ import annotations
 

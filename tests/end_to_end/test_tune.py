@@ -1,4 +1,4 @@
-"""`prge tune`: from rows to an adapter, killed in any stage, on rows that are few, equal or long."""
+"""`prge tune` from rows to an adapter: killed in any stage, and with few, equal or long rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(300)
 
-# Files that appear in the stages after rows and plan, and how a process is ended when they do.
+# Files that appear in the stages after rows and plan, and the signal that ends the process then.
 INSTANTS = {
     "before.json": signal.SIGKILL,
     "search/0.001-8/journal.jsonl": signal.SIGTERM,
@@ -36,7 +36,7 @@ INSTANTS = {
 
 
 def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
-    """Start a tuning and end its own process, and no other, when a file is there; returns what it said."""
+    """Start a tuning and end only its own process when a file exists; return its output."""
     command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
@@ -45,7 +45,7 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Tests that a shell runs in the background were told to ignore Ctrl-C, and would hand that on.
+        # Background processes of a shell ignore Ctrl-C, and tests would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until = time.monotonic() + 120
@@ -85,7 +85,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     out = tmp_path / "out"
     words = tune_words(workshop, out)
     for pattern, how in INSTANTS.items():
-        # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
+        # The child process ends too: the next tuning starts at once, and no process holds the folder.
         output = end_after(pattern, out, words, how)
         assert "in use" not in output
         assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
@@ -132,7 +132,7 @@ def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_p
 
 @pytest.mark.whole
 def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
-    """Of a hundred thousand tokens, and nothing of them is lost."""
+    """The long row has a hundred thousand tokens, none of which is lost."""
     texts = ["aa bb " * 17_000, "cc dd", "dd cc"]
     rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     dev = write_rows(tmp_path / "dev.jsonl", [{"text": "aa bb"}])
@@ -167,7 +167,7 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
     words += ["--dev", rows, "--learning-rate", 0.01, "--json", tmp_path / "tune-result.json"]
     done = prge("tune", rows, *words)
     result = result_of(tmp_path / "out")
-    # The start is one of the steps that development rows choose from.
+    # The start is a step that development rows may choose.
     assert result["score_after"]["loss"] <= result["score_before"]["loss"]
     assert "2 different rows" in result["chosen"]["head_folds"]["why"]
     before, after = result["samples"]["before"], result["samples"]["after"]
@@ -178,7 +178,7 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
 
 @pytest.mark.whole
 def test_an_empty_completion_is_reported_with_its_row(workshop: Path, tmp_path: Path) -> None:
-    """Of the user's own file, before anything is made; the same folder takes the corrected command."""
+    """The message names the user's file before any work; the same folder accepts the corrected command."""
     lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
     rows, out = write_rows(tmp_path / "rows.jsonl", lines), tmp_path / "out"
     words = ["tune", rows, "--model", workshop / "model", "--dev", rows, "--out", out, "--steps", 2]
@@ -215,7 +215,7 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
     ("size", "output", "left"),
     [
         ("200k", "too little room", set()),
-        # What was decided stays for who makes room and resumes; no half of a bundle does.
+        # Earlier decisions are kept for a resume with more room; no partial bundle is left.
         ("900k", "No space left", {"config.yaml", "rows", "run.lock", "settings", "tune.json"}),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_full_disk_is_reported_and_leaves_no_bundle(
 
 @pytest.mark.whole
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
-    """The final run says what to do where the user insists on one."""
+    """If the user insists on the rate, the final run's message says what to do."""
     words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr

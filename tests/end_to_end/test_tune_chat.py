@@ -1,4 +1,4 @@
-"""`prge tune` on messages for a model that has no chat template, from its rows to an answer."""
+"""`prge tune` on messages for a model without chat template, from rows to an answer."""
 
 from __future__ import annotations
 

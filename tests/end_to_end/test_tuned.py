@@ -1,4 +1,4 @@
-"""A folder of `prge tune` wherever a bundle, an adapter or a run is asked for, by real verbs."""
+"""A folder of `prge tune` works as a bundle, an adapter or a run of other verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage changes a file, and what is crafted keeps every checksum right."""
+"""Mutations change a file, and crafted ones keep every checksum valid."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_headers_of_weights_are_changed(tmp_path: Path) -> None:
 
 
 def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> None:
-    """Numbers and texts are found up to the data, and a lie changes some of them alone."""
+    """Numbers and texts are located up to the data, and a mutation changes only some of them."""
     import gguf
 
     path = tmp_path / "a.gguf"
@@ -92,7 +92,7 @@ def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> Non
     numbers, texts = damage.gguf_header_fields(content)
     assert [content[at : at + size] for at, size in texts][-3:] == [b"a", b"bc", b"x"]
     at, size = numbers[-1]
-    # The offset of the last tensor; behind it nothing but padding and data.
+    # The offset of the last tensor; only padding and data come after it.
     assert (content[at : at + size], len(content[at + size :].strip(b"\0"))) == (bytes(8), 0)
     damage.mutate_gguf(path, Random(1))
     damaged = path.read_bytes()

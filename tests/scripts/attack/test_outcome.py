@@ -1,4 +1,4 @@
-"""A verdict is what the process did, and a report counts them."""
+"""Verdicts follow from what a process did, and a report counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables name is there."""
+"""Everything that the tables name exists."""
 
 from __future__ import annotations
 

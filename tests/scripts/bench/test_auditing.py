@@ -1,4 +1,4 @@
-"""What an audit proves is true, and is much where there is much to prove."""
+"""Audits prove true bounds, and large ones where much can be proven."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_interval_has_the_probabilities_that_define_it(hits: int, trials: int
 
 
 def _counts(random: np.random.Generator, noise: float, trials: int) -> tuple[int, int, int]:
-    """How many normals are nearer to where the row puts them."""
+    """Count normal samples that are nearer to their mean with the row."""
     inside, outside = random.normal(1 / noise, size=trials), random.normal(size=trials)
     return int((inside >= 0.5 / noise).sum()), int((outside >= 0.5 / noise).sum()), trials
 
@@ -39,7 +39,7 @@ def test_normals_are_proven_to_be_nearly_as_far_apart_as_they_are(noise: float) 
 
 
 def test_it_is_hardly_ever_wrong() -> None:
-    """One time in 20, if at all."""
+    """An audit is wrong at most one time in 20."""
     random, true = np.random.default_rng(2), epsilon_of([(1.0, 1)], DELTA)
     audits = [audit(*_counts(random, 1.0, 200), DELTA) for _ in range(200)]
     assert sum(result.gaussian > true for result in audits) <= 15

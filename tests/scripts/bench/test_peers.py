@@ -1,4 +1,4 @@
-"""Trainers beside each other: the same sizes for all, and what can't be had says why."""
+"""Trainers run with the same sizes, and an unavailable one reports why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = replace(TRIALS["smollm2-135m"], batch=2, tokens=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model, and a small trial of its shape."""
+    """A folder with a small model and a small trial of its shape."""
     monkeypatch.setattr(peers, "TRIALS", {"small": SMALL})
     monkeypatch.setitem(CONFIGURATIONS, SMALL.shape, {**CONFIGURATIONS[SMALL.shape], "vocab_size": 512})
     save_random_model(tmp_path / "model", f"{SMALL.shape}:tiny")
@@ -65,7 +65,7 @@ def test_a_step_that_takes_too_long_is_left_out(folder: Path) -> None:
 
 @pytest.mark.whole
 def test_all_that_run_here_begin_at_the_same_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of random weights; each learns."""
+    """All methods start with the loss of random weights, and learn."""
     if not (cache_path("mlx") / "bin/python").is_file():
         monkeypatch.setattr(peers, "METHODS", [name for name in peers.METHODS if name not in MLX])
     methods = [name for name in peers.METHODS if name != peers.BLAS]

@@ -1,4 +1,4 @@
-"""Measurements in turns, and what they come to."""
+"""Measurements in turns and their summary."""
 
 from __future__ import annotations
 

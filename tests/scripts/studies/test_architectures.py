@@ -1,4 +1,4 @@
-"""The study of architectures: tiny models of any type, a slice of them tried, and its table."""
+"""The study of architectures: tiny models of any type, some of them tried, and its page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.compilers import needs_compiler
 from tests.tiers import second_tier
 from tests.tiny_types import LAYERS, family, make_tiny, text_types
 
-# Operators that models compute numbers with, and that have no forward-mode derivative.
+# Operators of models' numeric computations without forward-mode derivative.
 WITHOUT_DERIVATIVE = {
     "aten.fft_fftn.default",
     "aten.acos.default",
     "aten.conv1d.default",
     "aten.index.Tensor",
 }
-# Of each sort one: the study tries all types.
+# One type of each sort; the study tries all types.
 SORTS = (
     *("ernie4_5", "exaone4", "falcon_h1", "gemma3n_text", "gemma4_text", "glm4", "gpt_neox", "gptj"),
     *("granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "dots1"),
@@ -123,7 +123,7 @@ def test_a_slice_of_the_sweep_works(model_type: str) -> None:
 def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
     model_type: str, tmp_path: Path
 ) -> None:
-    """One that a later transformers brings shows here with its name."""
+    """A new operator of a later transformers version fails here by name."""
     try:
         make_tiny(model_type).save_pretrained(tmp_path)
     except ValueError:
@@ -137,7 +137,7 @@ def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
 
 
 def test_families_are_those_of_what_a_model_computes() -> None:
-    """ConvBERT's and SqueezeBERT's convolutions are no recurrence; RWKV has no attention but its own."""
+    """Convolutions of ConvBERT and SqueezeBERT are no recurrence; RWKV has only its own attention."""
     families = {"convbert": "encoder", "squeezebert": "encoder", "rwkv": "recurrent", "mamba": "recurrent"}
     assert {name: family(name, make_tiny(name)) for name in families} == families
 

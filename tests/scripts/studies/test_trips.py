@@ -1,4 +1,4 @@
-"""The trip of one exact step is counted by running one."""
+"""The files and frames of one exact step are counted by running one."""
 
 from __future__ import annotations
 
