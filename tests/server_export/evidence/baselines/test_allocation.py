@@ -1,4 +1,4 @@
-"""What learns is chosen within a limit: against all choices where they are few, and by what holds for any."""
+"""Allocations within a limit: compared with all allocations if they are few, and by general properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEARCHES: tuple[SearchName, SearchName] = ("greedy", "evolutionary")
 
 
 def make_problem(limit: int, *options: Option, depths: int = 1) -> AllocationProblem:
-    """Backward passes of any depth are free."""
+    """Return a problem in which backward passes of any depth are free."""
     return AllocationProblem((Depth(0.0, 0),) * depths, options, limit)
 
 
@@ -24,7 +24,7 @@ def levels(problem: AllocationProblem, search: SearchName = "greedy") -> dict[st
 
 
 def every(problem: AllocationProblem) -> list[Allocation]:
-    """All choices that fit."""
+    """Return all allocations within the limit."""
     result = []
     for depth in range(len(problem.depths)):
         options_by_part: dict[str, list[Option | None]] = {}
@@ -81,7 +81,7 @@ def test_nothing_is_chosen_where_nothing_gains_or_fits() -> None:
 
 
 def test_evolution_finds_what_greed_misses() -> None:
-    # Greed takes the first, which leaves no room for the two others.
+    # The greedy search chooses the first, which leaves no room for the two others.
     options = [Option(part, 0, 1, gain, int(gain)) for part, gain in (("a", 6.1), ("b", 5.0), ("c", 5.0))]
     problem = make_problem(10, *options)
     assert levels(problem) == {"a": 1}

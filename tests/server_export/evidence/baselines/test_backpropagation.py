@@ -1,4 +1,4 @@
-"""The methods that go along exact gradients: what they train, and that it is learnt."""
+"""Methods with exact gradients: which parameters they train, and that they learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prge baseline`: what a run leaves behind, and that a killed one is begun again."""
+"""`prge baseline`: the files of a run, and restarts of a killed one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     records = read_metrics(settings.out)
     steps = [record for record in records if record["event"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 41))
-    # Four rows a step, a forward and a backward of two forwards' cost.
+    # Four rows in a step, and a backward pass at the cost of two forward passes.
     assert [record["rows"] for record in steps] == [12 * step for step in range(1, 41)]
     evaluations = [record for record in records if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == list(range(0, 41, 4))
@@ -81,7 +81,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
     chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "steps": 4, "evaluate_every": 2}
     if method == "sparse-bp":
-        # A quarter of one block has no room for anything.
+        # A quarter of one block is too little for any update.
         chosen["memory_share"] = 0.9
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)

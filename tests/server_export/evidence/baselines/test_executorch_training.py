@@ -1,4 +1,4 @@
-"""ExecuTorch's own training on a whole decoder: its losses and gradients are autograd's, and it learns."""
+"""ExecuTorch's training of a whole decoder has autograd's losses and gradients, and learns."""
 
 from __future__ import annotations
 

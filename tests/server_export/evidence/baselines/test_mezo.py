@@ -1,4 +1,4 @@
-"""MeZO: two forwards, parameters in place, noise from seeds."""
+"""MeZO: two forward passes, parameters changed in place, noise from seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_projected_gradient_is_the_derivative_along_the_noise(tmp_path: Path) ->
     method = MeZO(problem, SETTINGS)
     before = values(method)
     method.step(ROWS, 1.0)
-    # What the step moved by is the scalar times the noise.
+    # The step's change is the projected gradient times the noise.
     noise = (before - values(method)) / method.projected_gradient
     assert noise.mean() == pytest.approx(0, abs=0.02) and noise.std() == pytest.approx(1, abs=0.02)
     losses = []

@@ -1,4 +1,4 @@
-"""A baseline's loss is the driver's, to the last digits that float32 has."""
+"""A baseline's loss equals the driver's up to float32 rounding."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, mode
 def test_a_quantized_base_has_the_rounded_weights(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that the tiny table counts as a large one.
+    # Makes the tiny table count as a large one.
     monkeypatch.setattr("server_export.quantize.quantization.EMBEDDING_BYTES", 1)
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
     assert isinstance(engine.network.get_input_embeddings(), Int8Embedding)
@@ -99,7 +99,7 @@ def test_full_logits_never_exist(tmp_path: Path) -> None:
         lambda module, inputs, output: seen.append(tuple(output.shape))
     )
     problem.loss(CHOICES)
-    # A position for each of the two prompts, though five words are compared.
+    # One position for each of the two prompts, although five words are compared.
     assert seen == [(1, 2, 128)]
 
 

@@ -1,4 +1,4 @@
-"""Crossings, intervals and rankings against plain computations."""
+"""Crossings, intervals and rankings, compared with plain computations."""
 
 from __future__ import annotations
 

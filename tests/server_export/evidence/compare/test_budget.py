@@ -1,4 +1,4 @@
-"""Budgets become steps."""
+"""Budgets are converted to steps."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_no_two_evaluations_are_further_apart_than_the_growth(
     assert list(result) == sorted(set(result))
     assert (result[0], result[-1]) == (0, steps)
     assert result[1] == min(steps, -(-first // rows_of_a_step))
-    # A step may reach several rows of the series, or come up to its own size late for one.
+    # A step may reach several values of the series, or reach one late by up to its own size.
     for before, after in itertools.pairwise(result[1:]):
         assert after <= before * growth + 1

@@ -1,4 +1,4 @@
-"""Verbs in processes of their own."""
+"""Verbs run in child processes."""
 
 from __future__ import annotations
 

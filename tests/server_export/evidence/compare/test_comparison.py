@@ -1,4 +1,4 @@
-"""The work of a comparison with pretended verbs: what is called, what is skipped, what fails alone."""
+"""A comparison with fake verbs: calls, skipped work, and failures of single methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", verbs, *BOTH)
     # Both methods run on one bundle.
     assert verbs.verbs().count("export") == 1
-    # The measured one, three trials and one beyond the edge at 0.03, then two seeds.
+    # One measurement, three trials, one more beyond the edge at 0.03, and two seeds.
     assert verbs.verbs().count("baseline") == 7
     backprop, p_rge = result["methods"]["backprop-lora-fa"], result["methods"]["p-rge"]
     assert backprop["learning_rate"] == p_rge["learning_rate"] == 0.03
@@ -89,7 +89,7 @@ def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", verbs, *BOTH)
     assert result["methods"]["backprop-lora-fa"]["runs"] == []
     assert "baseline said this" in result["methods"]["backprop-lora-fa"]["failures"][0]
-    # What can't be measured isn't tried at any rate.
+    # A method that can't be measured has no trials.
     assert verbs.verbs().count("baseline") == 1
     assert len(result["methods"]["p-rge"]["runs"]) == 2
 
@@ -108,7 +108,7 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     verbs = FakeVerbs()
     words = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
     result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
-    # A pretended step takes 0.1 s.
+    # A fake step takes 0.1 s.
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]
     assert "dev" not in verbs.calls[1][1]

@@ -1,4 +1,4 @@
-"""The registry, rows of a step, and what verbs are started with for every method."""
+"""The registry of methods, the rows of a step, and the settings that verbs get."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rows_of_a_step(name: str, rows: int) -> None:
 
 
 def parsed(settings_class: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
-    """Settings as the verb reads them from the file that it is started with."""
+    """Return settings as the verb reads them from its file."""
     return read_settings(
         settings_class, Path(write_verb_config("verb", settings, folder / "verb.yaml")[2]), "prge verb"
     )

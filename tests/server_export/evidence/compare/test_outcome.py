@@ -1,4 +1,4 @@
-"""What a stored comparison comes to."""
+"""The evaluation of a stored comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_to_a_target_met_by_the_first_evaluation_are_a_bound(tmp_path: Path
     outcome = judge(result)
     rows = outcome.figures["backprop-lora-fa"]["rows_to_target"]
     assert (rows.mean, rows.bounded) == (2016, frozenset(SEEDS))
-    # A ratio to a bound would be one that nobody measured.
+    # A ratio to a bound was never measured.
     assert {duel.ratio for duel in outcome.duels if duel.figure.key == "rows_to_target"} == {None}
     assert to_json(result, outcome)["methods"]["backprop-lora-fa"]["rows_to_target"]["bounded"] == 3
 

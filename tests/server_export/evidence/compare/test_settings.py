@@ -1,4 +1,4 @@
-"""Presets and settings of a comparison, and how mistakes in them are told."""
+"""Presets and settings of a comparison, and messages about mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on whole reports: they find rows where the report has them; with noise the prior is left."""
+"""Attacks on whole reports: they recover rows that a report contains; with noise, the prior is left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_search_stays_within_its_gradients() -> None:
     draw = torch.Generator().manual_seed(0)
     search = Search(victim, form, report, draw, LeakSettings(preset="demo", guesses=300, objectives=[]))
     search.run(*prior.sample(victim, form, 32, draw))
-    # What is tried at once isn't cut short.
+    # A batch of trials isn't cut short.
     assert search.gradient_count <= 300 + 4 * victim.vocabulary
 
 
@@ -89,5 +89,5 @@ def test_the_prior_returns_the_consensus_of_its_texts() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 2, 3], [6, 7, 8]])
     rows = Rows(tokens, torch.zeros(4, dtype=torch.long))
     assert prior.consensus(rows, torch.zeros(4)).tokens.tolist() == [[1, 2, 3]]
-    # Unless one of them is far likelier than the others.
+    # Unless one of the texts is far more likely than the others.
     assert prior.consensus(rows, torch.tensor([0.0, 0, 0, 9])).tokens.tolist() == [[6, 7, 8]]

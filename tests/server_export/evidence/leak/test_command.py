@@ -22,12 +22,12 @@ def parse(words: str) -> LeakSettings:
 
 
 def output(_: str) -> None:
-    """Nobody reads it."""
+    """Discard a line of output."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `model`, `rows.jsonl` of texts and `visits.jsonl` of a task."""
+    """A folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
     save_model(tmp_path / "model", "llama")
     lines = [
         json.dumps({"text": f"some {word} here", "label": index % 2}) for index, word in enumerate("abcd")

@@ -1,4 +1,4 @@
-"""What a device sends, and what of the gradient is in it."""
+"""Reports of a device, and the part of the gradient that they contain."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
     clip = float(own.norm(dim=1).max())
     steps = report.view(own).reshape(2, 10, 4)
     assert float(steps.norm(dim=2).max()) <= clip * 4**0.5 * 1.0001
-    # What is below the clip stays as it is.
+    # A contribution below the clip bound is unchanged.
     torch.testing.assert_close(steps[1].flatten(), plain(own)[1])
 
 

@@ -1,4 +1,4 @@
-"""The span check: it must find rows that are shorter than the rank, and say nothing of others."""
+"""The span check recovers rows that are shorter than the rank, and makes no claim about others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_finds_rows_of_four_tokens_at_rank_eight(architecture: str, seed: int) -
     rows = make_rows(form, 1, seed)
     spans = compute_spans(victim.modules, victim.gradients(form, rows)[0][0])
     result = read_prefixes(victim, form, spans, count=1, beam=8)
-    # The last token of a text is a target alone.
+    # The last token of a text is only a target.
     assert result[0].tolist() == rows.tokens[0, :3].tolist()
 
 

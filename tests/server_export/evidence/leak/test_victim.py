@@ -1,4 +1,4 @@
-"""What an adversary computes is what a device computes."""
+"""An adversary computes the same gradients as a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.server_export.evidence.leak.victims import make_rows, make_victim, ta
 
 
 def example_of(form: KnownForm, rows: Rows) -> Example:
-    """The first of some rows as a device reads it."""
+    """Return the first row as an example of a device."""
     tokens = (*form.prefix, *rows.tokens[0].tolist(), *form.suffix)
     if form.classes:
         targets = [Target(len(tokens) - 1, token, 1.0, index) for index, token in enumerate(form.classes)]
@@ -76,7 +76,7 @@ def test_likelihood_is_the_product_of_predictions() -> None:
 
 
 def inputs_of(victim: Victim, form: KnownForm, rows: Rows) -> torch.Tensor:
-    """What the first layer sees of a row's tokens, times lora_a^T: [tokens, rank]."""
+    """Return the first layer's inputs for a row's tokens, times lora_a^T: [tokens, rank]."""
     prefixes = [rows.tokens[:1, :count] for count in range(form.length)]
     name = victim.modules[0].name
     return torch.cat([victim.reduced_inputs(form, prefix)[name] for prefix in prefixes])
