@@ -86,7 +86,7 @@ def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Return a function that builds a folder once for all tests; see tests/store.py."""
     cache = getattr(request.config, "cache", None)
     store = Store(cache.mkdir("made") if cache else tmp_path_factory.getbasetemp().parent / "made")
-    return store.made
+    return store.build_once
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ class Store:
             if time.time() - other.stat().st_mtime > _DAY:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def made(self, name: str, fill: Callable[[Path], object]) -> Path:
+    def build_once(self, name: str, fill: Callable[[Path], object]) -> Path:
         """Return a read-only folder by name; the first caller fills it while other processes wait.
 
         Its files contain absolute paths, so it stays where it is filled.
