@@ -1,4 +1,4 @@
-"""The page of a real `prge serve` and of `prge watch`, in a real browser."""
+"""The page of a real `prge serve` and `prge watch` in a real browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @contextmanager
 def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """A verb in a process of its own."""
+    """Start a verb in its own process."""
     command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
@@ -40,7 +40,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 
 def ended(process: subprocess.Popen[str], number: int) -> None:
-    """A signal ends a verb at once, though a page looks at it, and nothing is said of that."""
+    """Check that a signal ends a verb at once and silently, even with an open page."""
     process.send_signal(number)
     assert process.wait(10) == 0
     assert process.stderr is not None and process.stderr.read() == ""
@@ -108,7 +108,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
 
 @pytest.mark.whole
 def test_watching_what_is_not_there(tmp_path: Path) -> None:
-    found = prge("watch", tmp_path / "none", check=False)
-    assert found.returncode == 2 and f"{tmp_path / 'none'} is not a folder" in found.stderr
-    found = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
-    assert found.returncode == 2 and "there is no API key" in found.stderr
+    result = prge("watch", tmp_path / "none", check=False)
+    assert result.returncode == 2 and f"{tmp_path / 'none'} is not a folder" in result.stderr
+    result = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
+    assert result.returncode == 2 and "there is no API key" in result.stderr
