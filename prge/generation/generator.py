@@ -1,4 +1,4 @@
-"""The GenerationEngine protocol: what generation needs from an engine, nothing else."""
+"""The GenerationEngine protocol: what text generation needs from an engine."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from prge.formats.adapter import Adapter
 
 
 class GenerationEngine(Protocol):
-    """Continues sequences of tokens, several at once, each with an adapter of its own.
+    """Computes logits of several token sequences at once, each with its own adapter and KV cache.
 
-    A sequence keeps what the model made of its tokens, so that each is computed once.
+    The cache of a sequence holds its keys, values and recurrent states, so that every token is computed once.
     """
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens that logits are for."""
+        """Number of logits of a token."""
         ...
 
     @property
     def context(self) -> int:
-        """Most tokens of a sequence, prompt and answer together."""
+        """Most tokens of a sequence: prompt and completion together."""
         ...
 
     @property
     def slots(self) -> int:
-        """Most sequences that are open at once."""
+        """Most sequences that can be open at once."""
         ...
 
     def open(self, adapter: Adapter) -> int:
-        """Begin an empty sequence; its number. There must be a free slot. The adapter must not change."""
+        """Opens an empty sequence in a free slot; returns its number. The adapter's values must not
+        change."""
         ...
 
     def length(self, sequence: int) -> int:
-        """Tokens that a sequence holds."""
+        """Returns the number of tokens of a sequence."""
         ...
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Append at least one token; logits f32 [vocabulary_size] of the token that follows the last one.
+        """Appends one or more tokens; returns the logits of the next token, f32 [vocabulary_size].
 
         Raises:
             EngineError: the sequence would be longer than `context`, or the engine failed.
@@ -48,11 +49,11 @@ class GenerationEngine(Protocol):
 
     @property
     def most_checked(self) -> int:
-        """Most tokens of a `check`; 0 if a sequence can't go back to where a check found a wrong one."""
+        """Most tokens of a `check`; 0 if sequences can't be rewound to a token that a check found wrong."""
         ...
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Append at least two tokens; logits f32 [tokens, vocabulary_size] of the one that follows each.
+        """Appends two or more tokens; returns the logits after each of them, f32 [tokens, vocabulary_size].
 
         Raises:
             EngineError: see `feed`.
@@ -60,7 +61,8 @@ class GenerationEngine(Protocol):
         ...
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """Append one token to each of several sequences; logits as `feed` answers them, by sequence.
+        """Appends one token to each of several sequences; returns their next logits by sequence, as `feed`
+        does.
 
         Raises:
             EngineError: see `feed`.
@@ -68,9 +70,10 @@ class GenerationEngine(Protocol):
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Forget all tokens of a sequence behind its first `length`; more where it can't go back to there."""
+        """Removes all tokens of a sequence after its first `length`, or more if it can't be rewound to
+        there."""
         ...
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence and free its slot."""
+        """Closes a sequence and frees its slot."""
         ...

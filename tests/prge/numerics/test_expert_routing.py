@@ -51,7 +51,7 @@ def back(expert: int, given: FloatArray, slope: FloatArray) -> list[FloatArray]:
 
 
 def test_states_behind_experts_are_the_sum_of_what_was_chosen() -> None:
-    assert ROUTING.is_consistent and (ROUTING.chosen, ROUTING.rest) == (CHOSEN, REST)
+    assert ROUTING.is_consistent and (ROUTING.experts_per_token, ROUTING.passed_through) == (CHOSEN, REST)
     (found,) = ROUTING.forward(states(), forward)
     np.testing.assert_allclose(found, dense(states()), atol=1e-5)
 

@@ -65,7 +65,7 @@ def test_an_example_with_fewer_candidates_has_scores_of_minus_infinity_behind_th
     examples = [choice(1, [1], [7, 8, 9], 2), completion(2, [1, 2, 3], 1)]
     found = Loss(examples, np.array([[-1, -2, -3, -4, -6]], np.float32))
     np.testing.assert_array_equal(found.scores, [[[-1, -2, -3], [-5, -np.inf, -np.inf]]])
-    assert np.isfinite(found.losses).all() and not found.by_score[0, 1, 1:].any()
+    assert np.isfinite(found.losses).all() and not found.grad_scores[0, 1, 1:].any()
 
 
 def test_derivative_by_scores_matches_autograd() -> None:
@@ -81,7 +81,7 @@ def test_derivative_by_scores_matches_autograd() -> None:
     loss.backward()
     scores = table.detach().numpy()
     np.testing.assert_allclose(CROSS_ENTROPY.losses(scores, examples).sum(), loss.item(), rtol=1e-12)
-    np.testing.assert_allclose(CROSS_ENTROPY.slopes(scores, examples), table.grad, atol=1e-12)
+    np.testing.assert_allclose(CROSS_ENTROPY.gradients(scores, examples), table.grad, atol=1e-12)
 
 
 def test_head_gradient_matches_autograd() -> None:
@@ -91,7 +91,7 @@ def test_head_gradient_matches_autograd() -> None:
     examples = [classification(row, [row], 3, int(label)) for row, label in enumerate(labels, 1)]
     head = Head(3, 6)
     head.values[:] = random.normal(size=head.size)
-    found = Loss(examples, pooled, head=head).by_head(head)
+    found = Loss(examples, pooled, head=head).head_gradient(head)
     weight = torch.tensor(head.weight, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(head.bias, dtype=torch.float64, requires_grad=True)
     answers = torch.tensor(pooled, dtype=torch.float64) @ weight.T + bias
@@ -128,7 +128,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
         for scale in (length, -length)
     )
     expected = (np.stack(above) - np.stack(below)) / (2 * length)
-    np.testing.assert_allclose(loss.along(along), expected, atol=1e-8)
+    np.testing.assert_allclose(loss.jvp(along), expected, atol=1e-8)
     assert loss.grad_outputs.shape == outputs.shape[1:]
     whole = (loss.grad_outputs * along).reshape(5, -1).sum(1)
     np.testing.assert_allclose(whole, expected.sum(1), atol=1e-8)
@@ -180,7 +180,7 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
     jacobian = torch.autograd.functional.jacobian(lambda given: by_torch(given, examples), logprobs)
     ways = random.normal(size=(4, outputs.shape[1]))
     expected = ways @ jacobian.numpy().T
-    np.testing.assert_allclose(alone.along(ways), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(alone.jvp(ways), expected, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)
@@ -238,6 +238,6 @@ def test_a_loss_of_ones_own_trains_by_every_estimator(name: str) -> None:
     before = loss()
     for number in range(60):
         step = Step(adapter, sampler.batch(number), 1, number, objective=objective)
-        learnt = estimator.measure(engine, step).learnt
-        adapter.values -= 0.1 * estimator.gradient(learnt, 1, number, adapter.modules)
+        fields = estimator.measure(engine, step).journal_fields
+        adapter.values -= 0.1 * estimator.gradient(fields, 1, number, adapter.modules)
     assert loss() < 0.6 * before

@@ -94,7 +94,7 @@ def test_losses_and_slopes_match_autograd(name: str, level: float) -> None:
     assert scores.grad is not None
     np.testing.assert_allclose(OBJECTIVES[name].losses(table, examples)[0], expected.detach(), rtol=1e-12)
     np.testing.assert_allclose(
-        OBJECTIVES[name].slopes(table, examples)[0], scores.grad, rtol=1e-9, atol=1e-13
+        OBJECTIVES[name].gradients(table, examples)[0], scores.grad, rtol=1e-9, atol=1e-13
     )
 
 
@@ -103,7 +103,7 @@ def test_losses_far_from_the_start_stay_finite() -> None:
     table = np.array([[[-1e5, -1e-9], [-1e-9, -1e5], [0.0, 0.0], [-700.0, -1.0]]])
     for name, objective in OBJECTIVES.items():
         assert np.isfinite(objective.losses(table, examples)).all(), name
-        assert np.isfinite(objective.slopes(table, examples)).all(), name
+        assert np.isfinite(objective.gradients(table, examples)).all(), name
 
 
 def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative() -> None:
@@ -170,7 +170,7 @@ def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str)
             rtol=1e-12,
             atol=0,
         )
-        for whole in (objective.losses, objective.slopes)
+        for whole in (objective.losses, objective.gradients)
     )
     assert same == objective.is_separable == (name != "kto")
 
@@ -194,7 +194,7 @@ def test_every_objective_trains_by_every_estimator(name: str, estimator: str) ->
     before = score(engine, adapter, rows, objective=objective).loss
     for number in range(40):
         step = Step(adapter, sampler.batch(number), 1, number, objective=objective)
-        learnt = method.measure(engine, step).learnt
+        learnt = method.measure(engine, step).journal_fields
         steep = 0.1 if name == "ipo" else 1.0
         adapter.values -= steep * rate * method.gradient(learnt, 1, number, adapter.modules)
     assert score(engine, adapter, rows, objective=objective).loss < before
@@ -204,7 +204,7 @@ def test_a_weight_multiplies_loss_and_slope() -> None:
     rows = [completion(1, [1, 2, 3], 1), replace(completion(2, [4, 5], 1), weight=3.0)]
     found = Loss(rows, np.array([[-1.0, -2, -5]]))
     np.testing.assert_allclose(found.losses, [[1.5, 15]])
-    np.testing.assert_allclose(found.by_score, [[[-1], [-3]]])
+    np.testing.assert_allclose(found.grad_scores, [[[-1], [-3]]])
     np.testing.assert_allclose(found.grad_outputs, [-0.5, -0.5, -3])
 
 

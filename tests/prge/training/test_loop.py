@@ -125,8 +125,8 @@ class Run:
                 state=state,
                 settings=self.settings,
                 journal=journal,
-                keep=save or keep,
-                score=self.evaluate,
+                save_state=save or keep,
+                evaluate_state=self.evaluate,
             )
             train(learner, self.settings, self.observer, interrupted=interrupted)
             return state

@@ -127,7 +127,7 @@ def test_shared_directions_differ_by_query_alone() -> None:
 def test_sequences_take_the_directions_of_their_example() -> None:
     directions = RankOneDirections(5, 6, 2, 3, MODULES)
     owner = np.array([1, 1, 2])
-    found = directions.of(owner)
+    found = directions.for_sequences(owner)
     assert list(found) == ["u.q", "v.q", "u.v", "v.v"]
     for matrix, u, v in directions.factors():
         for name, factor in ((matrix.u, u), (matrix.v, v)):

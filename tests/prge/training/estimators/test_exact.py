@@ -260,7 +260,7 @@ def test_a_journal_gives_the_same_bits_back() -> None:
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     found = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
-    stored: Mapping[str, Any] = json.loads(json.dumps(found.learnt))
+    stored: Mapping[str, Any] = json.loads(json.dumps(found.journal_fields))
     assert "scalars" not in stored
     # Four bytes a number as text, three bytes in four letters.
     assert len(stored["gradient"]) == pytest.approx(adapter.size * 16 / 3, abs=4)

@@ -104,7 +104,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
     np.testing.assert_allclose(
-        estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
+        estimator.gradient(found.journal_fields, SEED, STEP, adapter.modules), exact, atol=1e-5
     )
 
 
@@ -118,7 +118,7 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     along = _rank_one(found, adapter, shared=True)[:, 0]
     np.testing.assert_allclose(found.projected_gradients.mean(1), along @ exact, atol=1e-6)
     expected = (along * found.projected_gradients.mean(1)[:, None]).mean(0)
-    gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    gradient = estimator.gradient(found.journal_fields, SEED, STEP, adapter.modules)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
@@ -197,8 +197,8 @@ def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     estimator = TangentEstimator(QUERIES, clip=clip)
     step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
     found = estimator.measure(engine, step)
-    live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
-    stored = json.loads(json.dumps(found.learnt))
+    live = estimator.gradient(found.journal_fields, SEED, STEP, adapter.modules)
+    stored = json.loads(json.dumps(found.journal_fields))
     assert truncate_to_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
     replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()
