@@ -141,7 +141,7 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
         variants=lambda queries: 1 + queries,
         tag="zeroth-order",
         meaning="FZOO (arXiv 2506.09034): forward passes only; every step compares the losses of perturbed "
-        "copies of the adapter with that of the unperturbed one, in units of their standard deviation, along "
+        "copies of the adapter with that of the unperturbed one, in units of their deviation, along "
         "a few random directions, a noisy estimate of the gradient.",
     ),
 }
