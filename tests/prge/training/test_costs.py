@@ -283,7 +283,7 @@ def test_so_many_tokens_have_their_states_at_once(changes: dict[str, Any], token
     """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
     fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
     shape = StepShape(**{**fields, **changes})
-    assert (shape.tokens_together, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)
+    assert (shape.tokens_at_once, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)
 
 
 def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
