@@ -87,7 +87,7 @@ def read_bundle_path(config: Path) -> Path | None:
         raise RunError(
             f"{config} names the bundle {shown(bundle)}, outside of its folder, "
             "and isn't as your prge wrote it",
-            remedy=f"where that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
+            remedy=f"if that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
             "--adapter to verbs that generate or score",
             code="path-outside",
         )
