@@ -268,11 +268,11 @@ def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
         ({"role": "backward", "tokens": 100}, 512, 6),
         ({"role": "backward", "tokens": 600}, 600, 1),
         ({"role": "backward", "sequences": 3}, 48, 3),
-        ({"role": "backward", "tokens": 100, "of_example": 4}, 512, 6),
+        ({"role": "backward", "tokens": 100, "sequences_per_example": 4}, 512, 6),
         # The candidates of an example are computed together.
-        ({"role": "backward", "tokens": 100, "of_example": 9}, 900, 9),
+        ({"role": "backward", "tokens": 100, "sequences_per_example": 9}, 900, 9),
         # A loss that compares examples has them all at once.
-        ({"role": "backward", "tokens": 100, "is_separate": False}, 100_000, 1000),
+        ({"role": "backward", "tokens": 100, "is_separable": False}, 100_000, 1000),
         ({"role": "forward", "tokens": 100}, 512, 6),
         ({"role": "forward", "tokens": 100, "copies": 8}, 1024, 88),
         ({"role": "forward", "tokens": 2000, "copies": 8}, 2000, 8),
