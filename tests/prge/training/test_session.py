@@ -122,7 +122,7 @@ def test_it_may_end_before_the_recipes_last_step(
 
 def test_data_may_have_an_order_of_their_own(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
     class Last(Sampler):
-        def chosen(self, step: int) -> list[Example]:
+        def examples_at(self, step: int) -> list[Example]:
             return list(self.examples[-2:])
 
     begin(store)
