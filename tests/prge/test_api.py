@@ -1,4 +1,4 @@
-"""The functions of `import prge` with numpy's numbers, with paths that are none, and from threads."""
+"""The functions of `import prge` with numpy's numbers, with invalid paths, and from threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adapter_of(run: prge.Run) -> bytes:
     return read_peft(run.adapter, modules).values.tobytes()
 
 
-def test_numbers_of_numpy_are_numbers(given: dict[str, Any], tmp_path: Path) -> None:
+def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> None:
     """The same bits as with Python's."""
     expected = prge.run(**given)
     of_numpy = {

@@ -1,4 +1,4 @@
-"""Errors tell what happened and what to do, and several problems at once."""
+"""Errors say what happened and what to do, and list several problems at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_problems_are_listed_one_a_line() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_is_one_family_with_exit_code_2(kind: type[PrgeError]) -> None:
+def test_every_error_is_a_prge_error_with_exit_code_2(kind: type[PrgeError]) -> None:
     assert issubclass(kind, PrgeError)
     assert kind.exit_code == 2
     if issubclass(kind, Refusal):

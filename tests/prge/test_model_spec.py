@@ -33,7 +33,7 @@ def test_sizes_of_no_model_are_refused_by_name(changes: dict[str, Any], named: s
         make_spec(**changes)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make_spec(sequence_length=0, vocabulary_size=0, modules=())
     assert all(word in str(caught.value) for word in ("sequence_length", "vocabulary_size", "modules"))

@@ -122,8 +122,8 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
         settings=("queries", "share_directions"),
         make=_tangents,
         tag="forward-mode-differentiation",
-        meaning="Tangents: forward passes only; every step computes exact derivatives of the loss along a few "
-        "random directions. Their mean is a noisy estimate of the gradient.",
+        meaning="Tangents: forward passes only; every step computes exact derivatives of the loss along a "
+        "few random directions. Their mean is a noisy estimate of the gradient.",
     ),
     "antithetic": EstimatorEntry(
         role=FORWARD,

@@ -1,4 +1,4 @@
-"""What a manifest says of a chain: read whole, or refused in words before anything is loaded."""
+"""The chain of a manifest is read completely, or refused with a message before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Change = Callable[[Json], object]
 
 
 def block_of(**changes: Any) -> Json:
-    """A manifest's block as JSON has it; one of its methods has specs."""
+    """Returns the `chain` block of a manifest; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
     method = block["programs"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
@@ -48,13 +48,13 @@ def test_a_chain_is_read_as_it_was_written() -> None:
         assert Chain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
 
 
-def test_a_bundle_that_answers_among_label_words_says_how_to_export_it_again() -> None:
+def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
     with raises(BundleError, "bundle-of-label-words", saying="--label-words"):
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
 def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all values of a JSON document."""
+    """Yields the paths to all values of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -89,7 +89,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 @pytest.mark.parametrize(
     "spec", ["", "float32", "float32 [8, 4", "float32 [-1]", "float32 [1.5]", "[8]", "float32 [1234567890]"]
 )
-def test_what_is_no_spec_is_refused(spec: str) -> None:
+def test_an_invalid_spec_is_refused(spec: str) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [spec]
     with raises(BundleError, "chain-unreadable", saying="input_specs"):
@@ -97,14 +97,14 @@ def test_what_is_no_spec_is_refused(spec: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0], [LARGEST_SIZE + 1], [1] * 9])
-def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
+def test_a_spec_with_sizes_out_of_bounds_is_refused(sizes: list[int]) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
     with raises(BundleError, "chain-not-runnable", saying="block 0"):
         Chain.from_json(block)
 
 
-def test_a_bundle_that_knows_no_chunks_has_whole_rows() -> None:
+def test_a_bundle_without_chunks_has_whole_rows() -> None:
     block = block_of()
     del block["bounds"]["chunk"]
     bounds = Chain.from_json(block).bounds
@@ -156,7 +156,7 @@ def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in PLACES if type(at(block_of(), path)) is int], ids=str)
-def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tuple[Any, ...]) -> None:
+def test_sizes_out_of_bounds_are_refused_without_allocating_memory(path: tuple[Any, ...]) -> None:
     for value in (-1, -(10**30), 10**30, 10**5000):
         block = block_of()
         at(block, path[:-1])[path[-1]] = value
@@ -168,14 +168,14 @@ def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tup
 
 
 @pytest.mark.parametrize("value", [None, [], [1], "chain", 7, {}, {"blocks": []}])
-def test_what_is_no_chain_at_all(value: Json) -> None:
+def test_values_that_are_not_a_chain_are_refused(value: Json) -> None:
     with raises(BundleError, "chain-unreadable"):
         Chain.from_json(value)
 
 
 @settings(deadline=2000, max_examples=300)
 @given(st.data())
-def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) -> None:
+def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObject) -> None:
     block = block_of()
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from([*places(block)]))
@@ -205,7 +205,7 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
 
 
 def _adapt_instead(block: Json, number: int) -> None:
-    """Another block has the adapted modules of the first that has any."""
+    """Move the adapted modules of the first adapted block to another block."""
     block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
 
 
@@ -311,7 +311,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
         without.check_role(BACKWARD)
 
 
-def test_a_block_saves_what_its_way_back_takes() -> None:
+def test_a_block_saves_the_residuals_that_its_backward_pass_reads() -> None:
     chain = make_chain()
     assert [len(chain.residuals(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
@@ -323,7 +323,7 @@ def test_a_block_saves_what_its_way_back_takes() -> None:
     assert before.roles == chain.roles and not any(map(before.residuals, range(4)))
 
 
-def test_a_chain_tells_callers_of_its_model() -> None:
+def test_a_chain_describes_its_model() -> None:
     chain = make_chain()
     model = chain.model
     assert (model.readout, model.is_encoder) == ("logprobs", False)

@@ -1,4 +1,4 @@
-"""`layers.json`: codes are read back as they lie in the weights files; a hostile table is refused."""
+"""`layers.json`: codes are read as the weights files store them; a hostile table is refused."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
         {"shape": None},
     ],
 )
-def test_a_layer_that_does_not_lie_in_the_bundle_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_layer_outside_of_the_bundle_s_files_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with raises(BundleError, "layers-unusable", saying="'a'"):
         stored_layers(bundle_with(tmp_path, {"a": entry(**changes)}))
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_table_is_refused(tmp_path: Path) -> None:
     with raises(BundleError, "layers-unusable"):
         stored_layers(bundle_with(tmp_path, {"a": 1}))
     bundle = bundle_with(tmp_path, {})

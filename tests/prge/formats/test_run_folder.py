@@ -52,7 +52,7 @@ def test_metrics_are_one_json_object_a_line_at_once(tmp_path: Path) -> None:
     log.close()
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_infinite_numbers_and_nan_become_null(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.metric({"event": "step", "step": 0, "loss": float("nan"), "scalars": np.array([np.inf, 1.0])})
     assert read_metrics(tmp_path) == [{"event": "step", "step": 0, "loss": None, "scalars": [None, 1.0]}]
@@ -97,7 +97,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda line: line[:40])
-def test_an_odd_record_is_told_to_who_draws_and_stops_no_resume(tmp_path: Path, odd: str) -> None:
+def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path: Path, odd: str) -> None:
     first, last = json.dumps(step(0)), json.dumps(step(1))
     (tmp_path / METRICS).write_text(f"{first}\n{odd}\n{last}\n", encoding="utf-8")
     with raises(RunError, "metrics-damaged", saying="line 2"):
@@ -151,7 +151,7 @@ def test_log_lines_begin_with_the_time(tmp_path: Path) -> None:
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", lines[0])
 
 
-def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_folder_and_keeps_complete_lines(tmp_path: Path) -> None:
     """A limit on file size takes a part of a line and refuses the rest, as a full disk does."""
     code = (
         "import resource, signal, sys; from pathlib import Path; from prge.formats.run_folder import RunLog\n"
@@ -181,7 +181,7 @@ def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path)
         (errno.EROFS, "write-refused"),
     ],
 )
-def test_refused_writes_are_told_with_a_remedy(code: int, problem: str) -> None:
+def test_failed_writes_are_reported_with_a_remedy(code: int, problem: str) -> None:
     with raises(RunError, problem, saying="runs/a/log.txt"), as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code), "runs/a/log.txt")
     with raises(RunError, problem, saying=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
@@ -189,7 +189,7 @@ def test_refused_writes_are_told_with_a_remedy(code: int, problem: str) -> None:
     assert "runs/a" in caught.value.what and caught.value.remedy
 
 
-def test_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with raises(RunError, "write-failed"):
         RunLog(tmp_path / "run")
@@ -220,7 +220,7 @@ def test_failed_summary_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
 
 
-def test_environment_tells_versions_without_importing() -> None:
+def test_environment_has_versions_without_importing() -> None:
     code = (
         "import sys; from prge.formats.run_folder import environment; found = environment(); "
         "assert not {'torch', 'numpy', 'executorch'} & set(sys.modules); print(found['versions']['numpy'])"
@@ -259,7 +259,7 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
         assert caught.value.remedy
         holder.kill()
         holder.wait()
-    # The killed owner's lock is gone, and the file tells the new one.
+    # The killed owner's lock is released, and the file names the new owner.
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text(encoding="ascii") == f"{os.getpid()}\n"
 

@@ -210,7 +210,7 @@ def test_only_a_block_with_attention_has_a_past() -> None:
     assert signature(BlockPorts(attends=True), ROLE_OF[FORWARD]) == signature(BlockPorts(), ROLE_OF[FORWARD])
 
 
-def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
+def test_a_head_returns_parts_or_logits_and_has_no_chunk_roles() -> None:
     head = BlockPorts(is_head=True, residuals=1)
     answers = [signature(head, ROLE_OF[role]).output_names for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
     assert answers == [

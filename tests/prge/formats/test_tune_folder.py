@@ -1,4 +1,4 @@
-"""What is meant by a folder of `prge tune` where a bundle, an adapter or a run is asked for."""
+"""Folders of `prge tune` given in place of a bundle, an adapter or a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
     assert caught.value.remedy == finish
 
 
-def test_damaged_settings_are_told(tmp_path: Path) -> None:
+def test_damaged_settings_are_reported(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config="bundle: [")
     with raises(RunError, "settings-unreadable", saying="config.yaml"):
         resolve_bundle(folder)

@@ -1,4 +1,4 @@
-"""A draft is what stood behind the same tokens before; drafts that are wrong come less and less often."""
+"""Drafts are the tokens that followed the same n-gram before; wrong drafts make them rarer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prge.generation.drafts import Lookup
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def test_a_draft_is_what_stood_behind_the_same_tokens() -> None:
+def test_a_draft_is_what_followed_the_same_tokens() -> None:
     assert Lookup([5, 6, 7, 8, 9, 1, 5, 6, 7]).draft(8) == [8, 9]
 
 
-def test_the_last_place_counts_and_longer_likeness_before_it() -> None:
+def test_the_longest_n_gram_and_then_its_latest_occurrence_decide() -> None:
     assert Lookup([9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).draft(1) == [4]
     trusted = Lookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2])
     trusted.note(2, 2)

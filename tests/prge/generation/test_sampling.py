@@ -71,8 +71,8 @@ def test_without_temperature_the_most_likely_token_and_of_equal_ones_the_lowest_
     assert choice.sample(logits_of(-1, -1), []) == 0
 
 
-def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
-    # Five of them are rare one by one; together they come once in five draws.
+def test_rare_tokens_are_sampled_only_without_min_p() -> None:
+    # Each of the five is rare; together they are sampled once in five times.
     logits = np.log(np.array([0.8, *[0.04 * 0.99] * 5], np.float32))
     assert set(drawn(logits, [], 300, temperature=1.0)) == {0}
     assert len(set(drawn(logits, [], 300, temperature=1.0, min_p=0.0))) == 6
@@ -80,7 +80,7 @@ def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
 
 @given(logits=LOGITS, history=st.lists(st.integers(0, VOCABULARY - 1), max_size=5), filters=FILTERS)
 @settings(max_examples=100)
-def test_only_tokens_that_the_filters_leave_are_drawn(
+def test_only_tokens_that_pass_the_filters_are_sampled(
     logits: FloatArray, history: list[int], filters: dict[str, Any]
 ) -> None:
     expected = allowed(logits, history, SamplingSettings(**filters))
@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
     assert drawn(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
 
 
-def test_without_a_seed_every_answer_differs() -> None:
+def test_without_a_seed_every_completion_differs() -> None:
     logits = np.zeros(1000, np.float32)
     assert drawn(logits, [], 20, seed=None) != drawn(logits, [], 20, seed=None)
 
@@ -146,7 +146,7 @@ def test_logits_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
+def test_logits_that_are_nan_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
         with raises(EngineError, "logits-not-finite", saying=str(bad)):
             TokenSampler(SamplingSettings(temperature)).sample(logits_of(0, bad, 1), [])
@@ -167,7 +167,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
         ({"seed": -1}, "--seed is -1, must be at least 0"),
     ],
 )
-def test_bad_settings_are_told(given: dict[str, Any], told: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingSettings(**given)
     assert caught.value.problems == [told]

@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece: the text of the whole, in whole characters, without stop words."""
+"""Incremental decoding: the text of all tokens, in whole characters, without stop words."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, befor
     assert tokenizer.decode(prompt, special=False) + "".join(shown) == whole
 
 
-def test_a_sentencepiece_answer_keeps_the_space_after_its_prompt_and_loses_it_alone() -> None:
+def test_a_sentencepiece_completion_has_its_first_space_only_after_a_prompt() -> None:
     tokenizer = tokenizers()["prefixed"]
     prompt, answer = tokenizer.encode("the film"), tokenizer.encode("was bad")
     assert pieces(TextStream(tokenizer, before=prompt), answer)[0].startswith(" ")
@@ -122,7 +122,7 @@ def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> 
 
 
 @pytest.mark.parametrize("kind", tokenizers())
-def test_a_text_of_its_own_begins_with_no_space(kind: str) -> None:
+def test_a_text_without_a_prompt_begins_without_a_space(kind: str) -> None:
     tokenizer = tokenizers()[kind]
     stream = TextStream(tokenizer, ["\nUser:"], None)
     assert "".join(pieces(stream, tokenizer.encode("  a cat "))) == "a cat "

@@ -61,7 +61,7 @@ def test_longer_candidates_score_their_mean_token() -> None:
     np.testing.assert_allclose(Loss(examples, logprobs).scores, [[[-1, -4]]])
 
 
-def test_an_example_with_fewer_candidates_has_scores_of_minus_infinity_behind_them() -> None:
+def test_an_example_with_fewer_candidates_has_scores_of_minus_infinity_after_them() -> None:
     examples = [choice(1, [1], [7, 8, 9], 2), completion(2, [1, 2, 3], 1)]
     found = Loss(examples, np.array([[-1, -2, -3, -4, -6]], np.float32))
     np.testing.assert_array_equal(found.scores, [[[-1, -2, -3], [-5, -np.inf, -np.inf]]])
@@ -112,7 +112,7 @@ MIXED = [
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("folds", [1, 2])
 def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) -> None:
-    """By the outputs, and along directions of them: both are slopes of the losses, by central differences."""
+    """Gradients of the outputs and derivatives along directions equal central differences of the losses."""
     random = np.random.default_rng(0)
     examples = [classification(row, [row], 3, row % 3) for row in (1, 2, 3)] if encoder else MIXED
     heads = [Head(3, 6) for _ in range(folds)]

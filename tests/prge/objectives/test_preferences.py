@@ -1,4 +1,4 @@
-"""Losses of preferences and their slopes, against torch's autograd in float64, and with every estimator."""
+"""Preference losses and their gradients, against torch's autograd in float64 and with every estimator."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def by_torch(name: str, scores: torch.Tensor, examples: list[Example]) -> torch.
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("level", [-2.0, -0.05, -9.0])
-def test_losses_and_slopes_match_autograd(name: str, level: float) -> None:
+def test_losses_and_gradients_match_autograd(name: str, level: float) -> None:
     examples = pairs(8)
     table = np.minimum(np.random.default_rng(1).normal(level, abs(level) / 4, (1, 8, 2)), -1e-4)
     scores = torch.tensor(table[0], dtype=torch.float64, requires_grad=True)
@@ -158,7 +158,7 @@ def test_differences_are_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
-    """Whether a step may be computed in parts: losses and slopes of some are those among all."""
+    """Separable losses: the losses and gradients of some examples are the same as among all."""
     objective, examples = OBJECTIVES[name], pairs(6)
     # Above their references, so that KTO's mean counts.
     table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
@@ -200,7 +200,7 @@ def test_every_objective_trains_by_every_estimator(name: str, estimator: str) ->
     assert score(engine, adapter, rows, objective=objective).loss < before
 
 
-def test_a_weight_multiplies_loss_and_slope() -> None:
+def test_a_weight_multiplies_loss_and_gradient() -> None:
     rows = [completion(1, [1, 2, 3], 1), replace(completion(2, [4, 5], 1), weight=3.0)]
     found = Loss(rows, np.array([[-1.0, -2, -5]]))
     np.testing.assert_allclose(found.losses, [[1.5, 15]])
@@ -245,7 +245,7 @@ def test_figures_of_an_evaluation(name: str) -> None:
     assert displacement(found)
 
 
-def test_what_is_said_of_chosen_rows_that_fell() -> None:
+def test_a_warning_for_chosen_rows_that_became_less_likely() -> None:
     assert displacement({"chosen_change": 0.0, "rejected_change": -9.0}) == ""
     assert displacement({}) == ""
     aside = displacement({"chosen_change": -1.0, "rejected_change": -9.0})

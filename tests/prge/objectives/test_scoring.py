@@ -53,7 +53,7 @@ def test_encoder_with_a_fitted_head() -> None:
     assert score(engine, make_nonzero_adapter(engine), examples, Head(3, 6)).loss == pytest.approx(np.log(3))
 
 
-def test_rows_of_about_one_length_go_together_and_answers_come_in_order(
+def test_rows_of_similar_length_are_computed_together_and_results_are_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 13)

@@ -1,4 +1,4 @@
-"""What an evaluation says: the loss, the task's metric, and whether its rows were whole."""
+"""Evaluations: the loss, the task's metric, and whether rows were truncated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_texts_are_scored_by_their_perplexity_and_less_is_better() -> None:
     assert record["value"] == -record["perplexity"] and record["examples"] == 6
 
 
-def test_scores_of_cut_rows_say_so() -> None:
+def test_truncated_rows_are_counted() -> None:
     engine = NumpyEngine()
     adapter = Adapter.zeros(engine.model.modules)
     whole = bigram_completions(6)

@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], t
 
 @settings(max_examples=10)
 @given(steps())
-def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
+def test_projected_gradients_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
     """Of differences along a direction, and of tangents, whose mean over examples it is."""
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)

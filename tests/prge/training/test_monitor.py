@@ -1,4 +1,4 @@
-"""The summary of a run as it goes on."""
+"""The observer of a run and the summary that it writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prge.training.monitor import RunMonitor, describe_changes, describe_prompt,
 from prge.training.settings import TrainingFlags
 
 
-def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
+def test_the_summary_says_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
     def told() -> tuple[Any, Any, Any]:
         summary: Any = read_json(tmp_path / SUMMARY)
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
@@ -35,10 +35,10 @@ def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> Non
     assert told() == ("stopped early", None, 2.5)
 
 
-def test_the_best_step_is_named_by_what_it_is_judged_by(
+def test_the_best_step_is_shown_with_the_figure_that_selected_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A perplexity beside a loss is not to be taken for one; of equal values the lower loss is the best."""
+    """A perplexity must not be confused with a loss; among equal values, the lower loss is the best."""
     found: dict[str, Any] = {}
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
@@ -63,7 +63,7 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(
         ([], ""),
     ],
 )
-def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
+def test_the_number_of_changed_answers_is_described(after: list[str], said: str) -> None:
     assert describe_changes(["a", "b"], after) == said
 
 
@@ -93,7 +93,7 @@ def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
     assert "stopping after this step" in (tmp_path / LOG).read_text()
 
 
-def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
+def test_a_run_started_with_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -104,7 +104,7 @@ def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_a_row_holds_reaches_terminal_and_log_written_out(
+def test_control_characters_of_rows_are_escaped_on_the_terminal_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)

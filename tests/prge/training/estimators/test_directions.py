@@ -137,7 +137,7 @@ def test_sequences_take_the_directions_of_their_example() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_one_direction_is_what_its_scalar_alone_makes_of_the_gradient(shared: bool) -> None:
+def test_a_single_projected_gradient_of_1_gives_its_direction(shared: bool) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
     scalars = np.zeros((3, 4))
     scalars[1, 2] = 12
@@ -146,7 +146,7 @@ def test_one_direction_is_what_its_scalar_alone_makes_of_the_gradient(shared: bo
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradient_is_the_mean_of_scalar_times_rank_one_direction(shared: bool) -> None:
+def test_gradient_is_the_mean_of_projected_gradient_times_rank_one_direction(shared: bool) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
     scalars = np.random.default_rng(0).normal(size=(3, 4))
     expected = [
@@ -176,7 +176,7 @@ def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(scalars: np.ndar
 
 
 @given(TABLES)
-def test_a_journal_keeps_every_bit_of_scalars_and_gradient(scalars: np.ndarray) -> None:
+def test_a_journal_keeps_every_bit_of_projected_gradients_and_gradient(scalars: np.ndarray) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES)
     cut = truncate_to_grid(scalars)
     stored = np.array(json.loads(json.dumps(cut.tolist())))
@@ -185,7 +185,7 @@ def test_a_journal_keeps_every_bit_of_scalars_and_gradient(scalars: np.ndarray) 
 
 
 @given(TABLES)
-def test_a_grid_loses_a_billionth_of_the_largest_scalar_at_most(scalars: np.ndarray) -> None:
+def test_a_grid_loses_at_most_a_billionth_of_the_largest_value(scalars: np.ndarray) -> None:
     cut = truncate_to_grid(scalars)
     largest = np.abs(scalars).max()
     assert np.abs(cut - scalars).max() <= largest * 2.0**-29

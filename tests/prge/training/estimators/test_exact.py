@@ -1,4 +1,4 @@
-"""The exact gradient: that of the loss of prge.objectives.objective, whatever the examples and their parts."""
+"""The exact gradient equals that of prge.objectives.objective's loss, whatever the microbatches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Exa
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("count", [7, 14])
-def test_it_is_the_slope_of_the_mean_loss(name: str, count: int) -> None:
+def test_it_is_the_gradient_of_the_mean_loss(name: str, count: int) -> None:
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[name], count)
     found = Exact().measure(engine, Step(adapter, examples, SEED, STEP))
@@ -134,7 +134,7 @@ def _check_equal(whole: Measurement, split: Measurement) -> None:
 
 
 def _check_rounding(found: Array, expected: Array) -> None:
-    """Both are the same numbers rounded to float32."""
+    """Check that both are the same values rounded to float32."""
     assert found.dtype == expected.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=2**-23 * np.abs(expected).max())
 

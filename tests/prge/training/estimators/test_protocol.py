@@ -1,4 +1,4 @@
-"""Clipping of scalars, whatever they were measured with."""
+"""Clipping of projected gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from prge.training.estimators.protocol import clip_by_rms
 
 
-def test_clipping_keeps_proportions_and_leaves_small_scalars() -> None:
+def test_clipping_keeps_proportions_and_leaves_small_values() -> None:
     scalars = np.array([3.0, -4.0])
     np.testing.assert_allclose(clip_by_rms(scalars, 1.0), scalars / np.sqrt(12.5))
     assert clip_by_rms(scalars, 4.0).tolist() == scalars.tolist()

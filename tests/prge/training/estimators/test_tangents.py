@@ -1,4 +1,4 @@
-"""Tangents against gradients in closed form: every scalar, their mean, and what the journal keeps."""
+"""Tangents against gradients in closed form: projected gradients, their mean, and the journal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("count", [4, 12])
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
+def test_a_projected_gradient_is_the_derivative_of_its_example_along_its_direction(
     rows: str, count: int, shared: bool
 ) -> None:
     engine = NumpyEngine()
@@ -68,7 +68,7 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
 
 @pytest.mark.parametrize("folds", [0, 2])
 @pytest.mark.parametrize("count", [4, 8])
-def test_scalars_of_an_encoder(folds: int, count: int) -> None:
+def test_projected_gradients_of_an_encoder(folds: int, count: int) -> None:
     engine = NumpyEngine(encoder=True)
     adapter, examples = make_nonzero_adapter(engine), _examples(CLASSES, count)
     head = CrossFittedHeads([random_head(1), random_head(2)]) if folds else random_head()
@@ -134,7 +134,7 @@ def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
 
 
 class Watching(NumpyEngine):
-    """Keeps what it is given and answers of derivatives."""
+    """Records its inputs and the largest derivative that it returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_step_is_one_call_whatever_its_examples() -> None:
     assert found.engine_seconds > 0
 
 
-def test_the_largest_tangent_of_a_step_is_told() -> None:
+def test_the_largest_tangent_of_a_step_is_reported() -> None:
     engine = Watching()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(12), 12), SEED, STEP)
     found = TangentEstimator(QUERIES).measure(engine, step)
