@@ -143,8 +143,7 @@ def open_bundle(folder: Path | str) -> Bundle:
 
 
 def tune(**settings: Any) -> Tuned:
-    """Fine-tunes a model on rows, like `prge tune`: exports, chooses settings, trains, evaluates and
-    publishes."""
+    """Fine-tunes a model on rows, like `prge tune`: exports it, chooses settings, trains and evaluates."""
     with require_extra("export"):
         settings_type = importlib.import_module("server_export.tune.settings").TuneSettings
         tune_settings = settings_from_mapping(settings_type, settings, "tune()", "prge tune")

@@ -94,8 +94,7 @@ class ForwardEngine(Protocol):
         ...
 
     def forward(self, call: Call) -> FloatArray:
-        """Computes the outputs with every copy of the adapter, f32 [copies, targets] or [copies, sequences,
-        width]."""
+        """Computes the outputs of every copy, f32 [copies, targets] or [copies, sequences, width]."""
         ...
 
 
@@ -120,8 +119,7 @@ class Engine(ForwardEngine, Protocol):
         ...
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """Computes outputs and the gradient of a loss with respect to the adapter (a vector-Jacobian
-        product).
+        """Computes outputs and the gradient of a loss with respect to the adapter.
 
         Args:
             call: a call with one copy of the adapter.

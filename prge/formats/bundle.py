@@ -60,8 +60,7 @@ class Bundle:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Class names of the checkpoint's own head, which is in the adapter's folder; empty without such a
-        head."""
+        """Class names of the checkpoint's own head, which is in the adapter's folder; may be empty."""
         block = self.manifest.get("head")
         labels = block.get("labels") if isinstance(block, Mapping) else None
         return tuple(map(str, labels)) if isinstance(labels, list) else ()
@@ -94,8 +93,7 @@ class Bundle:
 
     @property
     def sha256(self) -> str:
-        """Hash of the manifest, which identifies the bundle because the manifest has the hashes of all
-        files."""
+        """Hash of the manifest, which identifies the bundle: the manifest has the hashes of all files."""
         return str(self.manifest["manifest_sha256"])
 
 

@@ -514,8 +514,7 @@ class Chain:
 
     @cached_property
     def first_with_weights(self) -> tuple[int, ...]:
-        """For each block the index of the first block with the same weights file; some models share
-        layers."""
+        """For each block the index of the first one with the same weights file; some models share layers."""
         first: dict[str, int] = {}
         return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
 
@@ -548,8 +547,7 @@ class Chain:
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The roles that every block supports that needs them; those of training: the blocks from the first
-        adapted one on."""
+        """The roles that the chain supports: every block that a role needs has a method for it."""
         needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
         if not self.is_encoder:
             needing |= {
@@ -660,8 +658,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(expected: Any, value: Any, name: str) -> Any:
-    """Converts a JSON value to the type of a field; raises BundleError if it has another type or lacks a
-    field."""
+    """Converts a JSON value to the type of a field; raises BundleError if that isn't possible."""
     parts = get_args(expected)
     if expected is TensorSpec:
         try:

@@ -49,8 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_document(path: Path, most_bytes: int) -> bytes:
-    """Reads the bytes of a regular file; raises OSError, or DocumentError if it is larger than
-    `most_bytes`."""
+    """Reads a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
     with open_regular(path, "rb", follow=True) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(most_bytes + 1)
@@ -150,8 +149,7 @@ def _decoded(content: bytes | str) -> str:
 
 
 def _without_duplicate_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Returns a mapping of pairs; raises DocumentError for duplicate keys, of which Python would keep the
-    last."""
+    """Returns a mapping of pairs; raises DocumentError for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -232,8 +230,7 @@ def _yaml_loader() -> type[Any]:
 
 
 def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Returns YAML 1.1's pattern of numbers without 1:30, which it reads as 90, and 010, which it reads as
-    8."""
+    """Returns YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)

@@ -38,8 +38,7 @@ _PREFIXES: Mapping[str, str] = {"d_": "tangent_", "slope_": "grad_"}
 
 
 def chain_of_format_3(chain: Any) -> Any:
-    """Returns the `chain` block of a manifest in the current format; an invalid block is returned
-    unchanged."""
+    """Returns a manifest's `chain` block in the current format; an invalid block stays as it is."""
     try:
         return {
             **{name: value for name, value in chain.items() if name != "kinds"},

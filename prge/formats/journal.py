@@ -135,8 +135,7 @@ class Journal:
 
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:
-        """Raises RunError if the block, which uses a record of the journal, fails because the record is
-        invalid."""
+        """Converts exceptions of a block that uses an invalid record of the journal into a RunError."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -1,5 +1,4 @@
-"""`layers.json`: the bits of each calibrated layer of a bundle, its sensitivity, and where its codes are
-stored.
+"""`layers.json`: bits, sensitivity and stored codes of the calibrated layers of a bundle.
 
     {"model.layers.0.mlp.down_proj": {"bits": 8, "sensitivity": 0.0069},
      "model.layers.0.mlp.up_proj":   {"bits": 4, "sensitivity": 0.0011, "file": "weights/000.ptd",

@@ -80,8 +80,7 @@ class PeftAdapter:
         return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """Returns the scale of a module: alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv
-        2312.03732)."""
+        """Returns the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
         return lora_scale(
             self.alpha_of(module), len(self.lora_a[module]), bool(self.config.get("use_rslora"))
         )
@@ -143,8 +142,7 @@ def named_base(config: Mapping[str, Any]) -> NamedBase | None:
 
 
 def find_adapter(source: Path) -> Path:
-    """Returns the PEFT folder for a path to a tuning, a run, a run's `final/`, a checkpoint, or a PEFT
-    folder.
+    """Returns the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
 
     Raises:
         RunError: the tuning or the run has no result yet.
@@ -340,8 +338,7 @@ def read_compatible_adapter(
 
 
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
-    """Returns a PEFT folder's `lora_A` times alpha / rank, f32 [rank, in] by module name; raises
-    AdapterError."""
+    """Returns `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
     adapter = read_lora(folder)
     return {name: matrix * np.float32(adapter.scale_of(name)) for name, matrix in adapter.lora_a.items()}
 
@@ -513,14 +510,12 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
 
 
 def head_weights(layer: str, head: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the arrays of a classification head by the names that PEFT gives a layer in
-    `modules_to_save`."""
+    """Returns the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
     return {f"{PREFIX}{layer}.{name}": array for name, array in head.items()}
 
 
 def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the tensors of a classification head that the folder also has as
-    `head.safetensors`."""
+    """Returns the tensor names of a classification head that is also stored as `head.safetensors`."""
     saved = config.get("modules_to_save")
     if not (folder / HEAD).is_file() or not isinstance(saved, list):
         return set()
@@ -528,8 +523,7 @@ def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 
 def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) -> list[str]:
-    """Returns the fields of a configuration that change the formula base(x) + alpha / rank *
-    lora_b(lora_a(x)).
+    """Returns problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
 
     `heads` are names of tensors in `modules_to_save` that are known to be classification heads.
     """
@@ -553,8 +547,7 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
 
 
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
-    """Returns a problem if hash or commit show that an adapter was trained on another model than its
-    bundle's."""
+    """Returns a problem if, by hash or commit, an adapter was trained on another base model."""
     named, expected = named_base(config), named_base(template)
     if named is None or expected is None:
         return []
@@ -639,8 +632,7 @@ def _pair_problems(
 
 
 def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
-    """Reads all arrays of a file as float32; adds arrays that aren't floats or aren't finite to
-    `problems`."""
+    """Reads all arrays of a file as float32; adds those that aren't finite floats to `problems`."""
     _open_weights(path)
     deserialize: Any = safetensors.deserialize  # safetensors' numpy reader rejects bfloat16
     arrays = {}

@@ -1,5 +1,4 @@
-"""Tables of positional relations between pairs of tokens (row, column): 1 where a relation holds, 0
-elsewhere.
+"""Tables of positional relations between tokens (row, column): 1 where a relation holds, else 0.
 
 behind     [1, tokens, tokens]   the column's token is `first` to `first + window - 1` positions before the
 row's halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in the second half of a

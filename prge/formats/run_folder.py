@@ -258,8 +258,7 @@ class _Held:
     created: Sequence[Path]
 
     def remove_new(self) -> None:
-        """Removes the lock file if nothing else is new in its folder, and then the folders that were
-        created."""
+        """Removes the lock file and the created folders, if nothing else was created in the folder."""
         with suppress(OSError):
             if LOCK not in self.before and {*os.listdir(self.folder)} == {LOCK, *self.before}:
                 (self.folder / LOCK).unlink()
@@ -333,8 +332,7 @@ def _holder(stream: BinaryIO) -> str:
 
 
 def _lock_after_end(stream: BinaryIO) -> bool:
-    """Locks a file whose holder has ended; a child that the holder just forked releases the lock soon
-    after."""
+    """Locks a file whose holder has ended but whose lock a forked child may hold for a moment."""
     for _ in range(_RETRIES):
         try:
             os.kill(int(_holder(stream)), 0)
@@ -350,8 +348,7 @@ def _lock_after_end(stream: BinaryIO) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of a run folder; False if that can't be determined. Changes
-    nothing."""
+    """Whether a process holds the lock of a run folder; False if that can't be determined."""
     try:
         with open_regular(folder / LOCK, "rb") as stream:
             return not _lock(stream)
@@ -366,8 +363,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Converts an OSError of the operating system inside the block into a RunError that names its file, or
-    `path`."""
+    """Converts an OSError inside the block into a RunError that names its file, or `path`."""
     try:
         yield
     except OSError as error:
@@ -377,16 +373,14 @@ def as_run_error(path: Path) -> Iterator[None]:
 
 
 def _append(stream: BinaryIO, line: str) -> None:
-    """Writes a line; an unbuffered stream may write a part of it, and raise an error only at the next
-    write."""
+    """Writes a line completely; a single write to an unbuffered stream may be partial."""
     rest = memoryview(line.encode(errors="backslashreplace") + b"\n")
     while rest:
         rest = rest[stream.write(rest) :]
 
 
 def metrics_record(line: bytes) -> Record | None:
-    """Parses a line of metrics.jsonl; returns None if it is incomplete, or isn't a record with event and
-    step."""
+    """Parses a line of metrics.jsonl; returns None if it is incomplete or isn't a valid record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -371,8 +371,7 @@ def differentiable_ports(inputs: Iterable[Port]) -> list[Port]:
 
 
 def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
-    """Yields the inputs for the tangent of a port: for an adapter matrix two factors of each row's
-    direction."""
+    """Yields the inputs for a port's tangent; for an adapter matrix, the factors of its directions."""
     if not port.is_adapter:
         yield port.tangent
         return

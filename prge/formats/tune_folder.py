@@ -70,8 +70,7 @@ class Tuning:
 
 
 def read_bundle_path(config: Path) -> Path | None:
-    """Reads the path of the bundle from the settings in a folder of a run or a tuning; None if they have
-    none.
+    """Reads the path of the bundle from the settings of a run or a tuning; None if they have none.
 
     Raises:
         OSError, DocumentError: the settings can't be read.
@@ -101,8 +100,7 @@ def find_tuning(folder: Path) -> Tuning | None:
 
 
 def resolve_bundle(folder: Path) -> Path:
-    """Returns the bundle folder for a path to a bundle or to a tuning; raises RunError if that has no
-    bundle."""
+    """Returns the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.bundle
 

@@ -1,5 +1,4 @@
-"""Speculative decoding by prompt lookup: drafts the tokens that followed an earlier occurrence of the last
-ones.
+"""Speculative decoding by prompt lookup: drafts the tokens that followed the same n-gram before.
 
     ... a b c d e ... a b c        the last tokens occurred before: draft d e
 

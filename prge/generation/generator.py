@@ -31,8 +31,7 @@ class GenerationEngine(Protocol):
         ...
 
     def open(self, adapter: Adapter) -> int:
-        """Opens an empty sequence in a free slot; returns its number. The adapter's values must not
-        change."""
+        """Opens an empty sequence in a free slot; returns its number. The adapter must not change."""
         ...
 
     def length(self, sequence: int) -> int:
@@ -61,8 +60,7 @@ class GenerationEngine(Protocol):
         ...
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """Appends one token to each of several sequences; returns their next logits by sequence, as `feed`
-        does.
+        """Appends one token to each of several sequences; returns the next logits of each.
 
         Raises:
             EngineError: see `feed`.
@@ -70,8 +68,7 @@ class GenerationEngine(Protocol):
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Removes all tokens of a sequence after its first `length`, or more if it can't be rewound to
-        there."""
+        """Removes all tokens of a sequence after the first `length`, or more if the cache requires it."""
         ...
 
     def close(self, sequence: int) -> None:

@@ -484,8 +484,7 @@ class Generator:
             active.lookup.note(len(draft), index)
 
     def _sample(self, active: _Active, logits: FloatArray) -> bool:
-        """Samples the next token of a completion, sends its text, and finishes the completion if it has
-        ended.
+        """Samples the next token of a completion, and sends its text; finishes a completion that ends.
 
         Returns:
             Whether the completion continues.
@@ -533,8 +532,7 @@ class Generator:
         self._end(active.ticket, completion)
 
     def _drop(self, active: _Active, error: PrgeError) -> None:
-        """Ends a request for which the engine failed; its sequence is closed, because its contents are
-        unknown."""
+        """Ends a request for which the engine failed, and closes its sequence, whose state is unknown."""
         self._active.remove(active)
         self.engine.close(active.sequence.number)
         self._fail(active.ticket, error)
@@ -552,8 +550,7 @@ class Generator:
 
 
 def _repeats(text: str, completion: str) -> bool:
-    """Whether a text is a completion, or a sufficiently long end of it, such as the part after its
-    reasoning."""
+    """Whether a text is a completion, or a sufficiently long end of it."""
     text, completion = text.strip(), completion.strip()
     is_end = len(text) >= _REPEATED_CHARACTERS and completion.endswith(text)
     return text != "" and (text == completion or is_end)

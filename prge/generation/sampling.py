@@ -1,5 +1,4 @@
-"""Sampling of the next token: greedy, or from the distribution that temperature, top-k, top-p and min-p
-leave.
+"""Sampling of the next token, with temperature, top-k, top-p, min-p and repetition penalty.
 
 The filters are those of transformers, in its order (`GenerationMixin._get_logits_processor`, version 5.23):
 

@@ -97,8 +97,7 @@ class TextStream:
         return self._emitted(text[:end])
 
     def _emitted(self, text: str) -> str:
-        """Records and returns text that is shown, without white space at the beginning if `before` was
-        None."""
+        """Records and returns text that is shown; strips leading white space if `before` was None."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
@@ -106,8 +105,7 @@ class TextStream:
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the fewest last tokens that decode to whole characters; an empty list if that takes too
-        many."""
+        """Returns the fewest last tokens that decode to whole characters; empty if there are too many."""
         special = self._tokenizer.special_ids
         last = [token for token in tokens[-4 * _MOST_CONTEXT :] if token not in special]
         for count in range(1, min(len(last), _MOST_CONTEXT) + 1):

@@ -97,8 +97,7 @@ class Routing:
         return np.concatenate([expert_inputs, weights[..., None]], -1)
 
     def _initial_outputs(self, states: FloatArray) -> FloatArray:
-        """Returns hidden states after the experts, [..., tokens, leaving], before any expert's output is
-        added."""
+        """Returns the states after the experts, [..., tokens, leaving], before outputs are added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
         result[..., self.outputs :] = states[..., self.read_width :]
         return result

@@ -35,8 +35,7 @@ class Classifier(Protocol):
         ...
 
     def layers(self, rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Returns each example's weight, f32 [examples, classes, width], and bias, f32 [examples,
-        classes]."""
+        """Returns each example's weight f32 [examples, classes, width] and bias f32 [examples, classes]."""
         ...
 
 
@@ -215,8 +214,7 @@ def _svd(centred: Float64Array) -> tuple[Float64Array, Float64Array, Float64Arra
 def _discriminant(
     values: Float64Array, labels: IntArray, prior: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Returns weight and bias of linear discriminant analysis: log-posteriors of classes with one
-    covariance."""
+    """Returns weight and bias of linear discriminant analysis: log-posteriors of the classes."""
     means = np.stack([values[labels == c].mean(0) for c in range(len(prior))])
     centred = values - means[labels]
     # Predicted indicators add up to 1, so their covariance is singular.
@@ -225,8 +223,7 @@ def _discriminant(
 
 
 def _max_scale(scores: Float64Array, labels: IntArray, min_loss: float) -> float:
-    """Returns the largest factor of at most 1 for which the scaled scores' cross-entropy is at least
-    `min_loss`."""
+    """Returns the largest scale, at most 1, with a cross-entropy of the scores of at least `min_loss`."""
     low, high = 0.0, 1.0
     if _cross_entropy(scores, labels) >= min_loss:
         return high

@@ -137,8 +137,7 @@ class Loss:
         return grad_logprobs
 
     def head_gradient(self, head: Head) -> Float64Array:
-        """Returns the gradient of the losses, summed over examples and copies, for a head's values, f64
-        [size]."""
+        """Returns the gradient of the summed losses with respect to a head's values, f64 [size]."""
         return head.gradient(self.outputs, self.grad_scores)
 
     @cached_property
@@ -156,8 +155,7 @@ class Loss:
 
     @cached_property
     def _cells(self) -> IntArray:
-        """Each target's candidate, as an index into flattened scores [examples, candidates], i64
-        [targets]."""
+        """Each target's candidate: index into flattened scores [examples, candidates], i64 [targets]."""
         width = int(self._candidates.max())
         return np.array(
             [
@@ -182,7 +180,6 @@ def _targets(examples: Sequence[Example]) -> Iterator[Target]:
 
 
 def _log_sum_exp(scores: Float64Array) -> Float64Array:
-    """Returns the log-sum-exp over the candidates, added one by one: -inf after an example's own changes no
-    bit."""
+    """Returns the log-sum-exp over candidates, in order: -inf after the last ones changes no bit."""
     total: Float64Array = np.logaddexp.reduce(scores, axis=-1)
     return total

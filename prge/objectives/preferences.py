@@ -55,8 +55,7 @@ class Preference(ABC):
     is_separable: ClassVar[bool] = True
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Returns the reward of each answer, f64 in the shape of the scores; relative to the reference, if
-        needed.
+        """Returns the reward of each answer, f64 in the shape of the scores.
 
         Raises:
             ValueError: an example has no reference scores.
@@ -66,8 +65,7 @@ class Preference(ABC):
         return rewards
 
     def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
-        """Returns the reward per nat of each score, f64 [examples, 2]; here beta times the number of
-        tokens."""
+        """Returns the reward per nat of each score, f64 [examples, 2]; here beta * number of tokens."""
         return self.beta * lengths_of(examples)
 
     @abstractmethod
@@ -80,8 +78,7 @@ class Preference(ABC):
 
 
 class MarginPreference(Preference):
-    """Implements Preference with a loss that depends on the margin between the chosen and the rejected
-    reward."""
+    """Implements Preference with a loss of the margin between the chosen and the rejected reward."""
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
@@ -183,8 +180,7 @@ class ORPO(Preference):
         return grad_scores
 
     def _log_odds_ratio(self, scores: Float64Array) -> Float64Array:
-        """Returns the log odds of the chosen answer minus those of the rejected one, f64 [copies,
-        examples]."""
+        """Returns the log odds ratio of the chosen and the rejected answer, f64 [copies, examples]."""
         scores = np.minimum(scores, _MAX_LOGPROB)
         return _margins(scores - np.log(-np.expm1(scores)))
 
@@ -213,8 +209,7 @@ class KTO(Preference):
     def _losses_and_signs(
         self, scores: Float64Array, examples: Sequence[Example]
     ) -> tuple[Float64Array, Float64Array]:
-        """Returns the losses, f64 [copies, examples], and 1 for each liked answer, -1 for each disliked
-        one."""
+        """Returns the losses, f64 [copies, examples], and the sign of each rating, 1 or -1."""
         rewards = self.rewards(scores, examples)
         signs = np.where(liked_of(examples), 1.0, -1.0)
         distance = max(float(rewards[..., 1].mean()), 0.0)
@@ -245,8 +240,7 @@ class ObjectiveFlags:
 
 @dataclass(frozen=True)
 class ObjectiveEntry:
-    """A preference objective: its class, the rows that it learns from, its settings besides beta, and beta's
-    default."""
+    """A preference objective: its class, rows, further settings, and default of beta."""
 
     make: Callable[..., Preference]
     rows: tuple[Preferring, ...] = ("pairs",)
@@ -281,8 +275,7 @@ def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
 
 
 def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
-    """Constructs the objective of a name other than `auto`; raises ConfigError for settings of other
-    objectives."""
+    """Constructs an objective by name; raises ConfigError for settings of other objectives."""
     entry = PREFERENCES.get(name)
     own = entry.settings if entry else ()
     problems = [

@@ -102,8 +102,7 @@ def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Ex
 def _outputs(
     engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], on_progress: Callable[[int], object]
 ) -> Iterator[tuple[list[tuple[int, Example]], FloatArray]]:
-    """Yields batches of single-sequence examples, with the index of the example they belong to, and their
-    outputs.
+    """Yields batches of (index of the example, example with one sequence), and their outputs.
 
     The longest sequences come first, so that each batch has sequences of similar length.
     """

@@ -248,8 +248,7 @@ def keep_state(
 
 
 def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
-    """Returns the steps whose checkpoints are kept: the current one, the last regular one before it, and the
-    best.
+    """Returns the steps whose checkpoints are kept: the current, the last regular and the best one.
 
     The result doesn't depend on interruptions of the run.
     """
@@ -258,8 +257,7 @@ def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
 
 
 def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
-    """Removes all checkpoints except those of the steps in `keep`, and incomplete ones of killed
-    processes."""
+    """Removes all checkpoints except those of the steps in `keep`, and incomplete checkpoints."""
     for step in set(saved_steps(checkpoints)) - keep:
         shutil.rmtree(checkpoint_folder(checkpoints, step), ignore_errors=True)
     for leftover in checkpoints.glob(".step-*.partial"):

@@ -12,8 +12,7 @@ from prge.training.checkpoint import head_at
 
 
 def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
-    """Loads a task by name or file, with its classes in the order of the bundle's own head; None without a
-    name.
+    """Loads a task, with its classes in the order of the bundle's own head; None without a name.
 
     Raises:
         ConfigError: the task doesn't exist or is invalid.

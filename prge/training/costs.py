@@ -231,8 +231,7 @@ class ModelSizes:
 
     @property
     def inner_values(self) -> int:
-        """Number of tensors of that width that a block holds at once: the outputs of these layers, and one
-        more."""
+        """Number of tensors of that width that a block holds at once: these layers' outputs and one."""
         widest_layers = sum(
             min(layer.count, self.blocks) if layer.of_experts else layer.count
             for layer in self.layers
@@ -402,16 +401,14 @@ def estimate_weight_bytes(
 def bundle_weight_bytes(
     outline: ModelSizes, chain: Chain, size: Callable[[str], int], scheme: str | None
 ) -> WeightBytes:
-    """Computes the bytes of the weights of an existing bundle; `size` returns the size of a file by its
-    name."""
+    """Computes the bytes of a bundle's weights; `size` returns the size of a file by its name."""
     is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
     weights = estimate_weight_bytes(outline, scheme or "fp32", is_int8, chain.roles)
     return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
 def estimate_program_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
-    """Estimates the bytes of the programs: embedding, blocks below and above the first adapter, output
-    head."""
+    """Estimates the bytes of all programs: embedding, block types, output head."""
     of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
     head = sum(_HEAD_PROGRAM_BYTES[role] for role in roles) if outline.head else 0
@@ -517,8 +514,7 @@ def _run_workspace(outline: ModelSizes, shape: StepShape, call: _Call) -> int:
 
 
 def _checkpoints(outline: ModelSizes, shape: StepShape, bounds: Bounds, state: int) -> int:
-    """Estimates the bytes of the activation checkpoints of an exact step, and of a chunked row's keys and
-    values."""
+    """Estimates the bytes of activation checkpoints, and of keys and values of a chunked row."""
     # Layers of experts have wider hidden states: expert inputs, expert outputs, and values passed through.
     states_per_block = 4 if outline.experts else 1
     checkpoints = (states_per_block * outline.adapted_blocks + 1) * state
@@ -545,8 +541,7 @@ def _past_bytes(outline: ModelSizes, bounds: Bounds, queries: int, length: int) 
 
 
 def _residual_bytes(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
-    """Estimates the most bytes of residuals in an exact step: outputs of frozen layers and of the output
-    head."""
+    """Estimates the most bytes of residuals in an exact step."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
     values = frozen + sum(
@@ -720,8 +715,7 @@ def minimum_memory(bundle: Bundle, role: str, rows: int, length: int, held: int 
 def memory_table(
     outline: ModelSizes, shapes: Mapping[Any, StepShape], weights: WeightBytes, roles: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns the memory of runs on the native engine, with all weights loaded and with one block's weights
-    loaded.
+    """Returns the memory of runs on the native engine, with all weights or one block's loaded.
 
     Args:
         outline: sizes of the model.
@@ -779,8 +773,7 @@ def estimate_export_memory(
 
 
 def estimate_export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
-    """Estimates the seconds of an export on two idle cores of an x86 server; elsewhere it is a rough
-    guess."""
+    """Estimates the seconds of an export, roughly, on two idle cores of an x86 server."""
     role_count = len(roles) + (_RESIDUAL_ROLES if BACKWARD in roles else 0)
     lowering = _SECONDS_PER_ROLE * (role_count + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
@@ -836,8 +829,7 @@ def _stored(layer: LayerShape, scheme: str) -> int:
 
 
 def _packed(layer: LayerShape, scheme: str) -> int:
-    """Returns the bytes of layers as the engine packs them: with a bias per output, and sums of the
-    integers."""
+    """Returns the bytes of layers as the engine packs them, with biases and sums of the integers."""
     if scheme == "fp32":
         return 4 * layer.numbers + 4 * layer.outputs * layer.count
     in_groups = scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0
@@ -876,14 +868,12 @@ def _head_logits(outline: ModelSizes, targets: int) -> int:
 
 
 def _head_arena(outline: ModelSizes, queries: int, targets: int) -> int:
-    """Estimates the bytes that a vocabulary shard's program plans: logits, their exponentials, tangents of
-    both."""
+    """Estimates the bytes that a vocabulary shard plans: logits, exponentials, and their tangents."""
     return 2 * (1 + queries) * _head_logits(outline, targets)
 
 
 def _workspace(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
-    """Estimates the bytes of XNNPACK's workspace: the tensors that the largest delegate of a block holds at
-    once.
+    """Estimates the bytes of XNNPACK's workspace: tensors that a block's largest delegate holds.
 
     The peak is at the activation. It holds the outputs of the widest layers and one more tensor; `jvp` adds
     the tangents of all but one of them, or the terms of GELU's derivative; `backward` adds two gradients, of

@@ -19,8 +19,7 @@ from prge.objectives.scoring import pooled_states
 
 @dataclass(frozen=True)
 class Heads:
-    """The classification head of an encoder, and the cross-fitted heads that score its training rows
-    instead."""
+    """An encoder's classification head, and the cross-fitted heads that score its training rows."""
 
     head: Head | None = None
     cross_fitted: CrossFittedHeads | None = None
@@ -40,8 +39,7 @@ class Heads:
 
     @classmethod
     def from_journal(cls, journal: Journal, width: int, digest: str | None = None) -> Heads | None:
-        """Reads the heads from a run's journal; None if it has none, or none with the digest that is
-        given."""
+        """Reads the heads from a run's journal; None if it has none, or none with this digest."""
         record = journal.first("head")
         if record is None or (digest is not None and record.get("digest") != digest):
             return None

@@ -116,8 +116,7 @@ def preference_figures(
 
 
 def _harm(scored: Scores, examples: Sequence[Example]) -> float:
-    """Returns the decrease of the chosen answers' log-probability since the start, in nats per token; at
-    least 0."""
+    """Returns the mean decrease of the chosen answers' log-probability, in nats per token; at least 0."""
     changes = [
         values[0] - example.reference[0]
         for values, example in zip(scored.scores, examples, strict=True)
@@ -127,8 +126,7 @@ def _harm(scored: Scores, examples: Sequence[Example]) -> float:
 
 
 def displacement(figures: Mapping[str, Any]) -> str:
-    """Returns a warning if the chosen answers became less likely (likelihood displacement); else an empty
-    string."""
+    """Returns a warning if chosen answers became less likely (likelihood displacement), or ""."""
     chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
     if chosen is None or chosen >= 0:
         return ""
@@ -159,8 +157,7 @@ def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[
 
 
 def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """Returns the means of the task's text metrics by name; each text is compared with its best matching
-    answer.
+    """Returns the mean text metrics by name, each text compared with its best matching answer.
 
     Exact match and F1 of shared words, the two metrics of SQuAD, are always computed together.
     """

@@ -158,8 +158,7 @@ class RunMonitor:
         self._last_time = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
-        """Reports the step of the result, and the evaluations at the start, at the best and at the last
-        step."""
+        """Reports the step of the result, and the first, the best and the last evaluation."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
         self.note(f"final: step {step} of {self.steps}{figures}")
@@ -255,8 +254,7 @@ class RunMonitor:
 
 @contextmanager
 def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
-    """Handles Ctrl-C, SIGTERM and SIGHUP: the first signal stops the run after its step, a second one at
-    once."""
+    """Stops the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
 
     def stop(number: int, frame: object) -> None:
         if watcher.stopped:
@@ -315,8 +313,7 @@ def _figures(record: Record, measurement: Measurement | None) -> Record:
 
 
 def _gradient_size(record: Record, measurement: Measurement | None) -> Record:
-    """Returns the norm of a step's gradient or the deviation of its projected gradients; empty without
-    either."""
+    """Returns the norm of a step's gradient, or the deviation of its projected gradients."""
     if "gradient" in record:
         # Decoding the record's gradient, megabytes of text for a large adapter, takes time.
         gradient = None if measurement is None else measurement.gradient

@@ -143,8 +143,7 @@ def make_optimizer(
 
 
 def default_warmup_steps(steps: int) -> int:
-    """Returns the default number of warm-up steps; Adam's estimate of gradient sizes is poor in its first
-    steps."""
+    """Returns the default number of warm-up steps, in which Adam learns the size of gradients."""
     return min(max(round(_WARMUP_SHARE * steps), _MIN_WARMUP), int(_MAX_WARMUP_SHARE * steps))
 
 

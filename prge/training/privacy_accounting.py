@@ -45,8 +45,7 @@ def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
 
 
 def _delta_of(epsilon: float, mean: float) -> float:
-    """Returns the delta of a Gaussian mechanism with this ratio of sensitivity to standard deviation
-    (`mean`)."""
+    """Returns the delta of a Gaussian mechanism; `mean` is sensitivity / standard deviation."""
     above = 0.5 * math.erfc((epsilon / mean - mean / 2) / _ROOT_2)
     return above - math.exp(epsilon + _log_tail(epsilon / mean + mean / 2))
 

@@ -1,5 +1,4 @@
-"""Sampling of training examples, as a function of (seed, step) alone, so that a resumed run sees the same
-ones."""
+"""Sampling of training examples as a function of (seed, step), the same in a resumed run."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _ROW_ORDER_STREAM = 2**64 - 1
 
 @lru_cache(maxsize=4)
 def row_order(seed: int, epoch: int, rows: int) -> IntArray:
-    """Returns a random permutation for an epoch, i64 [rows], the same on every machine and with every numpy
-    version."""
+    """Returns a random permutation for an epoch, i64 [rows], the same on every machine."""
     keys = philox(seed, epoch, _ROW_ORDER_STREAM, rows)
     return np.argsort(keys, kind="stable")
 

@@ -1,5 +1,4 @@
-"""Settings that verbs share: the form of rows, their selection and truncation, the optimizer, and the
-loop."""
+"""Settings that verbs share: rows, their selection and truncation, optimizer and loop."""
 
 from __future__ import annotations
 
@@ -189,8 +188,7 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     """Don't print progress."""
 
     def resolved(self: Flags) -> Flags:
-        """Returns the settings with absolute paths, so that a run can be resumed from any working
-        directory."""
+        """Returns the settings with absolute paths, to resume from any working directory."""
         return with_absolute_paths(self, keep=hub_names(self, _ROWS), path_texts=("model",))
 
     def shared_problems(self, steps: int | None) -> list[str]:

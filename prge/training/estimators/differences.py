@@ -24,16 +24,14 @@ from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
 
 @dataclass(frozen=True)
 class Perturbation:
-    """The perturbation of one copy: `scale` times the direction of `query`; 0 leaves the adapter
-    unperturbed."""
+    """The perturbation of one copy: `scale` times the direction of `query`; 0: none."""
 
     query: int
     scale: float
 
 
 class FiniteDifference(Protocol):
-    """A finite-difference formula: which perturbed copies it needs, and what it computes from their
-    losses."""
+    """A finite-difference formula: perturbations of the adapter, and what their losses give."""
 
     def perturbations(self) -> Sequence[Perturbation]:
         """Returns the perturbation of each copy that a step needs, in order."""

@@ -87,8 +87,7 @@ class RankOneDirections:
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
     def factors(self) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Yields every trained matrix with its u [queries, examples, rank] and v [queries, examples,
-        width]."""
+        """Yields each trained matrix with u [queries, examples, rank] and v [queries, examples, width]."""
         return self._split_signs(self._signs)
 
     def for_sequences(self, owner: IntArray) -> dict[str, FloatArray]:
@@ -107,8 +106,7 @@ class RankOneDirections:
         return factors
 
     def gradient(self, projected_gradients: Float64Array) -> FloatArray:
-        """Returns the mean of projected_gradient * u v^T over queries and examples, f32 [size of the
-        adapter].
+        """Returns the mean of projected_gradient * u v^T over queries and examples, f32 [adapter size].
 
         The result has the same bits on every machine: multiples of one power of two have exact sums in any
             order.

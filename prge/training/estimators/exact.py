@@ -98,8 +98,7 @@ def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
 
 
 def check_single_sequences(examples: Sequence[Example]) -> None:
-    """Raises ConfigError if an example has several sequences: `--clip-examples` clips the gradient of a
-    sequence."""
+    """Raises ConfigError if an example has several sequences, which `--clip-examples` doesn't support."""
     widest = max(examples, key=lambda example: len(example.sequences))
     if len(widest.sequences) > 1:
         raise ConfigError(

@@ -54,8 +54,7 @@ class Step:
     objective: Objective = CROSS_ENTROPY
 
     def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
-        """Returns the loss of the step's examples, or of `examples`, for an engine's outputs [copies,
-        ...]."""
+        """Returns the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
         examples = self.examples if examples is None else examples
         return Loss(examples, outputs, self.objective, self.classifier)
 
@@ -96,8 +95,7 @@ class Measurement:
 
     @property
     def derivatives(self) -> Float64Array | FloatArray:
-        """The values that the gradient is computed from: projected gradients, or the exact gradient
-        itself."""
+        """The values that determine the gradient: projected gradients, or the exact gradient."""
         return self.projected_gradients if self.gradient is None else self.gradient
 
     @property
@@ -159,8 +157,7 @@ class EstimatorSequence:
 
 
 def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array:
-    """Returns projected gradients, scaled down so that their root mean square over queries is at most
-    `limit`.
+    """Returns projected gradients, scaled so that their RMS over queries is at most `limit`.
 
     For directions of random signs, the root mean square estimates the norm of the gradient. So this is
     clipping by
