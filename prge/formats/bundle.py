@@ -186,7 +186,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
-            f"{folder / MANIFEST} lists no {shown(missing[0])}",
+            f"{folder / MANIFEST} doesn't list {shown(missing[0])}",
             remedy="copy or export the bundle again",
             code="manifest-lacks-file",
         )
@@ -221,7 +221,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
         )
     if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
         raise BundleError(
-            f"{folder / MANIFEST} says neither size nor hash of {name}",
+            f"{folder / MANIFEST} has no size or no hash of {name}",
             remedy="export the bundle again",
             code="manifest-lacks-hash",
         )

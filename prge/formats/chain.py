@@ -358,9 +358,9 @@ class Chain:
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.chunk > self.bounds.tokens:
-            yield f"chunks of rows have {shown(self.bounds.chunk)} tokens, rows {shown(self.bounds.tokens)}"
+            yield f"chunks have {shown(self.bounds.chunk)} tokens, but rows only {shown(self.bounds.tokens)}"
         if self.bounds.has_chunks and self.bounds.context < self.bounds.tokens:
-            yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
+            yield f"rows have {shown(self.bounds.tokens)} tokens, but texts only {shown(self.bounds.context)}"
 
     def _part_problems(self) -> Iterator[str]:
         """Yields problems of the tables, modules and programs of all blocks."""
@@ -432,7 +432,7 @@ class Chain:
             if not expected.required_inputs <= inputs <= allowed or len(inputs) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(expected.output_names):
-                yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+                yield f"block {number} returns {shown(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
@@ -621,8 +621,8 @@ class Chain:
         readout = block.get("readout") if isinstance(block, Mapping) else None
         if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
-                "the bundle answers among label words alone, which version 0.1 could",
-                remedy="export it again without --label-words: tasks compare their words over the vocabulary",
+                "the bundle compares label words only, as version 0.1 did",
+                remedy="export it again without --label-words: tasks compare their label words themselves",
                 code="bundle-of-label-words",
             )
         chain: Chain = _read(cls, block, "chain")

@@ -467,7 +467,7 @@ def _json_object(path: Path, content: bytes) -> dict[str, Any]:
     except DocumentError as error:
         raise _damaged(path, error) from None
     if not isinstance(value, dict):
-        raise _damaged(path, "it holds no JSON object")
+        raise _damaged(path, "it is not a JSON object")
     return value
 
 

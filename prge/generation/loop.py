@@ -173,7 +173,7 @@ class Ticket:
             PrgeError: the request failed.
         """
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"no answer within {seconds} seconds")
+            raise TimeoutError(f"the request did not finish within {seconds} seconds")
         if self.error is not None:
             raise self.error
         assert self.answer is not None

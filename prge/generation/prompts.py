@@ -116,14 +116,14 @@ class Prompts:
         """
         if self.chat is None:
             raise DataError(
-                "messages can't be answered",
+                "messages can't be formatted",
                 ["the model has no chat template"],
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
                 code="chat-template-missing",
             )
         _ = self._after_turn  # cached here, because it renders the template, too
         messages = to_json_value(list(messages), "messages")
-        variables = to_json_value(dict(variables or {}), "what the chat template is given")
+        variables = to_json_value(dict(variables or {}), "variables of the chat template")
         texts = MessageTexts(self._tokenizer, self._control_tokens, [*messages, variables])
         is_read = in_messages(self._control_tokens)
         self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)

@@ -385,7 +385,7 @@ def read_head(path: Path, head: Head) -> None:
         raise AdapterError(
             f"{path} doesn't fit the task",
             problems,
-            remedy="give the head of this task",
+            remedy="use the head of a run on this task",
             code="head-does-not-fit",
         )
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]

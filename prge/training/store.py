@@ -91,15 +91,15 @@ class RunStore:
             problems = [f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in sorted(refused)]
         with self.journal.reading(stored):
             problems += [
-                f"the {name} is another one"
+                f"the {name} is different"
                 for name in ("bundle", "train", "dev", "task", "adapter")
                 if stored[name] != identity[name]
             ]
             if stored.get("tokens", identity["tokens"]) != identity["tokens"]:
-                problems.append(f"the rows have other tokens; chat templates took today for {date}")
+                problems.append(f"the rows have other tokens; chat templates got {date} as today's date")
             # Compared as JSON returns it; records of earlier versions have no objective.
             if stored.get("objective") != json.loads(json.dumps(identity["objective"])):
-                problems.append("the objective is another one")
+                problems.append("the objective is different")
         if problems:
             raise ConfigError(
                 "the run was started with other settings:",
