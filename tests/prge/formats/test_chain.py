@@ -53,12 +53,12 @@ def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
-def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def positions(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the paths to all values of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
-        yield from places(inner, (*path, key))
+        yield from positions(inner, (*path, key))
 
 
 def at(value: Json, path: tuple[Any, ...]) -> Json:
@@ -67,7 +67,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
     return value
 
 
-PLACES = [*places(block_of())]
+PLACES = [*positions(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
 MAY_LACK = ("chunk", "shared", "shared_in", "past", "experts", "input_specs", "output_specs")
@@ -178,7 +178,7 @@ def test_values_that_are_not_a_chain_are_refused(value: Json) -> None:
 def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObject) -> None:
     block = block_of()
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from([*places(block)]))
+        path = data.draw(st.sampled_from([*positions(block)]))
         value = data.draw(st.sampled_from([*OTHERS, "hidden_states", "lora_b.0", *range(20)]))
         change = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
         holder = at(block, path[:-1])
@@ -188,7 +188,7 @@ def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObj
             del holder[path[-1]]
         elif isinstance(holder, list):
             holder.append(holder[path[-1]])
-        if not [*places(block)]:
+        if not [*positions(block)]:
             break
     try:
         chain = Chain.from_json(block)

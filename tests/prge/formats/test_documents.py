@@ -158,12 +158,12 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
     path = tmp_path / "document"
     path.write_text(WORST[name])
     reader = "read_yaml" if name.startswith("yaml") else "read_json"
-    found = measure_program(
+    result = measure_program(
         f"import contextlib, pathlib\nfrom prge.formats.documents import DocumentError, {reader}",
         f"with contextlib.suppress(DocumentError):\n    {reader}(pathlib.Path({str(path)!r}))",
     )
-    assert found.seconds < 1
-    assert found.peak_bytes < 200e6
+    assert result.seconds < 1
+    assert result.peak_bytes < 200e6
 
 
 @pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])

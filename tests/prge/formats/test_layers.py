@@ -24,8 +24,8 @@ def bundle_with(folder: Path, table: object, size: int = 1000) -> Bundle:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    place = {"file": "weights/000.ptd", "codes": 16, "scales": 128, "shape": [*SHAPE]}
-    return {"bits": 4, "sensitivity": 0.1, **place, **changes}
+    position = {"file": "weights/000.ptd", "codes": 16, "scales": 128, "shape": [*SHAPE]}
+    return {"bits": 4, "sensitivity": 0.1, **position, **changes}
 
 
 def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
     content = b"\0" * 16 + packed.tobytes() + b"\0" * 16 + halfwords.tobytes()
     (tmp_path / "weights" / "000.ptd").write_bytes(content)
     bundle = bundle_with(tmp_path, {"a": entry(), "b": {"bits": 8, "sensitivity": 1.0}}, len(content))
-    found = stored_layers(bundle)
-    assert list(read_layers(tmp_path, bundle.manifest)) == ["a", "b"] and list(found) == ["a"]
-    read_codes, read_scales = found["a"].read(tmp_path)
+    result = stored_layers(bundle)
+    assert list(read_layers(tmp_path, bundle.manifest)) == ["a", "b"] and list(result) == ["a"]
+    read_codes, read_scales = result["a"].read(tmp_path)
     assert np.array_equal(read_codes, codes) and np.array_equal(read_scales, scales)
-    assert StoredLayer.from_json(found["a"].to_json(), bundle.manifest["files"]) == found["a"]
+    assert StoredLayer.from_json(result["a"].to_json(), bundle.manifest["files"]) == result["a"]
 
 
 @pytest.mark.parametrize(

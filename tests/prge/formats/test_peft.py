@@ -164,18 +164,18 @@ def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, templa
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)
     folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
-    found = read_compatible_adapter(folder, modules, template)
+    result = read_compatible_adapter(folder, modules, template)
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
-    assert found.lora_a is not None
+    assert result.lora_a is not None
     # The bundle's scale is 4 / 2.
-    product = 2 * found.lora_a[module.name].T @ found.lora_b[module.name]
+    product = 2 * result.lora_a[module.name].T @ result.lora_b[module.name]
     np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
     own = {name: tensors()[f"{PREFIX}{name}.lora_A.weight"] for name in (module.name, other.name)}
-    assert np.array_equal(found.lora_a[module.name][1], own[module.name][1])
-    assert np.array_equal(found.lora_a[other.name], own[other.name])
-    assert not found.lora_b[module.name][1].any() and not found.lora_b[other.name].any()
+    assert np.array_equal(result.lora_a[module.name][1], own[module.name][1])
+    assert np.array_equal(result.lora_a[other.name], own[other.name])
+    assert not result.lora_b[module.name][1].any() and not result.lora_b[other.name].any()
     # They are what a step moves.
-    assert np.shares_memory(found.lora_a[other.name], found.values)
+    assert np.shares_memory(result.lora_a[other.name], result.values)
 
 
 @pytest.mark.parametrize(
@@ -532,9 +532,9 @@ def test_damaged_documents_are_refused_with_a_message(template: Path, name: str,
 def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "run", adapter, template)
-    found = read_compatible_adapter(tmp_path / "run", MODULES, template)
-    assert found.lora_a is None
-    assert found.values.tobytes() == adapter.values.tobytes()
+    result = read_compatible_adapter(tmp_path / "run", MODULES, template)
+    assert result.lora_a is None
+    assert result.values.tobytes() == adapter.values.tobytes()
 
 
 def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, template: Path) -> None:
@@ -543,16 +543,16 @@ def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, templa
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)
     folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
-    found = read_compatible_adapter(folder, MODULES, template, generates=True)
-    assert found.lora_a is not None
+    result = read_compatible_adapter(folder, MODULES, template, generates=True)
+    assert result.lora_a is not None
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
-    product = found.lora_a[module.name].T @ found.lora_b[module.name]
+    product = result.lora_a[module.name].T @ result.lora_b[module.name]
     np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
-    assert found.lora_a[module.name].shape == (2, 5) and not found.lora_b[other.name].any()
+    assert result.lora_a[module.name].shape == (2, 5) and not result.lora_b[other.name].any()
 
 
 @pytest.mark.parametrize(
-    ("modules", "told"),
+    ("modules", "message"),
     [
         ((AdaptedModule(MODULES[0].name, 3, 5, 3),), "q_proj has rank 3, the bundle has 2"),
         (
@@ -563,9 +563,9 @@ def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, templa
     ],
 )
 def test_an_adapter_that_doesnt_fit_is_refused(
-    tmp_path: Path, template: Path, modules: tuple[AdaptedModule, ...], told: str
+    tmp_path: Path, template: Path, modules: tuple[AdaptedModule, ...], message: str
 ) -> None:
     folder = write_folder(tmp_path / "elsewhere", tensors(modules), r=modules[0].rank)
     with pytest.raises(AdapterError) as error:
         read_compatible_adapter(folder, MODULES, template)
-    assert told in str(error.value)
+    assert message in str(error.value)

@@ -229,10 +229,10 @@ def test_environment_has_versions_without_importing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert child.stdout.strip() == np.__version__
-    found = environment()
-    assert found["python"] == sys.version.split()[0]
-    assert found["cpu"]["count"] == os.cpu_count()
-    assert found["cpu"]["model"]
+    result = environment()
+    assert result["python"] == sys.version.split()[0]
+    assert result["cpu"]["count"] == os.cpu_count()
+    assert result["cpu"]["model"]
 
 
 @contextmanager
@@ -340,6 +340,6 @@ def test_while_locks_are_removed_one_process_at_most_holds_a_folder(tmp_path: Pa
     words = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
     processes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 0, told
+        _, message = process.communicate(timeout=120)
+        assert process.returncode == 0, message
     assert not (tmp_path / "mark").exists()

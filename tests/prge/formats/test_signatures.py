@@ -51,8 +51,8 @@ BLOCKS = st.builds(
 
 @given(BLOCKS, st.sampled_from(ALL_ROLES))
 def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
-    found = signature(block, ROLE_OF[role])
-    for ports in (found.inputs, found.outputs):
+    result = signature(block, ROLE_OF[role])
+    for ports in (result.inputs, result.outputs):
         assert len({port.name for port in ports}) == len(ports)
         assert all(number > 0 for port in ports for number in port.shape(SIZES))
         assert {port.name for port in ports if port.dtype == "int64"} <= {"tokens", "targets"}
@@ -142,32 +142,35 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
     role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
 ) -> None:
-    found = signature(BlockPorts(modules=1, attends=True, residuals=1), ROLE_OF[role])
+    result = signature(BlockPorts(modules=1, attends=True, residuals=1), ROLE_OF[role])
     for name, shape in inputs.items():
-        assert found.port(name).shape(SIZES) == shape
+        assert result.port(name).shape(SIZES) == shape
     for name, shape in outputs.items():
-        assert found.port(name, is_output=True).shape(SIZES) == shape
+        assert result.port(name, is_output=True).shape(SIZES) == shape
 
 
 @pytest.mark.parametrize("role", ALL_ROLES)
 def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
     is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
-    found = signature(
+    result = signature(
         BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
     )
-    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.required_inputs
-    assert ("shared_out.0" in found.output_names) == (not is_back)
-    assert ("tangent_shared_in.1" in found.required_inputs, "tangent_shared_out.0" in found.output_names) == (
+    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < result.required_inputs
+    assert ("shared_out.0" in result.output_names) == (not is_back)
+    assert (
+        "tangent_shared_in.1" in result.required_inputs,
+        "tangent_shared_out.0" in result.output_names,
+    ) == (
         is_tangent,
         is_tangent,
     )
-    assert ("grad_shared_out.0" in found.required_inputs, "grad_shared_in.2" in found.output_names) == (
+    assert ("grad_shared_out.0" in result.required_inputs, "grad_shared_in.2" in result.output_names) == (
         is_back,
         is_back,
     )
     assert not {"tangent_shared_in.0", "grad_shared_in.0", "grad_keys", "keys"} & {
-        *found.required_inputs,
-        *found.output_names,
+        *result.required_inputs,
+        *result.output_names,
     }
 
 
@@ -192,8 +195,8 @@ def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts
     for role in ALL_ROLES:
         has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed_inputs
         assert has_a == (role in (PREFILL, DECODE))
-    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
-    assert found.output_names == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
+    result = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
+    assert result.output_names == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:

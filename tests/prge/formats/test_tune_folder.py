@@ -28,8 +28,8 @@ def test_its_own_bundle_its_run_and_its_adapter(tmp_path: Path) -> None:
     (folder / "run/final/adapter_config.json").write_text("{}")
     assert resolve_bundle(folder) == folder / "bundle" and resolve_run(folder) == folder / "run"
     assert find_adapter(folder) == folder / "run/final"
-    found = find_tuning(folder)
-    assert found is not None and found.name == "mine"
+    result = find_tuning(folder)
+    assert result is not None and result.name == "mine"
 
 
 def test_a_bundle_that_it_was_given(tmp_path: Path) -> None:

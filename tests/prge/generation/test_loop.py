@@ -132,13 +132,13 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_continue() -> None:
 
 
 def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
-    told: list[Any] = []
+    message: list[Any] = []
     generator = Generator(NumpyGenerationEngine(), TOKENIZER)
-    ticket = generator.submit(make_request(max_tokens=30), told.append, told.append)
+    ticket = generator.submit(make_request(max_tokens=30), message.append, message.append)
     finished(generator)
-    assert told.pop() is ticket
-    assert "".join(told) == ticket.wait(0).text != ""
-    assert len(told) > 5
+    assert message.pop() is ticket
+    assert "".join(message) == ticket.wait(0).text != ""
+    assert len(message) > 5
 
 
 def test_an_end_token_ends_the_completion_and_is_not_part_of_it() -> None:
@@ -275,9 +275,9 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
     for repeated in range(len(answer.tokens)):
         generator = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
         fed(prompt, generator)
-        asked = [*prompt, *answer.tokens[:repeated], 400, 401]
+        requested = [*prompt, *answer.tokens[:repeated], 400, 401]
         is_known = repeated >= needed > 0
-        assert fed(asked, generator) == (2 if is_known else len(asked)), (repeated, needed)
+        assert fed(requested, generator) == (2 if is_known else len(requested)), (repeated, needed)
     assert fed(prompt, first) == len(prompt) and fed(prompt[:-1], first) == len(prompt) - 1
 
 

@@ -21,20 +21,20 @@ INDEX = np.array([np.random.default_rng(token).permutation(COUNT)[:PER_TOKEN] fo
 
 
 def states() -> FloatArray:
-    found = random(TOKENS, ROUTING.entering, seed=1)
-    found[:, INPUTS + PER_TOKEN : INPUTS + 2 * PER_TOKEN] = INDEX
-    return found
+    result = random(TOKENS, ROUTING.entering, seed=1)
+    result[:, INPUTS + PER_TOKEN : INPUTS + 2 * PER_TOKEN] = INDEX
+    return result
 
 
 def dense(state: FloatArray) -> FloatArray:
     """Returns the hidden states after the experts, token by token, [tokens, leaving], in double precision."""
     state = state.astype(np.float64)
-    found = np.zeros((TOKENS, ROUTING.leaving))
-    found[:, OUTPUTS:] = state[:, -REST:]
+    result = np.zeros((TOKENS, ROUTING.leaving))
+    result[:, OUTPUTS:] = state[:, -REST:]
     for token, row in enumerate(state):
         for choice, expert in enumerate(INDEX[token]):
-            found[token, :OUTPUTS] += row[INPUTS + choice] * (row[:INPUTS] @ MATRICES[expert])
-    return found
+            result[token, :OUTPUTS] += row[INPUTS + choice] * (row[:INPUTS] @ MATRICES[expert])
+    return result
 
 
 def forward(expert: int, expert_inputs: FloatArray, *tangents: FloatArray) -> list[FloatArray]:
@@ -77,14 +77,14 @@ def test_tangents_and_gradients_are_derivatives() -> None:
 
 
 def test_only_chosen_experts_run_each_on_its_own_tokens() -> None:
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
 
     def run(expert: int, expert_inputs: FloatArray) -> list[FloatArray]:
-        asked.append((expert, len(expert_inputs)))
+        requested.append((expert, len(expert_inputs)))
         return forward(expert, expert_inputs)
 
     ROUTING.forward(states()[:2], run)
-    assert asked == [(int(e), int((INDEX[:2] == e).sum())) for e in np.unique(INDEX[:2])]
+    assert requested == [(int(e), int((INDEX[:2] == e).sum())) for e in np.unique(INDEX[:2])]
 
 
 @pytest.mark.parametrize("expert", [COUNT, -1, 0.5, np.nan])

@@ -60,8 +60,8 @@ class Shards:
                 if self.tangents is None:
                     return answer, None
                 moved = self.tangents[..., mine]  # noqa: B023
-                places = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
-                at = np.take_along_axis(moved, places, 2)[..., 0]
+                positions = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
+                at = np.take_along_axis(moved, positions, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)
 
             reading.add(shard, ALL, *reading.compute_shifted(ALL, parts))

@@ -109,13 +109,13 @@ def test_a_cross_fitted_head_never_saw_the_row_it_scores() -> None:
     labels = random.integers(0, 2, 60)
     states = random.normal(size=(60, 8)).astype(np.float32)
     heads = fit_cross_fitted(states, labels, rows, 2, folds=5)
-    found = heads.scores(np.stack([states, 2 * states]), rows)
-    assert found.shape == (2, 60, 2)
+    result = heads.scores(np.stack([states, 2 * states]), rows)
+    assert result.shape == (2, 60, 2)
     for i, row in enumerate(rows):
         others = [j for j, other in enumerate(rows) if other % 5 != row % 5]
         alone = fit_head(states[others], labels[others], 2)
-        np.testing.assert_allclose(found[0, i], alone.scores(states[i]))
-        np.testing.assert_allclose(found[1, i], alone.scores(2 * states[i]))
+        np.testing.assert_allclose(result[0, i], alone.scores(states[i]))
+        np.testing.assert_allclose(result[1, i], alone.scores(2 * states[i]))
 
 
 def test_one_head_scores_all_rows_alike() -> None:

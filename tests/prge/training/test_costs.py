@@ -81,10 +81,10 @@ def test_the_backward_pass_has_transposed_weights_in_at_least_int8() -> None:
 
 
 def test_the_engine_packs_sums_and_biases_with_the_weights() -> None:
-    found = estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"])
+    result = estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"])
     outputs = 8 * 64 + 4 * 128 + 2 * 64 + 1000
-    assert found.packed == found.layers + 8 * outputs
-    assert found.packed_transposed == 0
+    assert result.packed == result.layers + 8 * outputs
+    assert result.packed_transposed == 0
 
 
 def test_programs_grow_with_roles_and_with_block_types() -> None:
@@ -131,9 +131,9 @@ def test_an_exact_step_saves_residuals_in_the_memory_that_weights_leave() -> Non
     whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
     weights = WEIGHTS.layers + WEIGHTS.transposed
     bounds = (None, weights + 10 * whole, weights + 100, weights, 1000)
-    found = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
-    assert [memory.saved for memory in found] == [whole, whole, 100, 0, 0]
-    assert found[0].anonymous - found[3].anonymous == whole + found[0].methods - found[3].methods
+    result = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
+    assert [memory.saved for memory in result] == [whole, whole, 100, 0, 0]
+    assert result[0].anonymous - result[3].anonymous == whole + result[0].methods - result[3].methods
     # The torch engine saves nothing, and no other estimator does.
     assert estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
     assert estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native").saved == 0
@@ -289,8 +289,8 @@ def test_tokens_whose_hidden_states_are_held_at_once(changes: dict[str, Any], to
 def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
     examples = [completion(1, [1, 2, 3, 4, 5], 4), long_choice(2, [1], [[2], [3, 4, 5]], 0)]
     spec = make_spec()
-    found = step_shape("jvp", examples, 6, spec, queries=2)
-    assert found == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
+    result = step_shape("jvp", examples, 6, spec, queries=2)
+    assert result == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
     # Without rows they are the model's.
     assert step_shape("forward", [], 6, spec) == StepShape("forward", 6, 16, 15, spec.vocabulary_size)
 

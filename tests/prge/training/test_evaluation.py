@@ -42,5 +42,5 @@ def test_truncated_rows_are_counted() -> None:
 def test_texts_are_compared_with_the_best_of_their_answers(metric: str, expected: dict[str, float]) -> None:
     content = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric": metric}
     examples = [replace(each, answers=("Paris", "Rome")) for each in bigram_completions(3)]
-    found = text_metrics(parse_task(content, "q"), ["Rome.", "in Paris", "Bonn"], examples)
-    assert found == pytest.approx(expected)
+    result = text_metrics(parse_task(content, "q"), ["Rome.", "in Paris", "Bonn"], examples)
+    assert result == pytest.approx(expected)

@@ -91,8 +91,8 @@ class Run:
         return TrainingState(adapter, make_optimizer("adam", adapter.size), head, head_optimizer)
 
     def evaluate(self, state: TrainingState) -> Record:
-        found = score(self.engine, state.adapter, self.examples[:8], state.head)
-        return {"loss": found.loss, "value": -found.loss}
+        result = score(self.engine, state.adapter, self.examples[:8], state.head)
+        return {"loss": result.loss, "value": -result.loss}
 
     def go(
         self,
@@ -207,12 +207,12 @@ def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
     run = Run(tmp_path / "killed", encoder, ESTIMATORS[name], forgets)
     for calls in range(1, 50):
         try:
-            found = run.go(DyingEngine(run.engine, calls % 4))
+            result = run.go(DyingEngine(run.engine, calls % 4))
             break
         except Killed:
             continue
     assert calls > 5
-    assert _bits(found) == expected
+    assert _bits(result) == expected
     assert (tmp_path / "killed/journal.jsonl").read_bytes() == (tmp_path / "whole/journal.jsonl").read_bytes()
 
 
@@ -298,8 +298,8 @@ def test_evaluations_happen_at_the_given_steps_and_after_the_last(tmp_path: Path
     run = Run(tmp_path / "run", evaluate_every=0, evaluate_at=(0, 1, 5))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        found = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
-    assert found == [0, 1, 5, 12]
+        result = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
+    assert result == [0, 1, 5, 12]
 
 
 def test_an_interrupted_run_saves_a_checkpoint(tmp_path: Path) -> None:

@@ -18,28 +18,28 @@ from prge.training.settings import TrainingFlags
 
 
 def test_the_summary_says_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
-    def told() -> tuple[Any, Any, Any]:
+    def message() -> tuple[Any, Any, Any]:
         summary: Any = read_json(tmp_path / SUMMARY)
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
 
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
-        assert told() == ("running", None, 0)
+        assert message() == ("running", None, 0)
         watcher.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
-        assert told() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
+        assert message() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
         watcher.on_wait("not charging: it waits for a charger")
-        assert told()[1] == "not charging: it waits for a charger"
+        assert message()[1] == "not charging: it waits for a charger"
         watcher.on_pause(2.5)
-        assert told() == ("running", None, 2.5)
+        assert message() == ("running", None, 2.5)
         watcher.on_wait("not charging: it waits for a charger")
-    assert told() == ("stopped early", None, 2.5)
+    assert message() == ("stopped early", None, 2.5)
 
 
 def test_the_best_step_is_shown_with_the_figure_that_selected_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A perplexity must not be confused with a loss; among equal values, the lower loss is the best."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
         settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
@@ -48,23 +48,25 @@ def test_the_best_step_is_shown_with_the_figure_that_selected_it(
                 value = -4.5 if select == "metric" else -loss
                 record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
                 watcher.on_evaluation(record, True)
-            monkeypatch.setattr(watcher.progress, "update", lambda done, tokens, **given: found.update(given))
+            monkeypatch.setattr(
+                watcher.progress, "update", lambda done, tokens, **given: result.update(given)
+            )
             step_record = {"step": 6, "loss": 3.0, "tokens": 8, "rows": [1]}
             watcher.on_step(step_record, Measurement(3.0, np.zeros(1), None, 0.0))
-            assert found["loss"] == 3.0 and shown in found.items()
+            assert result["loss"] == 3.0 and shown in result.items()
         assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "text"),
     [
         (["a", "b"], "note: training changed none of the 2 sampled answers"),
         (["a", "c"], "1 of 2 sampled answers changed"),
         ([], ""),
     ],
 )
-def test_the_number_of_changed_answers_is_described(after: list[str], said: str) -> None:
-    assert describe_changes(["a", "b"], after) == said
+def test_the_number_of_changed_answers_is_described(after: list[str], text: str) -> None:
+    assert describe_changes(["a", "b"], after) == text
 
 
 def test_of_a_conversation_the_last_message_is_shown() -> None:

@@ -23,7 +23,9 @@ def _examples(count: int = 4) -> list[Example]:
     return Sampler(random_completions(12), count, SEED).batch(STEP)
 
 
-def _scalars(engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, count: int = 4) -> np.ndarray:
+def _projected_gradients(
+    engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, count: int = 4
+) -> np.ndarray:
     return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).projected_gradients
 
 
@@ -44,7 +46,7 @@ def test_projected_gradients_are_directional_derivatives(
     assert exact is not None
     directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
-    np.testing.assert_allclose(_scalars(engine, rule, adapter, count), expected, atol=tolerance)
+    np.testing.assert_allclose(_projected_gradients(engine, rule, adapter, count), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
@@ -58,7 +60,7 @@ def test_all_perturbations_of_a_step_are_copies_of_one_call(rule: FiniteDifferen
 
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
-    found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
+    result = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
     (call,) = calls
     directions = DirectionSampler(SEED, STEP, adapter.size)
     for copy, variant in zip(call.adapters, rule.perturbations(), strict=True):
@@ -66,15 +68,15 @@ def test_all_perturbations_of_a_step_are_copies_of_one_call(rule: FiniteDifferen
         np.testing.assert_array_equal(copy, moved)
     losses = [compute_losses(engine, copy, _examples()).mean() for copy in call.adapters]
     np.testing.assert_allclose(
-        found.projected_gradients, rule.projected_gradients(np.array(losses)), rtol=1e-9
+        result.projected_gradients, rule.projected_gradients(np.array(losses)), rtol=1e-9
     )
-    assert found.loss == pytest.approx(np.mean(losses), rel=1e-12) and found.engine_seconds == 1
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-12) and result.engine_seconds == 1
 
 
 def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
     perturbed = np.array([1.0, 2.0, 6.0])
-    found = OneSided(3, 0.5).projected_gradients(np.array([0.5, *perturbed]))
-    np.testing.assert_allclose(found, (perturbed - 0.5) / perturbed.std())
+    result = OneSided(3, 0.5).projected_gradients(np.array([0.5, *perturbed]))
+    np.testing.assert_allclose(result, (perturbed - 0.5) / perturbed.std())
 
 
 def test_normalized_step_stands_still_where_all_losses_agree() -> None:
@@ -84,10 +86,10 @@ def test_normalized_step_stands_still_where_all_losses_agree() -> None:
 def test_gradient_is_the_mean_of_projected_gradient_times_direction() -> None:
     scalars = [0.5, -2.0, 3.0]
     modules = NumpyEngine().model.modules
-    found = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
-    directions = DirectionSampler(1, 2, len(found))
+    result = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
+    directions = DirectionSampler(1, 2, len(result))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])

@@ -26,6 +26,6 @@ def test_an_estimator_learns_something_for_each_of_its_queries(name: EstimatorNa
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), random_completions(3), 1, 0)
     queries = 5 if ESTIMATORS[name].has_directions else None
-    found = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
-    assert (found.gradient is None) == (queries is not None)
-    assert len(found.projected_gradients) == (queries or 0)
+    result = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
+    assert (result.gradient is None) == (queries is not None)
+    assert len(result.projected_gradients) == (queries or 0)
