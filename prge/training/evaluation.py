@@ -41,8 +41,9 @@ def evaluate(
     """Evaluates an adapter on examples.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
-    metrics, see `preference_figures`; their `value` is the negative loss, minus the decrease of the chosen
-    answers' log-probability in nats per token.
+    metrics, see `preference_figures`; their `value` is the negative loss (lower losses than
+    `sufficient_loss` count as that), minus the decrease of the chosen answers' log-probability in nats per
+    token.
 
     Args:
         engine: computes the outputs.
