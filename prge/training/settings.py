@@ -179,8 +179,8 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     out: OutputFolder
     """Run folder to create."""
     dev: DevRows | None = None
-    """Development rows, evaluated during training; the best step becomes the result. Of a folder, the file valid
-    is read; of a data set, the split validation."""
+    """Development rows, evaluated during training; the best step becomes the result. Of a folder, the file
+    valid is read; of a data set, the split validation."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: none."""
