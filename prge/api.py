@@ -86,7 +86,7 @@ class Model:
     def generate(
         self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], **settings: Any
     ) -> Completion:
-        """Generates a completion of a prompt.
+        """Generate a completion of a prompt.
 
         Args:
             prompt: a text; messages with `role` and `content`, which the model's chat template formats; or
@@ -126,7 +126,7 @@ class Model:
 
 
 def export(**settings: Any) -> Bundle:
-    """Exports a model as a bundle, like `prge export`.
+    """Export a model as a bundle, like `prge export`.
 
     Returns:
         The opened bundle.
@@ -138,12 +138,12 @@ def export(**settings: Any) -> Bundle:
 
 
 def open_bundle(folder: Path | str) -> Bundle:
-    """Opens a bundle that `prge export` or `prge tune` wrote; raises BundleError if it is damaged."""
+    """Open a bundle that `prge export` or `prge tune` wrote; raises BundleError if it is damaged."""
     return _open_bundle(parse_path(folder, "open_bundle(): folder"))
 
 
 def tune(**settings: Any) -> Tuned:
-    """Fine-tunes a model on rows, like `prge tune`: exports it, chooses settings, trains and evaluates."""
+    """Fine-tune a model on rows, like `prge tune`: export it, choose settings, train and evaluate."""
     with require_extra("export"):
         settings_type = importlib.import_module("server_export.tune.settings").TuneSettings
         tune_settings = settings_from_mapping(settings_type, settings, "tune()", "prge tune")
@@ -160,7 +160,7 @@ def tune(**settings: Any) -> Tuned:
 
 
 def run(**settings: Any) -> Run:
-    """Trains the adapter of a bundle, like `prge run`; `resume` continues a run."""
+    """Train the adapter of a bundle, like `prge run`; `resume` continues a run."""
     with require_extra("device"):
         settings_type = importlib.import_module("device_runner.session.settings").RunSettings
         run_settings = settings_from_mapping(settings_type, settings, "run()", "prge run")
@@ -180,7 +180,7 @@ def run(**settings: Any) -> Run:
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
-    """Evaluates an adapter on rows, like `prge eval`; returns the metrics by name."""
+    """Evaluate an adapter on rows, like `prge eval`; return the metrics by name."""
     with require_extra("device"):
         verb = importlib.import_module("device_runner.evaluate")
         metrics: dict[str, Any] = verb.run(
@@ -190,7 +190,7 @@ def evaluate(**settings: Any) -> dict[str, Any]:
 
 
 def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -> Model:
-    """Loads a bundle's model for text generation.
+    """Load a bundle's model for text generation.
 
     Args:
         bundle: folder of the bundle.

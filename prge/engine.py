@@ -94,7 +94,7 @@ class ForwardEngine(Protocol):
         ...
 
     def forward(self, call: Call) -> FloatArray:
-        """Computes the outputs of every copy, f32 [copies, targets] or [copies, sequences, width]."""
+        """Compute the outputs of every copy, f32 [copies, targets] or [copies, sequences, width]."""
         ...
 
 
@@ -107,7 +107,7 @@ class Engine(ForwardEngine, Protocol):
         ...
 
     def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        """Computes outputs and their exact derivatives along directions (Jacobian-vector products).
+        """Compute outputs and their exact derivatives along directions (Jacobian-vector products).
 
         Args:
             call: a call with one copy of the adapter.
@@ -119,7 +119,7 @@ class Engine(ForwardEngine, Protocol):
         ...
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """Computes outputs and the gradient of a loss with respect to the adapter.
+        """Compute outputs and the gradient of a loss with respect to the adapter.
 
         Args:
             call: a call with one copy of the adapter.

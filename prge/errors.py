@@ -122,7 +122,7 @@ def refused_as(
     *,
     remedy: str = "",
 ) -> Iterator[None]:
-    """Converts exceptions of a library inside the block into a Refusal, which quotes their first line.
+    """Convert exceptions of a library inside the block into a Refusal, which quotes their first line.
 
     The block should contain calls of that library only: all other exceptions are defects and aren't
         converted.

@@ -113,7 +113,7 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads `manifest.json` and checks its format and its own hash, but not the files.
+    """Read `manifest.json` and check its format and its own hash, but not the files.
 
     Raises:
         BundleError: the manifest is missing, isn't JSON, has another format, or was changed after it was
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def open_bundle(folder: Path | str) -> Bundle:
-    """Opens a bundle, after comparing its files with the manifest.
+    """Open a bundle, after comparing its files with the manifest.
 
     The hashes of weights files are compared when an engine loads them.
 
@@ -179,7 +179,7 @@ def open_bundle(folder: Path | str) -> Bundle:
 
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
-    """Reads the chain of a manifest; raises BundleError if it is invalid or one of its files isn't listed."""
+    """Read the chain of a manifest; raises BundleError if it is invalid or one of its files isn't listed."""
     block = manifest.get("chain")
     chain = Chain.from_json(chain_of_format_3(block) if manifest["format"] == FORMAT_3 else block)
     needed = {program.file for program in chain.programs} | {block.weights for block in chain.blocks}
@@ -194,7 +194,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
 
 
 def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raises BundleError if the folder of the adapter or the tokenizer has a file that the manifest lacks."""
+    """Raise BundleError if the folder of the adapter or the tokenizer has a file that the manifest lacks."""
     for name in (ADAPTER, TOKENIZER):
         for path in sorted((folder / name).glob("[!.]*")):
             if f"{name}/{path.name}" not in files:
@@ -206,7 +206,7 @@ def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bool = True) -> None:
-    """Compares a file with its manifest entry: path, size and, with `by_hash`, hash.
+    """Compare a file with its manifest entry: path, size and, with `by_hash`, hash.
 
     Raises:
         BundleError: the file is missing, a link, outside of the folder, or has another size or hash.
@@ -255,7 +255,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
 
 
 def check_content(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
-    """Compares a file's hash with the manifest's; raises BundleError if they differ."""
+    """Compare a file's hash with the manifest's; raises BundleError if they differ."""
     path = folder / name
     if file_sha256(path) != manifest["files"][name]["sha256"]:
         raise BundleError(

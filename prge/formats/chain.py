@@ -176,7 +176,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Parses the text of a spec; raises ValueError if it is invalid."""
+        """Parse the text of a spec; raises ValueError if it is invalid."""
         if (match := _SPEC.fullmatch(text)) is None:
             raise ValueError("a spec is a text such as float32 [8, 4, 16, 64]")
         return cls(match[1], tuple(map(int, filter(None, match[2].split(", ")))))
@@ -495,7 +495,7 @@ class Chain:
         return self.programs[self.blocks[number].program].experts
 
     def block_groups(self, numbers: Iterable[int]) -> list[range]:
-        """Groups blocks, in order: the experts of a layer are one group, every other block is a group."""
+        """Group blocks, in order: the experts of a layer are one group, every other block is a group."""
         groups: list[range] = []
         for number in numbers:
             if groups and self.is_expert(number) and self.is_expert(groups[-1].start):
@@ -596,7 +596,7 @@ class Chain:
         )
 
     def check_role(self, role: str) -> None:
-        """Raises BundleError if the bundle doesn't have a role."""
+        """Raise BundleError if the bundle doesn't have a role."""
         if role not in self.roles:
             raise BundleError(
                 f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
@@ -617,7 +617,7 @@ class Chain:
 
     @classmethod
     def from_json(cls, block: Any) -> Chain:
-        """Reads the `chain` block of a manifest; raises BundleError if a field is missing or invalid."""
+        """Read the `chain` block of a manifest; raises BundleError if a field is missing or invalid."""
         readout = block.get("readout") if isinstance(block, Mapping) else None
         if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
@@ -658,7 +658,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(expected: Any, value: Any, name: str) -> Any:
-    """Converts a JSON value to the type of a field; raises BundleError if that isn't possible."""
+    """Convert a JSON value to the type of a field; raises BundleError if that isn't possible."""
     parts = get_args(expected)
     if expected is TensorSpec:
         try:

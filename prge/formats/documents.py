@@ -39,17 +39,17 @@ class DocumentError(ValueError):
 
 
 def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
-    """Reads a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
+    """Read a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
     return parse_json(read_document(path, most_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
-    """Reads a YAML file; raises OSError or DocumentError."""
+    """Read a YAML file; raises OSError or DocumentError."""
     return parse_yaml(read_document(path, MOST_YAML_BYTES))
 
 
 def read_document(path: Path, most_bytes: int) -> bytes:
-    """Reads a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
+    """Read a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
     with open_regular(path, "rb", follow=True) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(most_bytes + 1)
@@ -62,12 +62,12 @@ def read_document(path: Path, most_bytes: int) -> bytes:
 
 
 def parse_json(content: bytes | str, infinite: bool = False) -> Any:
-    """Parses a JSON text in UTF-8; raises DocumentError. The caller has to limit its size."""
+    """Parse a JSON text in UTF-8; raises DocumentError. The caller has to limit its size."""
     return _parsed(_decoded(content), (_WITH_INFINITY if infinite else _DECODER).decode)
 
 
 def parse_json_values(text: str) -> list[Any]:
-    """Parses a text of consecutive JSON values, as `jq` prints them; see `parse_json`."""
+    """Parse a text of consecutive JSON values, as `jq` prints them; see `parse_json`."""
     values: list[Any] = _parsed(text, _consecutive)
     return values
 
@@ -103,7 +103,7 @@ def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Parses a YAML text in UTF-8; raises DocumentError. The caller has to limit its size."""
+    """Parse a YAML text in UTF-8; raises DocumentError. The caller has to limit its size."""
     # Imported here, because most verbs don't read YAML.
     import yaml
 
@@ -240,7 +240,7 @@ _loader: type[Any] | None = None
 
 
 def _check_events(text: str, loader: type[Any]) -> None:
-    """Raises DocumentError for deep nesting and aliases, before values are constructed.
+    """Raise DocumentError for deep nesting and aliases, before values are constructed.
 
     Construction is recursive, and aliases can expand to any size.
     """
@@ -261,7 +261,7 @@ def _check_events(text: str, loader: type[Any]) -> None:
 
 
 def _check_scalars(value: object) -> None:
-    """Raises DocumentError for numbers that are infinite or too long, and strings that can't be encoded."""
+    """Raise DocumentError for numbers that are infinite or too long, and strings that can't be encoded."""
     if isinstance(value, dict):
         for key, each in value.items():
             _check_scalars(key)

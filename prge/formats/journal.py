@@ -81,7 +81,7 @@ class Journal:
         return sum(kind == "step" for kind, _ in self._by_step)
 
     def append(self, record: Record) -> Record:
-        """Appends a record, which survives a kill of the process from then on; returns the record.
+        """Append a record, which survives a kill of the process from then on; return the record.
 
         Raises:
             RunError: the record can't be written; the journal stays intact.
@@ -108,7 +108,7 @@ class Journal:
         return record
 
     def forget_gradients(self, before: int) -> None:
-        """Removes the gradients of the steps before `before`, whose result is in a checkpoint. Atomic.
+        """Remove the gradients of the steps before `before`, whose result is in a checkpoint. Atomic.
 
         Raises:
             RunError: the file can't be written.
@@ -125,7 +125,7 @@ class Journal:
         self._length = len(content)
 
     def truncate(self, kept: int) -> None:
-        """Removes all but the first `kept` records, to undo an operation that wasn't finished."""
+        """Remove all but the first `kept` records, to undo an operation that wasn't finished."""
         if kept == len(self.records) or self._stream is None:
             return
         del self.records[kept:]
@@ -135,7 +135,7 @@ class Journal:
 
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:
-        """Converts exceptions of a block that uses an invalid record of the journal into a RunError."""
+        """Convert exceptions of a block that uses an invalid record of the journal into a RunError."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -147,12 +147,12 @@ class Journal:
             ) from error
 
     def sync(self) -> None:
-        """Flushes the file to the disk, so that its records survive a power failure."""
+        """Flush the file to the disk, so that its records survive a power failure."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Closes the file; the records stay available.
+        """Close the file; the records stay available.
 
         A new journal without records is removed, if the folder has no other new files.
         """
@@ -171,12 +171,12 @@ class Journal:
 
 
 def encode_array(values: FloatArray) -> str:
-    """Encodes f32 values exactly as text: base64 of their little-endian bytes."""
+    """Encode f32 values exactly as text: base64 of their little-endian bytes."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def decode_array(text: str) -> FloatArray:
-    """Decodes a text of `encode_array`, f32 [n]."""
+    """Decode a text of `encode_array`, f32 [n]."""
     return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
 
 

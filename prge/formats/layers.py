@@ -50,7 +50,7 @@ class StoredLayer:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], files: Mapping[str, Any]) -> StoredLayer:
-        """Reads a layer's entry; `files` are the entries of the bundle's manifest.
+        """Read a layer's entry; `files` are the entries of the bundle's manifest.
 
         Raises:
             ValueError: the entry is invalid, or exceeds its file.
@@ -68,7 +68,7 @@ class StoredLayer:
         return cls(file, values[0], values[1], (outputs, inputs))
 
     def read(self, folder: Path) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """Reads the codes, i8 [out, in] from -8 to 7, and the scales, f32 [out, in / 32]."""
+        """Read the codes, i8 [out, in] from -8 to 7, and the scales, f32 [out, in / 32]."""
         outputs, inputs = self.shape
         path = folder / self.file
         packed = np.fromfile(path, np.uint8, outputs * inputs // 2, offset=self.codes)
@@ -79,7 +79,7 @@ class StoredLayer:
 
 
 def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Reads the entries of a bundle's calibrated layers by name; empty if no layer was calibrated.
+    """Read the entries of a bundle's calibrated layers by name; empty if no layer was calibrated.
 
     Args:
         folder: folder of the bundle.

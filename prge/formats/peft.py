@@ -175,7 +175,7 @@ def find_run(folder: Path) -> Path | None:
 
 
 def read_lora(folder: Path | str) -> PeftAdapter:
-    """Reads a folder that PEFT or prge wrote, in float32, float16 or bfloat16.
+    """Read a folder that PEFT or prge wrote, in float32, float16 or bfloat16.
 
     Raises:
         AdapterError: the adapter is damaged, or uses a variant of LoRA that bundles don't support.
@@ -206,7 +206,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
 
 
 def write_lora(folder: Path, adapter: PeftAdapter) -> None:
-    """Writes both files of an adapter into a new folder; equal adapters give equal bytes."""
+    """Write both files of an adapter into a new folder; equal adapters give equal bytes."""
     folder.mkdir(parents=True)
     tensors = {weight_name(module, "A"): matrix for module, matrix in adapter.lora_a.items()}
     tensors |= {weight_name(module, "B"): matrix for module, matrix in adapter.lora_b.items()}
@@ -215,13 +215,13 @@ def write_lora(folder: Path, adapter: PeftAdapter) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes `adapter_config.json`; PEFT uses its defaults for missing fields."""
+    """Write `adapter_config.json`; PEFT uses its defaults for missing fields."""
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
-    """Reads an adapter that prge wrote for exactly these modules, such as a bundle's own or a checkpoint's.
+    """Read an adapter that prge wrote for exactly these modules, such as a bundle's own or a checkpoint's.
 
     Args:
         folder: folder with `adapter_config.json` and `adapter_model.safetensors`, float32.
@@ -265,7 +265,7 @@ def read_compatible_adapter(
     *,
     generates: bool = False,
 ) -> Adapter:
-    """Reads an adapter for a bundle from any PEFT folder of the bundle's model; all verbs use this function.
+    """Read an adapter for a bundle from any PEFT folder of the bundle's model; all verbs use this function.
 
     Modules that the folder lacks, and ranks above a lower rank, get the bundle's own `lora_a` and a `lora_b`
     of zeros: they don't change outputs, and can be trained.
@@ -351,7 +351,7 @@ def write_peft(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes the adapter of a bundle as a PEFT folder, atomically; equal arrays give equal bytes.
+    """Write the adapter of a bundle as a PEFT folder, atomically; equal arrays give equal bytes.
 
     Args:
         folder: the new folder; it appears with one rename, after all files are on storage.
@@ -402,7 +402,7 @@ def write_peft(
 
 
 def read_arrays(path: Path | str) -> dict[str, Array]:
-    """Reads all arrays of a safetensors file, such as `optimizer.safetensors` or `head.safetensors`.
+    """Read all arrays of a safetensors file, such as `optimizer.safetensors` or `head.safetensors`.
 
     Raises:
         AdapterError: the file is missing or damaged, or has a dtype that numpy lacks.
@@ -450,12 +450,12 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads `adapter_config.json`; raises AdapterError if it is missing or damaged."""
+    """Read `adapter_config.json`; raises AdapterError if it is missing or damaged."""
     return _json_object(folder / CONFIG, _read_bytes(folder / CONFIG))
 
 
 def _checked_config(folder: Path) -> dict[str, Any]:
-    """Reads the configuration of a folder, after comparing its files with `hashes.json`."""
+    """Read the configuration of a folder, after comparing its files with `hashes.json`."""
     config = read_config(folder)
     _check_hashes(folder)
     return config
@@ -472,7 +472,7 @@ def _json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _open_weights(path: Path) -> Any:
-    """Opens a safetensors file; its arrays are read on access."""
+    """Open a safetensors file; its arrays are read on access."""
     if not path.is_file():
         raise _no_adapter(path, " is missing")
     try:
@@ -484,7 +484,7 @@ def _open_weights(path: Path) -> Any:
 
 
 def _check_hashes(folder: Path, only: str | None = None) -> None:
-    """Compares the files of a folder, or `only` one of them, with `hashes.json`, if there is one."""
+    """Compare the files of a folder, or `only` one of them, with `hashes.json`, if there is one."""
     path = folder / HASHES
     if not path.is_file():
         return
@@ -632,7 +632,7 @@ def _pair_problems(
 
 
 def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
-    """Reads all arrays of a file as float32; adds those that aren't finite floats to `problems`."""
+    """Read all arrays of a file as float32; add those that aren't finite floats to `problems`."""
     _open_weights(path)
     deserialize: Any = safetensors.deserialize  # safetensors' numpy reader rejects bfloat16
     arrays = {}

@@ -84,7 +84,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, keep_through: int | None = None) -> None:
-        """Opens both files; creates the folder if it doesn't exist.
+        """Open both files; create the folder if it doesn't exist.
 
         Args:
             folder: the run folder.
@@ -103,7 +103,7 @@ class RunLog:
             self._metrics = open_regular(folder / METRICS, "ab", buffering=0)
 
     def metric(self, record: Mapping[str, Any]) -> None:
-        """Appends a record to metrics.jsonl; infinite numbers and NaN are written as null."""
+        """Append a record to metrics.jsonl; infinite numbers and NaN are written as null."""
         plain = _plain(record)
         with as_run_error(self.folder):
             _append(self._metrics, json.dumps(plain, allow_nan=False))
@@ -111,7 +111,7 @@ class RunLog:
         self.memory.sample()
 
     def text(self, line: str) -> None:
-        """Appends a line to log.txt, with the time."""
+        """Append a line to log.txt, with the time."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with as_run_error(self.folder):
             _append(self._log, f"{now} {line}")
@@ -121,7 +121,7 @@ class RunLog:
         return next((record for record in reversed(self.records) if record.get("event") == event), None)
 
     def close(self) -> None:
-        """Flushes the files to storage and closes them."""
+        """Flush the files to storage and close them."""
         for stream in (self._metrics, self._log):
             if not stream.closed:
                 with as_run_error(self.folder):
@@ -151,7 +151,7 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """Reads the records of a run's metrics.jsonl, in order, without an incomplete last line.
+    """Read the records of a run's metrics.jsonl, in order, without an incomplete last line.
 
     Raises:
         RunError: the file doesn't exist, can't be read, or is damaged before its last line.
@@ -186,7 +186,7 @@ def read_metrics(folder: Path) -> list[Record]:
 def write_summary(
     folder: Path, run: Mapping[str, Any], train: Mapping[str, Any], meta: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes run.json atomically.
+    """Write run.json atomically.
 
     Args:
         folder: the run folder.
@@ -217,7 +217,7 @@ def environment() -> Record:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[int]:
-    """Locks a run folder for this process; the operating system releases the lock when the process ends.
+    """Lock a run folder for this process; the operating system releases the lock when the process ends.
 
     The lock file remains, unless the block raises before it has created anything else in the folder.
 
@@ -258,7 +258,7 @@ class _Held:
     created: Sequence[Path]
 
     def remove_new(self) -> None:
-        """Removes the lock file and the created folders, if nothing else was created in the folder."""
+        """Remove the lock file and the created folders, if nothing else was created in the folder."""
         with suppress(OSError):
             if LOCK not in self.before and {*os.listdir(self.folder)} == {LOCK, *self.before}:
                 (self.folder / LOCK).unlink()
@@ -267,7 +267,7 @@ class _Held:
 
 
 def _hold(folder: Path) -> _Held:
-    """Creates a folder if it doesn't exist, and locks it; raises RunError, see `run_lock`, and OSError."""
+    """Create a folder if it doesn't exist, and lock it; raises RunError, see `run_lock`, and OSError."""
     for attempt in range(_ATTEMPTS):
         try:
             created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -307,7 +307,7 @@ def _holder_of(folder: Path) -> str:
 
 
 def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
-    """Raises RunError if a folder without a run has a file or folder whose name a run uses.
+    """Raise RunError if a folder without a run has a file or folder whose name a run uses.
 
     Args:
         folder: a folder without a run.
@@ -332,7 +332,7 @@ def _holder(stream: BinaryIO) -> str:
 
 
 def _lock_after_end(stream: BinaryIO) -> bool:
-    """Locks a file whose holder has ended but whose lock a forked child may hold for a moment."""
+    """Lock a file whose holder has ended but whose lock a forked child may hold for a moment."""
     for _ in range(_RETRIES):
         try:
             os.kill(int(_holder(stream)), 0)
@@ -357,13 +357,13 @@ def is_held(folder: Path) -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes the result of a verb as JSON; raises RunError."""
+    """Write the result of a verb as JSON; raises RunError."""
     write_output(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Converts an OSError inside the block into a RunError that names its file, or `path`."""
+    """Convert an OSError inside the block into a RunError that names its file, or `path`."""
     try:
         yield
     except OSError as error:
@@ -373,14 +373,14 @@ def as_run_error(path: Path) -> Iterator[None]:
 
 
 def _append(stream: BinaryIO, line: str) -> None:
-    """Writes a line completely; a single write to an unbuffered stream may be partial."""
+    """Write a line completely; a single write to an unbuffered stream may be partial."""
     rest = memoryview(line.encode(errors="backslashreplace") + b"\n")
     while rest:
         rest = rest[stream.write(rest) :]
 
 
 def metrics_record(line: bytes) -> Record | None:
-    """Parses a line of metrics.jsonl; returns None if it is incomplete or isn't a valid record."""
+    """Parse a line of metrics.jsonl; return None if it is incomplete or isn't a valid record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -399,7 +399,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to JSON's types: numpy scalars and arrays to Python values, paths to strings."""
+    """Convert a value to JSON's types: numpy scalars and arrays to Python values, paths to strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -412,7 +412,7 @@ def _plain(value: Any) -> Any:
 
 
 def _lock(stream: BinaryIO) -> bool:
-    """Locks an open file; returns False if another process holds it, True also if locks aren't supported."""
+    """Lock an open file; return False if another process holds it, True also if locks aren't supported."""
     try:
         import fcntl
     except ImportError:

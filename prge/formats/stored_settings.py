@@ -50,7 +50,7 @@ def key_path() -> Path:
 
 
 def write_settings(path: Path, text: str) -> None:
-    """Writes settings with the user's signature; raises RunError, see `write_file`."""
+    """Write settings with the user's signature; raises RunError, see `write_file`."""
     write_file(path, sign(text, path.name))
 
 
@@ -106,7 +106,7 @@ def is_outside(folder: Path, value: str, is_written: bool = False) -> bool:
 
 
 def check_links(folder: Path) -> None:
-    """Raises RunError if a folder, which may be somebody else's, holds a link to a path outside of it.
+    """Raise RunError if a folder, which may be somebody else's, holds a link to a path outside of it.
 
     Links from a snapshot in the Hugging Face cache to other files of its repository are allowed.
 
@@ -154,6 +154,6 @@ def _own_key(make: bool) -> bytes:
 
 
 def _read_key(path: Path) -> bytes:
-    """Reads a key; returns the process's key if the file is invalid."""
+    """Read a key; return the process's key if the file is invalid."""
     warn_if_key_is_shared(path)
     return parse_key(read_regular(path)) or _process_key

@@ -70,7 +70,7 @@ class Tuning:
 
 
 def read_bundle_path(config: Path) -> Path | None:
-    """Reads the path of the bundle from the settings of a run or a tuning; None if they have none.
+    """Read the path of the bundle from the settings of a run or a tuning; None if they have none.
 
     Raises:
         OSError, DocumentError: the settings can't be read.

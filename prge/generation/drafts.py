@@ -36,7 +36,7 @@ class Lookup:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """Appends a token of the completion."""
+        """Append a token of the completion."""
         length = len(self._tokens)
         for size in _NGRAM_SIZES:
             if size <= length:
@@ -58,7 +58,7 @@ class Lookup:
         return []
 
     def note(self, drafted: int, right: int) -> None:
-        """Records the outcome of the last draft.
+        """Record the outcome of the last draft.
 
         Args:
             drafted: number of its tokens.

@@ -31,7 +31,7 @@ class GenerationEngine(Protocol):
         ...
 
     def open(self, adapter: Adapter) -> int:
-        """Opens an empty sequence in a free slot; returns its number. The adapter must not change."""
+        """Open an empty sequence in a free slot; return its number. The adapter must not change."""
         ...
 
     def length(self, sequence: int) -> int:
@@ -39,7 +39,7 @@ class GenerationEngine(Protocol):
         ...
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Appends one or more tokens; returns the logits of the next token, f32 [vocabulary_size].
+        """Append one or more tokens; return the logits of the next token, f32 [vocabulary_size].
 
         Raises:
             EngineError: the sequence would be longer than `context`, or the engine failed.
@@ -52,7 +52,7 @@ class GenerationEngine(Protocol):
         ...
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Appends two or more tokens; returns the logits after each of them, f32 [tokens, vocabulary_size].
+        """Append two or more tokens; return the logits after each of them, f32 [tokens, vocabulary_size].
 
         Raises:
             EngineError: see `feed`.
@@ -60,7 +60,7 @@ class GenerationEngine(Protocol):
         ...
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """Appends one token to each of several sequences; returns the next logits of each.
+        """Append one token to each of several sequences; return the next logits of each.
 
         Raises:
             EngineError: see `feed`.
@@ -68,9 +68,9 @@ class GenerationEngine(Protocol):
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Removes all tokens of a sequence after the first `length`, or more if the cache requires it."""
+        """Remove all tokens of a sequence after the first `length`, or more if the cache requires it."""
         ...
 
     def close(self, sequence: int) -> None:
-        """Closes a sequence and frees its slot."""
+        """Close a sequence and free its slot."""
         ...

@@ -166,7 +166,7 @@ class Ticket:
         self._ended = Event()
 
     def wait(self, seconds: float | None = None) -> Completion:
-        """Waits until another thread has finished the request; returns its completion.
+        """Wait until another thread has finished the request; return its completion.
 
         Raises:
             TimeoutError: the request isn't finished after `seconds`.
@@ -180,12 +180,12 @@ class Ticket:
         return self.answer
 
     def send_text(self, text: str) -> None:
-        """Passes a piece of the text to the request's callback."""
+        """Pass a piece of the text to the request's callback."""
         if self._on_text is not None and text:
             self._on_text(text)
 
     def end(self) -> None:
-        """Wakes waiting threads and calls the request's callback, after `answer` or `error` is set."""
+        """Wake waiting threads and call the request's callback, after `answer` or `error` is set."""
         self._ended.set()
         if self._on_end is not None:
             self._on_end(self)
@@ -279,7 +279,7 @@ class Generator:
         on_text: Callable[[str], object] | None = None,
         on_end: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
-        """Adds a request to the queue.
+        """Add a request to the queue.
 
         Args:
             request: the request.
@@ -295,11 +295,11 @@ class Generator:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request before the next round, with the text generated so far; no effect if it has ended."""
+        """End a request before the next round, with the text generated so far; no effect if it has ended."""
         ticket.cancelled = True
 
     def work(self) -> bool:
-        """Runs one round: starts waiting requests, prefills prompts, generates one token for each completion.
+        """Run one round: start waiting requests, prefill prompts, generate one token for each completion.
 
         Returns:
             Whether there are unfinished requests.
@@ -319,7 +319,7 @@ class Generator:
             return bool(self._active or self._waiting)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generates the completions of requests, in their order.
+        """Generate the completions of requests, in their order.
 
         Raises:
             DataError: a prompt is invalid, see `submit`; no completion is generated.
@@ -333,7 +333,7 @@ class Generator:
         return [ticket.wait() for ticket in tickets]
 
     def close(self) -> None:
-        """Closes all idle sequences."""
+        """Close all idle sequences."""
         for sequence in self._idle:
             self.engine.close(sequence.number)
         self._idle = []
@@ -362,7 +362,7 @@ class Generator:
         return tokens
 
     def _start_waiting(self) -> None:
-        """Starts waiting requests while there are free slots."""
+        """Start waiting requests while there are free slots."""
         while True:
             with self._lock:
                 while self._waiting and self._waiting[0].cancelled:
@@ -417,7 +417,7 @@ class Generator:
         return _Sequence(self.engine.open(adapter), adapter, sharing.group)
 
     def _prefill(self) -> None:
-        """Computes up to FED_AT_ONCE prompt tokens, oldest requests first; samples the first tokens."""
+        """Compute up to FED_AT_ONCE prompt tokens, oldest requests first; sample the first tokens."""
         left = FED_AT_ONCE
         for active in [active for active in self._active if active.prompt_rest]:
             chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
@@ -437,7 +437,7 @@ class Generator:
                 return
 
     def _decode(self, decoding: Sequence[_Active]) -> None:
-        """Generates one token for each of these completions."""
+        """Generate one token for each of these completions."""
         start = time.perf_counter()
         try:
             logits = self.engine.step({active.sequence.number: active.tokens[-1] for active in decoding})
@@ -463,7 +463,7 @@ class Generator:
         return active.lookup.draft(most) if most > 0 else []
 
     def _verify(self, active: _Active, draft: list[int]) -> None:
-        """Generates the tokens of a draft up to the first one that is wrong, and the token after them."""
+        """Generate the tokens of a draft up to the first one that is wrong, and the token after them."""
         number, held, tokens = active.sequence.number, active.sequence.tokens, [active.tokens[-1], *draft]
         start = time.perf_counter()
         try:
@@ -484,7 +484,7 @@ class Generator:
             active.lookup.note(len(draft), index)
 
     def _sample(self, active: _Active, logits: FloatArray) -> bool:
-        """Samples the next token of a completion, and sends its text; finishes a completion that ends.
+        """Sample the next token of a completion, and send its text; finish a completion that ends.
 
         Returns:
             Whether the completion continues.
@@ -512,7 +512,7 @@ class Generator:
         return False
 
     def _finish(self, active: _Active, reason: Reason) -> None:
-        """Ends a completion; its sequence becomes idle."""
+        """End a completion; its sequence becomes idle."""
         self._send_text(active, active.stream.finish())
         self._active.remove(active)
         active.sequence.text = active.stream.text
@@ -532,7 +532,7 @@ class Generator:
         self._end(active.ticket, completion)
 
     def _drop(self, active: _Active, error: PrgeError) -> None:
-        """Ends a request for which the engine failed, and closes its sequence, whose state is unknown."""
+        """End a request for which the engine failed, and close its sequence, whose state is unknown."""
         self._active.remove(active)
         self.engine.close(active.sequence.number)
         self._fail(active.ticket, error)

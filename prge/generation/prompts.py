@@ -80,7 +80,7 @@ class Prompts:
         return compile_chat_template(self._tokenizer, self._date)
 
     def encode_text(self, text: str, *, most: int | None = None) -> Prompt:
-        """Encodes a text without a chat template, after the tokens that begin a text of the model.
+        """Encode a text without a chat template, after the tokens that begin a text of the model.
 
         If `most` is given, tokenization stops a little after that many tokens.
         """
@@ -92,7 +92,7 @@ class Prompts:
     def encode_messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Encodes a conversation, up to where the assistant's message begins.
+        """Encode a conversation, up to where the assistant's message begins.
 
         Args:
             messages: the conversation, of which the last message is to be answered.
@@ -104,7 +104,7 @@ class Prompts:
         return self.encode_rendered(self.render(messages, variables))
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> RenderedText:
-        """Formats a conversation with the chat template, up to where the assistant's message begins.
+        """Format a conversation with the chat template, up to where the assistant's message begins.
 
         Args:
             messages: the conversation, of which the last message is to be answered.
@@ -133,7 +133,7 @@ class Prompts:
         return texts.restore(text)
 
     def encode_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
-        """Encodes a conversation that `render` formatted; `most` as for `encode_text`."""
+        """Encode a conversation that `render` formatted; `most` as for `encode_text`."""
         # The template writes special tokens itself: none are added.
         tokens = self._tokenizer.ids(rendered.text, control=rendered.control, max_tokens=most)
         ends, stop = self.end_of_turn

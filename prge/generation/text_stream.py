@@ -33,7 +33,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] | None = ()
     ) -> None:
-        """Starts an empty text.
+        """Start an empty text.
 
         Args:
             tokenizer: decodes the tokens.
@@ -58,7 +58,7 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the new text that can be shown, which may be empty."""
+        """Add a token; return the new text that can be shown, which may be empty."""
         if self.stopped or token in self._tokenizer.special_ids:
             return ""
         self._held.append(token)
@@ -73,7 +73,7 @@ class TextStream:
         return self._released(text)
 
     def finish(self) -> str:
-        """Ends the text; returns the part that was held back, with one U+FFFD for an incomplete character."""
+        """End the text; return the part that was held back, with one U+FFFD for an incomplete character."""
         text = ""
         if self._held and not self.stopped:
             text = self._released(self._new_text().rstrip(REPLACEMENT) + REPLACEMENT)
@@ -97,7 +97,7 @@ class TextStream:
         return self._emitted(text[:end])
 
     def _emitted(self, text: str) -> str:
-        """Records and returns text that is shown; strips leading white space if `before` was None."""
+        """Record and return text that is shown; strip leading white space if `before` was None."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)

@@ -103,7 +103,7 @@ class Routing:
         return result
 
     def forward(self, states: FloatArray, run: ExpertFunction, *tangents: FloatArray) -> list[FloatArray]:
-        """Computes the hidden states after the experts, and their tangents.
+        """Compute the hidden states after the experts, and their tangents.
 
         Args:
             states: hidden states before the experts, f32 [tokens, entering].
@@ -122,7 +122,7 @@ class Routing:
         return outputs
 
     def backward(self, states: FloatArray, grad_output: FloatArray, run: ExpertFunction) -> FloatArray:
-        """Computes the gradient with respect to the hidden states before the experts, f32 [tokens, entering].
+        """Compute the gradient with respect to the hidden states before the experts, f32 [tokens, entering].
 
         Args:
             states: hidden states before the experts, f32 [tokens, entering]; passed-through values may be

@@ -87,7 +87,7 @@ class TargetLogProbs:
     def compute_shifted(
         self, which: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
     ) -> tuple[FloatArray, FloatArray, FloatArray | None]:
-        """Computes a shard with a shift for which its sums of exponentials neither overflow nor vanish.
+        """Compute a shard with a shift for which its sums of exponentials neither overflow nor vanish.
 
         Args:
             which: slice of the targets.
@@ -117,7 +117,7 @@ class TargetLogProbs:
         parts: FloatArray,
         tangents: FloatArray | None = None,
     ) -> None:
-        """Adds the outputs of a shard.
+        """Add the outputs of a shard.
 
         Args:
             shard: number of the shard.

@@ -121,7 +121,7 @@ class CrossFittedHeads:
 def fit_cross_fitted(
     pooled: FloatArray, labels: IntArray, rows: Sequence[int], classes: int, folds: int
 ) -> CrossFittedHeads:
-    """Fits one head per fold, on the rows outside of that fold.
+    """Fit one head per fold, on the rows outside of that fold.
 
     Args:
         pooled: pooled states of the training rows, [rows, width].
@@ -138,7 +138,7 @@ def fit_cross_fitted(
 
 
 def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
-    """Fits a head in closed form, without hyperparameters: calibrated ridge regression.
+    """Fit a head in closed form, without hyperparameters: calibrated ridge regression.
 
     1. Ridge regression predicts class indicators from the states. The prediction for each row by a regression
        on all other rows has a closed form (Allen's PRESS statistic, 1974).

@@ -275,7 +275,7 @@ def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
 
 
 def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
-    """Constructs an objective by name; raises ConfigError for settings of other objectives."""
+    """Construct an objective by name; raises ConfigError for settings of other objectives."""
     entry = PREFERENCES.get(name)
     own = entry.settings if entry else ()
     problems = [

@@ -50,7 +50,7 @@ def score(
     *,
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> Scores:
-    """Scores every candidate of every example with one adapter.
+    """Score every candidate of every example with one adapter.
 
     The scores of an example don't depend on the other examples or on their order.
 

@@ -61,7 +61,7 @@ class TrainingProgress:
     best_loss: float | None = None
 
     def count_step(self, loss: float) -> None:
-        """Counts a step and adds its loss to the moving average."""
+        """Count a step and add its loss to the moving average."""
         smoothed = self.smoothed_loss
         self.smoothed_loss = loss if smoothed is None else 0.9 * smoothed + 0.1 * loss
         if self.first_loss is None:
@@ -69,7 +69,7 @@ class TrainingProgress:
         self.step += 1
 
     def judge(self, record: Record) -> bool:
-        """Records an evaluation; returns whether it is the best so far.
+        """Record an evaluation; return whether it is the best so far.
 
         Among equal values, the evaluation with the lower loss is the best. Only a higher value resets the
         count of evaluations for patience. Recording an evaluation again changes nothing.
@@ -93,7 +93,7 @@ class TrainingProgress:
 
     @classmethod
     def read(cls, path: Path) -> TrainingProgress:
-        """Reads a checkpoint's `state.json`; raises OSError, ValueError or TypeError if it is invalid."""
+        """Read a checkpoint's `state.json`; raises OSError, ValueError or TypeError if it is invalid."""
         progress = cls(**read_json(path))
         counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
         losses = (
@@ -143,7 +143,7 @@ class TrainingState:
         return self.head if self.head_optimizer else None
 
     def apply(self, record: Record, gradient: FloatArray) -> None:
-        """Takes a step.
+        """Take a step.
 
         Args:
             record: the step's journal record, with its loss, its learning rates and the gradient of a trained
@@ -180,7 +180,7 @@ class TrainingState:
         )
 
     def judge(self, record: Record) -> bool:
-        """Records an evaluation; see TrainingProgress.judge."""
+        """Record an evaluation; see TrainingProgress.judge."""
         return self.progress.judge(record)
 
 
@@ -196,7 +196,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> Path:
-    """Writes the state as folder `step-N`, atomically; an intact checkpoint of the same step stays as it is.
+    """Write the state as folder `step-N`, atomically; an intact checkpoint of the same step stays as it is.
 
     Args:
         checkpoints: folder of the run's checkpoints.
@@ -221,7 +221,7 @@ def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> 
 
 
 def write_result(folder: Path, state: TrainingState, template: Path, overwrite: bool = False) -> None:
-    """Writes the adapter, and the head of an encoder, as a PEFT folder; see `write_peft`."""
+    """Write the adapter, and the head of an encoder, as a PEFT folder; see `write_peft`."""
     extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
     write_peft(folder, state.adapter, template, extra, overwrite=overwrite)
 
@@ -229,7 +229,7 @@ def write_result(folder: Path, state: TrainingState, template: Path, overwrite: 
 def keep_state(
     folder: Path, state: TrainingState, template: Path, journal: Journal, every: int, keep_gradients: bool
 ) -> None:
-    """Saves a checkpoint, and removes checkpoints and journaled gradients that are no longer needed.
+    """Save a checkpoint, and remove checkpoints and journaled gradients that are no longer needed.
 
     Args:
         folder: the run folder.
@@ -257,7 +257,7 @@ def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
 
 
 def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
-    """Removes all checkpoints except those of the steps in `keep`, and incomplete checkpoints."""
+    """Remove all checkpoints except those of the steps in `keep`, and incomplete checkpoints."""
     for step in set(saved_steps(checkpoints)) - keep:
         shutil.rmtree(checkpoint_folder(checkpoints, step), ignore_errors=True)
     for leftover in checkpoints.glob(".step-*.partial"):
@@ -266,7 +266,7 @@ def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> None:
-    """Loads a checkpoint into a state of the same run, in place.
+    """Load a checkpoint into a state of the same run, in place.
 
     Raises:
         AdapterError: a file is missing, damaged, or belongs to another run.
@@ -281,14 +281,14 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
 
 
 def load_best(checkpoints: Path, state: TrainingState) -> None:
-    """Loads the checkpoint of the best step, if the run has one; see `load_checkpoint`."""
+    """Load the checkpoint of the best step, if the run has one; see `load_checkpoint`."""
     best = state.progress.best_step
     if best not in (-1, state.step):
         load_checkpoint(checkpoint_folder(checkpoints, best), state)
 
 
 def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
-    """Loads the newest intact checkpoint of at most `newest` steps; without one, the state isn't changed.
+    """Load the newest intact checkpoint of at most `newest` steps; without one, the state isn't changed.
 
     Damaged checkpoints are skipped: their steps are replayed from the journal.
     """
@@ -313,7 +313,7 @@ class _SavedState:
 
 
 def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
-    """Reads a checkpoint of the run that `state` belongs to; raises AdapterError, see `load_checkpoint`."""
+    """Read a checkpoint of the run that `state` belongs to; raises AdapterError, see `load_checkpoint`."""
     adapter = read_peft(folder, state.adapter.modules)
     arrays = read_arrays(folder / OPTIMIZER)
     targets = optimizer_arrays(state)
@@ -360,7 +360,7 @@ def head_arrays(head: Head) -> dict[str, Array]:
 
 
 def head_at(folder: Path, classes: int, width: int) -> Head | None:
-    """Reads the head in an adapter's folder; None if there is none. Raises AdapterError, see `read_head`."""
+    """Read the head in an adapter's folder; None if there is none. Raises AdapterError, see `read_head`."""
     if not (folder / HEAD).is_file():
         return None
     head = Head(classes, width)
@@ -369,7 +369,7 @@ def head_at(folder: Path, classes: int, width: int) -> Head | None:
 
 
 def read_head(path: Path, head: Head) -> None:
-    """Reads `head.safetensors` into a head of the same shape, in place.
+    """Read `head.safetensors` into a head of the same shape, in place.
 
     Raises:
         AdapterError: the file is missing or damaged, or has another number of classes or another width.

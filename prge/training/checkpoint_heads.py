@@ -12,7 +12,7 @@ from prge.training.checkpoint import head_at
 
 
 def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
-    """Loads a task, with its classes in the order of the bundle's own head; None without a name.
+    """Load a task, with its classes in the order of the bundle's own head; None without a name.
 
     Raises:
         ConfigError: the task doesn't exist or is invalid.
@@ -26,7 +26,7 @@ def with_bundle_label_order(bundle: Bundle, task: Task | None) -> Task | None:
 
 
 def load_head(bundle: Bundle, source: Path, task: Task | None, classes: int) -> Head | None:
-    """Reads the head in the folder of an adapter; None if there is no head for the task's classes.
+    """Read the head in the folder of an adapter; None if there is no head for the task's classes.
 
     Args:
         bundle: the bundle of the adapter.

@@ -206,7 +206,7 @@ class ModelSizes:
 
     @classmethod
     def from_json(cls, block: Any, chain: Chain) -> ModelSizes:
-        """Reads the `outline` block of a manifest; raises BundleError if a value is missing or invalid."""
+        """Read the `outline` block of a manifest; raises BundleError if a value is missing or invalid."""
         names = [field.name for field in fields(cls) if field.type == "int" and field.name != "longest"]
         try:
             return cls(
@@ -357,7 +357,7 @@ def step_shape(
 def estimate_weight_bytes(
     outline: ModelSizes, scheme: str, int8_table: bool, roles: Collection[str]
 ) -> WeightBytes:
-    """Computes the bytes of the weights of a bundle.
+    """Compute the bytes of the weights of a bundle.
 
     Args:
         outline: sizes of the model.
@@ -401,14 +401,14 @@ def estimate_weight_bytes(
 def bundle_weight_bytes(
     outline: ModelSizes, chain: Chain, size: Callable[[str], int], scheme: str | None
 ) -> WeightBytes:
-    """Computes the bytes of a bundle's weights; `size` returns the size of a file by its name."""
+    """Compute the bytes of a bundle's weights; `size` returns the size of a file by its name."""
     is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
     weights = estimate_weight_bytes(outline, scheme or "fp32", is_int8, chain.roles)
     return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
 def estimate_program_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
-    """Estimates the bytes of all programs: embedding, block types, output head."""
+    """Estimate the bytes of all programs: embedding, block types, output head."""
     of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
     head = sum(_HEAD_PROGRAM_BYTES[role] for role in roles) if outline.head else 0
@@ -423,7 +423,7 @@ def estimate_run_memory(
     engine: str,
     loaded: int | None = None,
 ) -> RunMemory:
-    """Estimates the memory of a process that trains or scores.
+    """Estimate the memory of a process that trains or scores.
 
     Args:
         outline: sizes of the model.
@@ -492,7 +492,7 @@ def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
 
 
 def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -> int:
-    """Estimates the bytes of the arena, which the programs of blocks and of the output head share.
+    """Estimate the bytes of the arena, which the programs of blocks and of the output head share.
 
     The smaller of the two touches about half of its memory outside of the larger one's.
     """
@@ -504,7 +504,7 @@ def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -
 
 
 def _run_workspace(outline: ModelSizes, shape: StepShape, call: _Call) -> int:
-    """Estimates the bytes of XNNPACK's workspace; while it grows, the old and the new one exist together."""
+    """Estimate the bytes of XNNPACK's workspace; while it grows, the old and the new one exist together."""
     role = JVP if call.queries else FORWARD
     forward = max(
         _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.targets)
@@ -514,7 +514,7 @@ def _run_workspace(outline: ModelSizes, shape: StepShape, call: _Call) -> int:
 
 
 def _checkpoints(outline: ModelSizes, shape: StepShape, bounds: Bounds, state: int) -> int:
-    """Estimates the bytes of activation checkpoints, and of keys and values of a chunked row."""
+    """Estimate the bytes of activation checkpoints, and of keys and values of a chunked row."""
     # Layers of experts have wider hidden states: expert inputs, expert outputs, and values passed through.
     states_per_block = 4 if outline.experts else 1
     checkpoints = (states_per_block * outline.adapted_blocks + 1) * state
@@ -524,7 +524,7 @@ def _checkpoints(outline: ModelSizes, shape: StepShape, bounds: Bounds, state: i
 
 
 def _loaded_weights(weights: WeightBytes, has_backward: bool, loaded: int | None) -> int:
-    """Estimates the bytes of the weights that stay loaded, as the engine packs them."""
+    """Estimate the bytes of the weights that stay loaded, as the engine packs them."""
     packed = weights.packed + (weights.packed_transposed if has_backward else 0)
     if loaded is None:
         return packed
@@ -533,7 +533,7 @@ def _loaded_weights(weights: WeightBytes, has_backward: bool, loaded: int | None
 
 
 def _past_bytes(outline: ModelSizes, bounds: Bounds, queries: int, length: int) -> int:
-    """Estimates the bytes of attention scores of a long row's chunk, and of a block's keys and values."""
+    """Estimate the bytes of attention scores of a long row's chunk, and of a block's keys and values."""
     keys = 2 * outline.key_width * length
     sizes = ((chunk.stop, chunk.stop - chunk.start) for chunk in bounds.chunks(length, outline.heads))
     scores: int = max(outline.heads * size * end for end, size in sizes)
@@ -541,7 +541,7 @@ def _past_bytes(outline: ModelSizes, bounds: Bounds, queries: int, length: int) 
 
 
 def _residual_bytes(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
-    """Estimates the most bytes of residuals in an exact step."""
+    """Estimate the most bytes of residuals in an exact step."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
     values = frozen + sum(
@@ -559,7 +559,7 @@ def _residual_bytes(outline: ModelSizes, shape: StepShape, weights: WeightBytes,
 def _torch_arena(
     outline: ModelSizes, role: str, loaded: Collection[str], roles: Collection[str], bounds: Bounds
 ) -> int:
-    """Estimates the bytes of the arenas of the `torch` engine, of which every method has its own.
+    """Estimate the bytes of the arenas of the `torch` engine, of which every method has its own.
 
     Opening a program needs the memory of its largest method once more.
     """
@@ -584,7 +584,7 @@ def estimate_generation_memory(
     loaded: int | None = None,
     cache_bytes: int = 4,
 ) -> RunMemory:
-    """Estimates the memory of a process that generates text.
+    """Estimate the memory of a process that generates text.
 
     Args:
         outline: sizes of the model.
@@ -739,7 +739,7 @@ def memory_table(
 
 
 def format_memory_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Formats a `memory_table` as lines of text."""
+    """Format a `memory_table` as lines of text."""
     yield f"  {'estimator':<12}{'loaded':<14}{'anonymous':>12}{'--memory':>12}"
     for row in rows:
         loaded = "everything" if row["loaded_bytes"] is None else "one block"
@@ -752,7 +752,7 @@ def format_memory_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_export_memory(
     outline: ModelSizes, scheme: str, roles: Collection[str], calibrates: bool = False
 ) -> int:
-    """Estimates the peak memory of an export, in bytes.
+    """Estimate the peak memory of an export, in bytes.
 
     It is reached while blocks are verified: the engine's arena holds the largest call of a block, and the
         embedding
@@ -773,7 +773,7 @@ def estimate_export_memory(
 
 
 def estimate_export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
-    """Estimates the seconds of an export, roughly, on two idle cores of an x86 server."""
+    """Estimate the seconds of an export, roughly, on two idle cores of an x86 server."""
     role_count = len(roles) + (_RESIDUAL_ROLES if BACKWARD in roles else 0)
     lowering = _SECONDS_PER_ROLE * (role_count + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
@@ -787,12 +787,12 @@ def estimate_export_seconds(outline: ModelSizes, roles: Collection[str], calibra
 
 
 def format_megabytes(count: float) -> str:
-    """Formats bytes as in flags: `331 MB`, where 1 MB is a million bytes."""
+    """Format bytes as in flags: `331 MB`, where 1 MB is a million bytes."""
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count:.0f} bytes"
 
 
 def format_bytes(count: object) -> str:
-    """Formats bytes with a binary unit, such as `3.4 MiB`; `unknown` if `count` is not a number."""
+    """Format bytes with a binary unit, such as `3.4 MiB`; `unknown` if `count` is not a number."""
     if not isinstance(count, int | float):
         return "unknown"
     size = float(count)
@@ -811,7 +811,7 @@ def _number(value: Any, least: int = 1) -> int:
 
 
 def _layer(block: Any) -> LayerShape:
-    """Reads a layer of an outline; raises KeyError, TypeError or ValueError if it is invalid."""
+    """Read a layer of an outline; raises KeyError, TypeError or ValueError if it is invalid."""
     inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
     # Bundles of earlier versions have no experts, and lack this key.
     of_experts = bool(block.get("of_experts", False))
@@ -847,7 +847,7 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
 
 
 def _block_arena(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
-    """Estimates the bytes that a block's program plans for tensors between its delegates.
+    """Estimate the bytes that a block's program plans for tensors between its delegates.
 
     These are the queries, hidden states and keys that are alive at once. `jvp` adds attention scores and the
     two terms of their derivative; `backward` adds the scores with their gradients, and the terms of the
@@ -868,12 +868,12 @@ def _head_logits(outline: ModelSizes, targets: int) -> int:
 
 
 def _head_arena(outline: ModelSizes, queries: int, targets: int) -> int:
-    """Estimates the bytes that a vocabulary shard plans: logits, exponentials, and their tangents."""
+    """Estimate the bytes that a vocabulary shard plans: logits, exponentials, and their tangents."""
     return 2 * (1 + queries) * _head_logits(outline, targets)
 
 
 def _workspace(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
-    """Estimates the bytes of XNNPACK's workspace: tensors that a block's largest delegate holds.
+    """Estimate the bytes of XNNPACK's workspace: tensors that a block's largest delegate holds.
 
     The peak is at the activation. It holds the outputs of the widest layers and one more tensor; `jvp` adds
     the tangents of all but one of them, or the terms of GELU's derivative; `backward` adds two gradients, of

@@ -39,7 +39,7 @@ class Heads:
 
     @classmethod
     def from_journal(cls, journal: Journal, width: int, digest: str | None = None) -> Heads | None:
-        """Reads the heads from a run's journal; None if it has none, or none with this digest."""
+        """Read the heads from a run's journal; None if it has none, or none with this digest."""
         record = journal.first("head")
         if record is None or (digest is not None and record.get("digest") != digest):
             return None
@@ -58,7 +58,7 @@ class Heads:
 
 
 def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], folds: int = 0) -> Heads:
-    """Fits an encoder's head on examples, and cross-fitted heads if `folds` isn't 0.
+    """Fit an encoder's head on examples, and cross-fitted heads if `folds` isn't 0.
 
     Of equal examples, only the first is used: the rows that are left out to measure a head's confidence must
         not

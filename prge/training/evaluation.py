@@ -38,7 +38,7 @@ def evaluate(
     normalisation: LossNormalisation = "example",
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> tuple[dict[str, Any], Scores]:
-    """Evaluates an adapter on examples.
+    """Evaluate an adapter on examples.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
     metrics, see `preference_figures`; their `value` is the negative loss (lower losses than
@@ -86,7 +86,7 @@ def evaluate(
 def preference_figures(
     objective: Preference, scored: Scores, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """Computes the metrics of preferences.
+    """Compute the metrics of preferences.
 
     Rated answers are compared in all pairs of a liked and a disliked answer.
 

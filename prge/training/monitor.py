@@ -95,29 +95,29 @@ class RunMonitor:
         return self._earlier_seconds + time.perf_counter() - self._start
 
     def start_clock(self) -> None:
-        """Starts to measure the duration and the memory of this part of the run."""
+        """Start measuring the duration and the memory of this part of the run."""
         self.log.memory.start()
         self._start = self._last_time = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Stops to measure the duration and the memory of the run, at the end of training."""
+        """Stop measuring the duration and the memory of the run, at the end of training."""
         self._earlier_seconds, self._memory = self.seconds, self.log.memory.report()
         self.start_clock()
 
     def note(self, text: str) -> None:
-        """Prints a message and writes it to the log."""
+        """Print a message and write it to the log."""
         text = visible(text)  # it may quote a row
         self.progress.note(text)
         for line in text.split("\n"):
             self.log.text(line)
 
     def on_wait(self, why: str) -> None:
-        """Writes to run.json what a pause waits for."""
+        """Write to run.json what a pause waits for."""
         self._waits_for = why
         self._summarize("running")
 
     def on_pause(self, seconds: float) -> None:
-        """Excludes a pause from the duration of the run."""
+        """Exclude a pause from the duration of the run."""
         self.progress.exclude(seconds, recurring=False)
         self._paused += seconds
         self._start += seconds
@@ -125,7 +125,7 @@ class RunMonitor:
         self._last_time = time.perf_counter()
 
     def catch_up(self, journal: Journal) -> None:
-        """Writes the metrics of journaled steps and evaluations that an earlier process didn't write."""
+        """Write the metrics of journaled steps and evaluations that an earlier process didn't write."""
         for record in journal.records:
             with journal.reading(record):
                 if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
@@ -158,7 +158,7 @@ class RunMonitor:
         self._last_time = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
-        """Reports the step of the result, and the first, the best and the last evaluation."""
+        """Report the step of the result, and the first, the best and the last evaluation."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
         self.note(f"final: step {step} of {self.steps}{figures}")
@@ -170,7 +170,7 @@ class RunMonitor:
             self.note(evaluation_table(evaluations, step))
 
     def _judge(self, record: Record) -> None:
-        """Records an evaluation as the one at the start, or as the best so far."""
+        """Record an evaluation as the one at the start, or as the best so far."""
         if record.get("value") is None:  # not finite, or from a version that had no `value`
             return
         if record["step"] == 0:
@@ -254,7 +254,7 @@ class RunMonitor:
 
 @contextmanager
 def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
-    """Stops the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
+    """Stop the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
 
     def stop(number: int, frame: object) -> None:
         if watcher.stopped:
@@ -284,7 +284,7 @@ def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
-    """Formats evaluations as a table with a line for each name; the step `final` is marked."""
+    """Format evaluations as a table with a line for each name; the step `final` is marked."""
     name = score_of(next(iter(records.values())))[0]
     columns = ("loss",) if name == "loss" else ("loss", name)
     lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
@@ -296,7 +296,7 @@ def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
 
 
 def _figures_text(record: Record) -> str:
-    """Formats loss and metrics of an evaluation in one line."""
+    """Format loss and metrics of an evaluation in one line."""
     figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
 

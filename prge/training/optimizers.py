@@ -22,7 +22,7 @@ class Optimizer(Protocol):
     state: dict[str, Array]
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         ...
 
 
@@ -33,7 +33,7 @@ class SGD:
         self.state: dict[str, Array] = {}
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         values -= np.float32(learning_rate) * gradient
 
 
@@ -45,7 +45,7 @@ class Momentum:
         self.state: dict[str, Array] = {"velocity": np.zeros(size, np.float32)}
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         velocity = self.state["velocity"]
         velocity *= self.momentum
         velocity += gradient
@@ -64,7 +64,7 @@ class Adam:
         }
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         first, updates = self.state["first_moment"], self.state["updates"]
         updates += 1
         count = int(updates[0])
@@ -92,7 +92,7 @@ class PerValueRates:
         self.state = inner.state
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         updated = values.copy()
         self.inner.update(updated, gradient, learning_rate)
         values += self.rates * (updated - values)
@@ -109,7 +109,7 @@ class DecoupledDecay:
         self.state = inner.state
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Updates `values` in place."""
+        """Update `values` in place."""
         values *= np.float32(1 - learning_rate * self.decay)
         self.inner.update(values, gradient, learning_rate)
 
@@ -122,7 +122,7 @@ def make_optimizer(
     beta2: float = 0.999,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Constructs an optimizer by name.
+    """Construct an optimizer by name.
 
     Args:
         name: name of the optimizer.

@@ -68,7 +68,7 @@ class Recipe(RunFlags):
 
     @classmethod
     def from_record(cls, stored: Mapping[str, Any]) -> Recipe:
-        """Reads the recipe of a journal record.
+        """Read the recipe of a journal record.
 
         Raises:
             ConfigError: the record has settings of an earlier version that don't exist any more.
@@ -88,11 +88,11 @@ class Recipe(RunFlags):
         return asdict(self)
 
     def new_estimator(self) -> Estimator:
-        """Constructs the estimator."""
+        """Construct the estimator."""
         return make_estimator(self)
 
     def sampler(self, examples: Sequence[Example]) -> Sampler:
-        """Constructs the sampler of examples; raises ValueError if `batch_size` isn't set."""
+        """Construct the sampler of examples; raises ValueError if `batch_size` isn't set."""
         if self.batch_size is None:
             raise ValueError("batch_size is not set")
         return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation)
@@ -107,7 +107,7 @@ class Recipe(RunFlags):
         return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
     def new_optimizer(self, modules: Sequence[AdaptedModule]) -> Optimizer:
-        """Constructs the optimizer of an adapter; raises ValueError if `optimizer` or `beta2` isn't set."""
+        """Construct the optimizer of an adapter; raises ValueError if `optimizer` or `beta2` isn't set."""
         if self.optimizer is None or self.beta2 is None:
             raise ValueError("optimizer or beta2 is not set")
         optimizer = make_optimizer(

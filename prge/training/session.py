@@ -64,7 +64,7 @@ class Session:
         return self.learner.sampler
 
     def train(self, observer: Observer, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Trains until the last step, until patience runs out, or until `interrupted()` returns True.
+        """Train until the last step, until patience runs out, or until `interrupted()` returns True.
 
         Raises:
             DivergenceError: see prge.training.loop.Learner.step.
@@ -76,16 +76,16 @@ class SilentObserver:
     """Implements Observer; does nothing."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def open_session(
     recipe: Recipe, engine: Engine, data: SessionData, store: Store, *, until: int | None = None
 ) -> Session:
-    """Opens a session, which continues from the journal and the checkpoints in its store.
+    """Open a session, which continues from the journal and the checkpoints in its store.
 
     Args:
         recipe: the settings that determine the steps.

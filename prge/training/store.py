@@ -43,7 +43,7 @@ class Store(Protocol):
         ...
 
     def save(self, state: TrainingState) -> None:
-        """Saves a checkpoint of the state."""
+        """Save a checkpoint of the state."""
         ...
 
 
@@ -66,7 +66,7 @@ class RunStore:
     keep_gradients: bool = False
 
     def begin(self, identity: Record, config: str, *, date: str | None, may_change: bool) -> None:
-        """Records the identity of a new run, or compares a resumed run with the recorded identity.
+        """Record the identity of a new run, or compare a resumed run with the recorded identity.
 
         Args:
             identity: the run's start record, with its recipe and the hashes of its inputs.
@@ -132,7 +132,7 @@ class RunStore:
         )
 
     def write_result(self, state: TrainingState) -> Path:
-        """Writes the adapter of the best step to `final/`; returns that folder."""
+        """Write the adapter of the best step to `final/`; return that folder."""
         load_best(self.folder / CHECKPOINTS, state)
         write_result(self.folder / FINAL, state, self.template, overwrite=True)
         return self.folder / FINAL

@@ -34,7 +34,7 @@ class Trial:
     """Number of generated tokens after a prompt of as many; 0: the benchmark measures training steps."""
 
     def text(self) -> str:
-        """Describes the benchmark for a table."""
+        """Describe the benchmark for a table."""
         if self.written:
             return f"{self.shape}, {self.written} tokens after {self.written}"
         layers = "all linear" if self.layers == ALL_LINEAR else "query and value"

@@ -108,7 +108,7 @@ class Differences:
         self.clip = clip
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Measures the mean loss of every perturbed copy, with one call of the engine."""
+        """Measure the mean loss of every perturbed copy, with one call of the engine."""
         perturbations = self.rule.perturbations()
         directions = DirectionSampler(step.seed, step.number, step.adapter.size)
         adapters = np.empty((len(perturbations), step.adapter.size), np.float32)

@@ -41,7 +41,7 @@ class Exact:
         self.clip_examples = clip_examples
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Computes the mean loss and its gradient, one microbatch after the other."""
+        """Compute the mean loss and its gradient, one microbatch after the other."""
         gradient, losses, count = np.zeros(step.adapter.size), list[Loss](), len(step.examples)
         begin = engine.seconds
         for examples in self._microbatches(step):
@@ -98,7 +98,7 @@ def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
 
 
 def check_single_sequences(examples: Sequence[Example]) -> None:
-    """Raises ConfigError if an example has several sequences, which `--clip-examples` doesn't support."""
+    """Raise ConfigError if an example has several sequences, which `--clip-examples` doesn't support."""
     widest = max(examples, key=lambda example: len(example.sequences))
     if len(widest.sequences) > 1:
         raise ConfigError(

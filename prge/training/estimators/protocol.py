@@ -115,7 +115,7 @@ class Estimator(Protocol):
     """Estimates or computes the gradient of a step's loss with an engine."""
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Measures the step's examples on the engine."""
+        """Measure the step's examples on the engine."""
         ...
 
     def gradient(

@@ -158,7 +158,7 @@ def estimators_with_setting(setting: str) -> list[EstimatorName]:
 
 
 def make_estimator(settings: EstimatorFlags) -> Estimator:
-    """Constructs the estimator of the settings; raises ValueError if they name none."""
+    """Construct the estimator of the settings; raises ValueError if they name none."""
     if settings.estimator is None:
         raise ValueError("the settings name no estimator")
     return ESTIMATORS[settings.estimator].make(settings)

@@ -38,7 +38,7 @@ class TangentEstimator:
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Measures the mean loss and its derivatives along the directions, with one call of the engine."""
+        """Measure the mean loss and its derivatives along the directions, with one call of the engine."""
         shape, modules = (self.queries, len(step.examples)), step.adapter.modules
         directions = self._directions_of(step.seed, step.number, shape, modules)
         owner = np.repeat(np.arange(shape[1]), [len(example.sequences) for example in step.examples])
