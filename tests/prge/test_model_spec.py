@@ -1,4 +1,4 @@
-"""What callers know of a model, and what is refused."""
+"""The description of a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.refusals import raises
         ({"modules": (AdaptedModule("q", 4, 8, 8),) * 2}, "2"),
     ],
 )
-def test_sizes_of_no_model_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_sizes_out_of_bounds_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with raises(ConfigError, "model-sizes", saying=named):
         make_spec(**changes)
 

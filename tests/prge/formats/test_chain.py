@@ -195,7 +195,7 @@ def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObj
     except BundleError as error:
         assert str(error).startswith("the manifest")
         return
-    # What was read can be run: nothing below may fail.
+    # A chain that can be read can be run: nothing below may fail.
     assert FORWARD in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
     for role in chain.roles:
         chain.check_role(role)

@@ -112,7 +112,7 @@ def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[
 
 
 def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
-    """A limit on file size takes a part of a line and refuses the rest; a torn line before it is gone."""
+    """A limit on the file size accepts a part of a line; an earlier incomplete line is removed."""
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
     path.write_bytes(whole[:-5])

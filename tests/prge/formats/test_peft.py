@@ -315,7 +315,7 @@ def test_a_folder_that_another_process_is_writing_is_ignored(tmp_path: Path, tem
 
 
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> None:
-    """A limit on the size of files stands for it."""
+    """Simulated by a limit on the size of files."""
     write_peft(tmp_path / "out", some_adapter(1), template)
     code = textwrap.dedent(f"""
         import resource, sys

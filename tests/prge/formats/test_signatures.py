@@ -1,4 +1,4 @@
-"""Signatures follow from what a block has and from a role: names, shapes, and what has derivatives."""
+"""Signatures follow from a block's ports and a role: names, shapes, and which values have derivatives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES |= {"rank": 4, "in": 11, "out": 6, "sequences": 2, "states": 9, "words": 3
 SIZES |= {"heads": 2, "key": 8, "value": 9, "members": 3, "past": 17, "high": 5, "wide": 4}
 SIZES |= {"residual": 20, "shared_in": 21, "shared_out": 22}
 
-# Values that a block takes from another, with those that are keys and values of its attention.
+# Shared values that a block uses, including keys and values of its attention.
 SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
 BLOCKS = st.builds(
     lambda shared, **ports: BlockPorts(shared_in=shared[0], past=shared[1], **ports),
@@ -50,7 +50,7 @@ BLOCKS = st.builds(
 
 
 @given(BLOCKS, st.sampled_from(ALL_ROLES))
-def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
+def test_every_port_has_a_unique_name_and_a_shape(block: BlockPorts, role: str) -> None:
     result = signature(block, ROLE_OF[role])
     for ports in (result.inputs, result.outputs):
         assert len({port.name for port in ports}) == len(ports)
@@ -59,10 +59,10 @@ def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: s
 
 
 @given(BLOCKS, st.sampled_from([View.BATCH, View.CHUNK]))
-def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mode(
+def test_differentiable_values_have_a_tangent_in_jvp_and_a_gradient_in_backward(
     block: BlockPorts, view: View
 ) -> None:
-    """So a block's derivatives fit each other, whatever it has."""
+    """So the derivatives of consecutive blocks fit each other."""
     by_derivative = {
         role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }
@@ -150,7 +150,7 @@ def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
 
 
 @pytest.mark.parametrize("role", ALL_ROLES)
-def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
+def test_only_differentiable_shared_values_have_derivatives(role: str) -> None:
     is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
     result = signature(
         BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
@@ -174,14 +174,14 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
     }
 
 
-def test_a_past_that_doesnt_change_has_no_derivative() -> None:
+def test_a_past_that_adapters_do_not_affect_has_no_derivative() -> None:
     block = BlockPorts(attends=True, shared_in=(False, False), past=(0, 1))
     tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
     assert "past_keys" in tangent.required_inputs & back.required_inputs
     assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.required_inputs, *back.output_names}
 
 
-def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
+def test_adapter_inputs_are_optional() -> None:
     back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
     assert back.required_inputs == {"hidden_states", "grad_hidden_states"} and back.allowed_inputs >= {
         "lora_b.0",
@@ -191,7 +191,7 @@ def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
     assert back.output_names == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
 
 
-def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
+def test_lora_a_is_an_input_if_it_is_trained_and_in_text_generation() -> None:
     for role in ALL_ROLES:
         has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed_inputs
         assert has_a == (role in (PREFILL, DECODE))

@@ -29,17 +29,17 @@ def test_two_tokens_are_enough_after_a_draft_that_was_right() -> None:
     assert lookup.draft(1) == [3]
 
 
-def test_a_repetition_goes_on_beyond_what_is_written() -> None:
+def test_a_draft_can_repeat_its_own_tokens() -> None:
     assert Lookup([1, 2, 1, 2, 1]).draft(2) == [2, 1]
     assert Lookup([7, 7, 7, 7]).draft(2) == [7, 7]
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_nothing_is_drafted_of_what_did_not_stand_before(tokens: list[int]) -> None:
+def test_there_is_no_draft_without_an_earlier_occurrence(tokens: list[int]) -> None:
     assert Lookup(tokens).draft(8) == []
 
 
-def test_drafts_that_are_right_grow() -> None:
+def test_drafts_grow_while_they_are_right() -> None:
     lookup, sizes = Lookup([1, 2] * 20), []
     for _ in range(5):
         sizes.append(len(lookup.draft(100)))
@@ -48,7 +48,7 @@ def test_drafts_that_are_right_grow() -> None:
     assert len(lookup.draft(3)) == 3
 
 
-def test_drafts_that_are_wrong_pause_longer_each_time() -> None:
+def test_wrong_drafts_pause_longer_each_time() -> None:
     lookup, pauses = Lookup([1, 2] * 20), []
     for _ in range(6):
         pause = 0
@@ -64,7 +64,7 @@ def test_drafts_that_are_wrong_pause_longer_each_time() -> None:
 
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
-def test_it_does_not_matter_when_tokens_come(first: list[int], more: list[int], most: int) -> None:
+def test_prompt_and_pushed_tokens_are_treated_alike(first: list[int], more: list[int], most: int) -> None:
     grown = Lookup(first)
     for token in more:
         grown.push(token)

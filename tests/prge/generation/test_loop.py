@@ -269,7 +269,7 @@ def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its
 
     first = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
     (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
-    # The last token that was chosen isn't held.
+    # The sequence doesn't hold the last token that was sampled.
     held = len(answer.tokens) - 1
     needed = max(held // 2, min(held, 8))
     for repeated in range(len(answer.tokens)):

@@ -17,7 +17,7 @@ from prge.generation.sampling import SamplingSettings, TokenSampler
 from tests.refusals import raises
 
 VOCABULARY = 40
-# Few different values, so that many are equal.
+# Few distinct values, so that many are equal.
 LOGITS = st.lists(st.integers(-8, 8), min_size=VOCABULARY, max_size=VOCABULARY).map(
     lambda values: np.array(values, np.float32) / 2
 )

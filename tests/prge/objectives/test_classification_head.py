@@ -77,7 +77,7 @@ def test_is_never_surer_than_its_rows_allow() -> None:
     scores = fit_head(states, labels, 3).scores(states)
     confidence = np.exp(scores.max(-1)) / np.exp(scores).sum(-1)
     assert (scores.argmax(-1) == labels).all()
-    # On its own rows it is a little surer than on those that were left out.
+    # On its own rows, it is slightly more confident than on rows that were left out.
     np.testing.assert_allclose(-np.log(confidence).mean(), 1 / 33, rtol=0.3)
 
 

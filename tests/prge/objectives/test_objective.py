@@ -145,7 +145,7 @@ RAGGED = [
 
 
 def by_torch(logprobs: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """The losses of one copy, target after target."""
+    """Returns the losses of one copy, computed target by target."""
     left, losses = iter(logprobs), []
     for example in examples:
         scores = [torch.zeros((), dtype=torch.float64)] * example.candidates
@@ -220,7 +220,7 @@ def margin() -> Any:
 
 
 @pytest.mark.parametrize("name", ["differences", "tangents", "exact"])
-def test_a_loss_of_ones_own_trains_by_every_estimator(name: str) -> None:
+def test_a_custom_loss_can_be_trained_with_every_estimator(name: str) -> None:
     rows = [choice(row, [row % 7, row % 5], [1, 3, 8], row % 3) for row in range(1, 25)]
     engine = NumpyEngine()
     estimators: dict[str, Estimator] = {

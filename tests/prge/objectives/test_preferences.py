@@ -62,7 +62,7 @@ def pairs(count: int, seed: int = 0) -> list[Example]:
 
 
 def by_torch(name: str, scores: torch.Tensor, examples: list[Example]) -> torch.Tensor:
-    """The losses as the papers write them, of one copy."""
+    """Returns the losses of one copy by the formulas of the papers."""
     objective: Any = OBJECTIVES[name]
     beta, reference = objective.beta, torch.tensor([each.reference for each in examples], dtype=torch.float64)
     lengths = torch.tensor([[len(s.targets) for s in each.sequences] for each in examples])
@@ -120,7 +120,7 @@ def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative
 
 
 def _step(name: str, engine: NumpyEngine) -> Step:
-    """A step on four pairs, away from their reference."""
+    """A step on four pairs whose scores differ from their reference."""
     adapter = Adapter.zeros(engine.model.modules)
     examples = with_reference_scores(engine, adapter, pairs(4))
     adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
@@ -230,7 +230,7 @@ def test_figures_of_an_evaluation(name: str) -> None:
     assert record["value"] == -scored.loss
     if name != "orpo":
         assert (record["pairs_right"], record["margin"]) == (0.5, 0)
-    # All answers less likely by half a nat a token, but for the rejected ones, by a whole one.
+    # Chosen answers become less likely by half a nat per token, rejected ones by one nat.
     moved = [
         replace(
             each, reference=tuple(value + fall for value, fall in zip(each.reference, (0.5, 1), strict=True))

@@ -1,4 +1,4 @@
-"""Scoring examples with one adapter."""
+"""Scores of examples with one adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rows import choice, classification, long_choice, random_completions
 
 
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 8), (12, 4), (512, 1)])
-def test_what_is_scored_at_once_only_changes_how_many_calls_it_takes(
+def test_the_size_of_calls_does_not_change_scores(
     tokens: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = [
@@ -79,7 +79,7 @@ def test_progress_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done == [2, 4, 5]
 
 
-def test_a_reference_is_what_the_adapter_scores() -> None:
+def test_reference_scores_are_those_of_the_adapter() -> None:
     examples = [long_choice(row, [row], [[2, 3], [4, 5, 6]], 0) for row in range(1, 4)]
     engine = NumpyEngine()
     result = with_reference_scores(engine, make_nonzero_adapter(engine), examples)

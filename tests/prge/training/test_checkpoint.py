@@ -180,7 +180,7 @@ def test_of_equal_values_the_lower_loss_is_the_best() -> None:
     assert (progress.best_step, progress.best_value, progress.best_loss) == (4, -0.1, 0.4)
     # Patience ends where the value doesn't rise.
     assert progress.evaluations_since_best == 3
-    # Resumed, and judged again, it is the same.
+    # Recording an evaluation again after a resume changes nothing.
     again = TrainingProgress(**json.loads(json.dumps(asdict(progress))))
     assert again.judge({"step": 4, "value": -0.1, "loss": 0.4}) and again == progress
 

@@ -110,7 +110,7 @@ def test_a_memory_limit_bounds_the_loaded_weights() -> None:
     whole, bounded = (
         estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000)
     )
-    # The bound counts whole files, of which a run maps the part that its roles need.
+    # The limit counts whole files, of which a run maps the parts that its roles need.
     share = 1000 / (WEIGHTS.layers + WEIGHTS.transposed)
     assert whole.mapped - bounded.mapped == WEIGHTS.packed - round(share * WEIGHTS.packed)
     assert whole.anonymous == bounded.anonymous < bounded.total
@@ -134,7 +134,7 @@ def test_an_exact_step_saves_residuals_in_the_memory_that_weights_leave() -> Non
     result = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
     assert [memory.saved for memory in result] == [whole, whole, 100, 0, 0]
     assert result[0].anonymous - result[3].anonymous == whole + result[0].methods - result[3].methods
-    # The torch engine saves nothing, and no other estimator does.
+    # The torch engine and other estimators have no residuals.
     assert estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
     assert estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native").saved == 0
     below = replace(OUTLINE, layers=tuple(replace(layer, below=True) for layer in LAYERS))
@@ -218,7 +218,7 @@ def test_only_an_exact_run_maps_transposed_weights_and_has_activation_checkpoint
         for shape in (replace(FORWARD, copies=1), EXACT)
     )
     assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
-    # Three at any time, and what entered each block.
+    # Three hidden states at any time, and the checkpoint of each block.
     assert exact.states == stack.states * (3 + 2 + 1) // 3
 
 
@@ -291,7 +291,7 @@ def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
     spec = make_spec()
     result = step_shape("jvp", examples, 6, spec, queries=2)
     assert result == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
-    # Without rows they are the model's.
+    # Without rows, the sizes are the model's.
     assert step_shape("forward", [], 6, spec) == StepShape("forward", 6, 16, 15, spec.vocabulary_size)
 
 

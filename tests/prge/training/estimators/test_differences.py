@@ -1,4 +1,4 @@
-"""Scalars and gradients against derivatives known in closed form, sign included."""
+"""Projected gradients and gradients against derivatives in closed form, including their sign."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
     np.testing.assert_allclose(result, (perturbed - 0.5) / perturbed.std())
 
 
-def test_normalized_step_stands_still_where_all_losses_agree() -> None:
+def test_a_normalized_step_is_0_if_all_losses_are_equal() -> None:
     assert OneSided(3, 0.5).projected_gradients(np.ones(4)).tolist() == [0, 0, 0]
 
 

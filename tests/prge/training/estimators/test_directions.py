@@ -28,7 +28,7 @@ MODULES = (AdaptedModule("q", rank=2, in_features=4, out_features=3), AdaptedMod
 
 
 def _philox_block(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x64-10 written from Salmon et al. 2011, figure 4, in plain integers."""
+    """Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
         high0, low0 = divmod(_M0 * c[0], 2**64)
@@ -38,19 +38,19 @@ def _philox_block(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
-def test_words_are_philox_of_seed_step_and_query() -> None:
+def test_random_integers_are_philox_of_seed_step_and_query() -> None:
     expected = [word for block in (1, 2) for word in _philox_block([block, 0, 0, 7], [123, 45])]
     assert philox(123, 45, 7, 8).tolist() == expected
 
 
-def test_rademacher_takes_one_bit_each_lowest_first() -> None:
+def test_rademacher_uses_one_bit_per_sign_lowest_first() -> None:
     word = int(philox(1, 2, 3, 1)[0])
     expected = [1.0 if word >> bit & 1 else -1.0 for bit in range(64)]
     assert rademacher(1, 2, 3, 64).tolist() == expected
 
 
 def test_rademacher_is_pinned() -> None:
-    """A change here breaks the replay of every journal that was ever written."""
+    """A change would break the replay of all existing journals."""
     signs = rademacher(42, 1000, 3, 10_001)
     assert signs.dtype == np.float32
     assert (
@@ -200,6 +200,6 @@ def test_a_grid_loses_at_most_a_billionth_of_the_largest_value(projected_gradien
         assert np.array_equal(multiples, np.rint(multiples)) and np.abs(multiples).max() <= 2**30
 
 
-def test_what_is_not_finite_stays_for_the_loop_to_see() -> None:
+def test_values_that_are_not_finite_are_not_truncated() -> None:
     assert np.isnan(truncate_to_grid(np.array([1.0, np.nan]))[1])
     assert np.isinf(truncate_to_grid(np.array([1.0, np.inf]))[1])

@@ -91,7 +91,7 @@ def test_a_trained_head_has_its_own_gradient() -> None:
 
 
 def _split(engine: NumpyEngine, step: Step, tokens: int) -> Measurement:
-    """A step whose microbatches have at most so many tokens."""
+    """Measure a step whose microbatches have at most this many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MICROBATCH_TOKENS", tokens)
         return Exact().measure(engine, step)
@@ -140,7 +140,7 @@ def _check_rounding(result: Array, expected: Array) -> None:
 
 
 def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
-    """KTO's, of the step's mean: parts would have means of their own."""
+    """KTO's loss depends on the mean of the step, which microbatches would change."""
     engine, objective = NumpyEngine(), KTO(0.3)
     rows = [
         replace(
@@ -164,7 +164,7 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
 # Limits
 
 
-def test_clipping_shortens_the_whole_gradient() -> None:
+def test_clipping_scales_the_whole_gradient() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 4), SEED, STEP)
 
@@ -184,7 +184,7 @@ def test_clipping_shortens_the_whole_gradient() -> None:
 def test_every_example_is_clipped_before_the_mean(
     encoder: bool, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a larger norm get the limit's, all others stay what they are."""
+    """Gradients with a larger norm are scaled to the limit, others aren't changed."""
     # Sums have other bits where examples are computed together.
     monkeypatch.setattr(exact, "MICROBATCH_TOKENS", 1)
     count = 6
@@ -204,7 +204,7 @@ def test_every_example_is_clipped_before_the_mean(
     shares = np.minimum(1, limit / norms)
     assert 0 < (shares < 1).sum() < count
     expected = sum(share * each for share, each in zip(shares, alone, strict=True)) / count
-    # The step's own limit comes after.
+    # The limit of the step is applied afterwards.
     expected *= min(1.0, clip / np.linalg.norm(expected)) if clip else 1.0
     np.testing.assert_allclose(
         gradient(examples, clip=clip, clip_examples=limit), expected, atol=1e-7 * np.abs(expected).max()
@@ -236,7 +236,7 @@ def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("limits", [{}, {"clip": 1e-3}, {"clip_examples": 1e-3}], ids=str)
-def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, float]) -> None:
+def test_clipping_keeps_values_that_are_not_finite(bad: float, limits: dict[str, float]) -> None:
     class Broken(NumpyEngine):
         def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Float64Array, Float64Array]:
             outputs, gradient = super().vjp(call, grad_fn)
@@ -256,7 +256,7 @@ def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> No
         check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 
-def test_a_journal_gives_the_same_bits_back() -> None:
+def test_a_journal_restores_the_same_bits() -> None:
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     result = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))

@@ -41,7 +41,7 @@ def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
 
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
-    """The step's directions as vectors, [queries, examples, size]."""
+    """Returns the step's directions as vectors, [queries, examples, size]."""
     queries, examples = estimate.projected_gradients.shape
     step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
@@ -122,7 +122,7 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
-def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
+def test_clipping_scales_the_examples_with_large_gradients() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(12)), SEED, STEP)
     whole = TangentEstimator(QUERIES).measure(engine, step).projected_gradients
@@ -163,7 +163,7 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     assert result.projected_gradients.shape == (QUERIES, 4)
 
 
-def test_the_adapter_is_given_without_a_copy() -> None:
+def test_the_adapter_is_passed_without_a_copy() -> None:
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
     TangentEstimator(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
