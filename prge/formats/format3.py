@@ -42,7 +42,7 @@ def chain_of_format_3(chain: Any) -> Any:
     try:
         return {
             **{name: value for name, value in chain.items() if name != "kinds"},
-            "programs": [_program(kind) for kind in chain["kinds"]],
+            "programs": [_program(block_type) for block_type in chain["kinds"]],
             "blocks": [
                 _renamed(block, {"kind": "program", "takes": "shared_in"}) for block in chain["blocks"]
             ],
@@ -53,9 +53,9 @@ def chain_of_format_3(chain: Any) -> Any:
         return chain  # Chain.from_json reports what is wrong
 
 
-def _program(kind: Mapping[str, Any]) -> dict[str, Any]:
-    methods = {ROLES.get(role, role): _method(role, method) for role, method in kind["methods"].items()}
-    return _renamed({**kind, "methods": methods}, {"program": "file"})
+def _program(block_type: Mapping[str, Any]) -> dict[str, Any]:
+    methods = {ROLES.get(role, role): _method(role, method) for role, method in block_type["methods"].items()}
+    return _renamed({**block_type, "methods": methods}, {"program": "file"})
 
 
 def _method(role: str, method: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,9 @@ class Journal:
             raise storage_error(path, error) from None
         self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
 
-    def first(self, kind: str) -> Record | None:
+    def first(self, record_type: str) -> Record | None:
         """Returns the first record of a type; None if there is none."""
-        return next((record for record in self.records if record["kind"] == kind), None)
+        return next((record for record in self.records if record["kind"] == record_type), None)
 
     def step(self, step: int) -> Record | None:
         """Returns the record of a step, counted from 0; None if the journal doesn't have it."""
@@ -78,7 +78,7 @@ class Journal:
     @property
     def steps(self) -> int:
         """Number of steps."""
-        return sum(kind == "step" for kind, _ in self._by_step)
+        return sum(record_type == "step" for record_type, _ in self._by_step)
 
     def append(self, record: Record) -> Record:
         """Append a record, which survives a kill of the process from then on; return the record.

@@ -192,7 +192,7 @@ class Ticket:
 
 
 @dataclass
-class _Sequence:
+class _OpenSequence:
     """An open sequence of the engine.
 
     Attributes:
@@ -226,7 +226,7 @@ class _Sequence:
 
 
 @dataclass
-class _Active:
+class _ActiveRequest:
     """A request that is being computed.
 
     Attributes:
@@ -241,7 +241,7 @@ class _Active:
     """
 
     ticket: Ticket
-    sequence: _Sequence
+    sequence: _OpenSequence
     prompt_rest: list[int]
     sampler: TokenSampler
     stream: TextStream
@@ -268,9 +268,9 @@ class Generator:
         self.tokenizer = tokenizer
         self._lock = Lock()
         self._waiting: deque[Ticket] = deque()
-        self._active: list[_Active] = []
+        self._active: list[_ActiveRequest] = []
         # In order of their latest use.
-        self._idle: list[_Sequence] = []
+        self._idle: list[_OpenSequence] = []
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def submit(
@@ -380,7 +380,7 @@ class Generator:
             control_ids = {word: self.tokenizer.control_id(word) for word in request.settings.stop}
             ends = {token for token in control_ids.values() if token is not None}
             self._active.append(
-                _Active(
+                _ActiveRequest(
                     ticket,
                     sequence,
                     list(ticket.tokens[len(sequence.tokens) :]),
@@ -395,7 +395,7 @@ class Generator:
                 )
             )
 
-    def _open_sequence(self, ticket: Ticket) -> _Sequence:
+    def _open_sequence(self, ticket: Ticket) -> _OpenSequence:
         """Returns a sequence for a request: the idle one with the longest shared prefix, or a new one."""
         adapter, tokens, sharing = ticket.request.adapter, ticket.tokens, ticket.request.sharing
         # The last token is always computed: the completion's first token is sampled from its logits.
@@ -414,7 +414,7 @@ class Generator:
             return best
         if len(self._idle) + len(self._active) >= self.engine.slots:
             self.engine.close(self._idle.pop(0).number)
-        return _Sequence(self.engine.open(adapter), adapter, sharing.group)
+        return _OpenSequence(self.engine.open(adapter), adapter, sharing.group)
 
     def _prefill(self) -> None:
         """Compute up to FED_AT_ONCE prompt tokens, oldest requests first; sample the first tokens."""
@@ -436,7 +436,7 @@ class Generator:
             if not left:
                 return
 
-    def _decode(self, decoding: Sequence[_Active]) -> None:
+    def _decode(self, decoding: Sequence[_ActiveRequest]) -> None:
         """Generate one token for each of these completions."""
         start = time.perf_counter()
         try:
@@ -452,7 +452,7 @@ class Generator:
             active.decode_seconds += seconds
             self._sample(active, logits[active.sequence.number])
 
-    def _draft(self, decoding: Sequence[_Active]) -> list[int]:
+    def _draft(self, decoding: Sequence[_ActiveRequest]) -> list[int]:
         """Returns a draft of the next tokens if there is only one completion; else an empty list."""
         if len(decoding) != 1 or (active := decoding[0]).lookup is None:
             return []
@@ -462,7 +462,7 @@ class Generator:
         most = min(context_left, tokens_left, self.engine.most_checked) - 1
         return active.lookup.draft(most) if most > 0 else []
 
-    def _verify(self, active: _Active, draft: list[int]) -> None:
+    def _verify(self, active: _ActiveRequest, draft: list[int]) -> None:
         """Generate the tokens of a draft up to the first one that is wrong, and the token after them."""
         number, held, tokens = active.sequence.number, active.sequence.tokens, [active.tokens[-1], *draft]
         start = time.perf_counter()
@@ -483,7 +483,7 @@ class Generator:
         if active.lookup is not None:
             active.lookup.note(len(draft), index)
 
-    def _sample(self, active: _Active, logits: FloatArray) -> bool:
+    def _sample(self, active: _ActiveRequest, logits: FloatArray) -> bool:
         """Sample the next token of a completion, and send its text; finish a completion that ends.
 
         Returns:
@@ -511,7 +511,7 @@ class Generator:
             return True
         return False
 
-    def _finish(self, active: _Active, reason: Reason) -> None:
+    def _finish(self, active: _ActiveRequest, reason: Reason) -> None:
         """End a completion; its sequence becomes idle."""
         self._send_text(active, active.stream.finish())
         self._active.remove(active)
@@ -531,13 +531,13 @@ class Generator:
         )
         self._end(active.ticket, completion)
 
-    def _drop(self, active: _Active, error: PrgeError) -> None:
+    def _drop(self, active: _ActiveRequest, error: PrgeError) -> None:
         """End a request for which the engine failed, and close its sequence, whose state is unknown."""
         self._active.remove(active)
         self.engine.close(active.sequence.number)
         self._fail(active.ticket, error)
 
-    def _send_text(self, active: _Active, text: str) -> None:
+    def _send_text(self, active: _ActiveRequest, text: str) -> None:
         self._callbacks.append(lambda: active.ticket.send_text(text))
 
     def _end(self, ticket: Ticket, completion: Completion) -> None:
