@@ -1,14 +1,14 @@
 """Tables of positional relations between tokens (row, column): 1 where a relation holds, else 0.
 
-behind     [1, tokens, tokens]   the column's token is `first` to `first + window - 1` positions before the
-row's halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in the second half of a
-                                 group, the column in the first half of the same group
+behind     [1, tokens, tokens]   the column is `first` to `first + window - 1` positions before the row
+halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in the second half of a group, the
+                                 column in the first half of the same group
 meeting    [1, tokens, tokens]   in groups of 2 * `first` tokens: the column is between the row and the middle
                                  of the row's group
-entering   [1, tokens, window]   the column is one of the `window` tokens before the call, `first` before the
-row leaving    [1, tokens, window]   the column is one of the last `window` tokens of the call, and the row's
-token staying    [1, window, window]   both are among `window` tokens, before and after the call, and the same
-token
+entering   [1, tokens, window]   the column, one of `window` tokens before the call, is `first` before the row
+leaving    [1, tokens, window]   the column, one of the last `window` tokens of the call, is the row
+staying    [1, window, window]   the row, one of `window` tokens before the call, is the column, one of the
+                                 last `window` tokens after it
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 A role is a view of the block (which sequences and tokens a call has) times a derivative.
 
     view         batch           copies of the adapter, each with a batch of rows
-                 chunk           consecutive tokens of one row, after earlier tokens whose keys and values are
-                 known token           one token of each of several sequences, after earlier tokens
+                 chunk           consecutive tokens of one row, with keys and values of earlier tokens
+                 token           one token of each of several sequences, likewise
     derivative   value           the forward pass
                  jvp             the forward pass with tangents along several directions, the queries
-                 backward        gradients of the inputs from gradients of the outputs; recomputes the forward
-                 pass save            the forward pass, which also returns residuals
-                 backward_saved  gradients of the inputs from gradients of the outputs and the residuals
+                 backward        gradients of the inputs from gradients of the outputs, with recomputation
+                 save            the forward pass, which also returns residuals
+                 backward_saved  gradients of the inputs from gradients of the outputs and residuals
 
 `jvp` adds a tangent for each input and output that an adapter affects. `backward` adds an input for the
 gradient of each such output, and returns the gradient of each such input. In backward roles, every row has
