@@ -1,8 +1,7 @@
 """Reading and writing PEFT folders: `adapter_config.json` and `adapter_model.safetensors`.
 
     base_model.model.<module>.lora_A.weight   [rank, in]     trained by LoRA, frozen by LoRA-FA
-    base_model.model.<module>.lora_B.weight   [out, rank]    trained; transposed in prge.formats.adapter,
-    [rank, out]
+    base_model.model.<module>.lora_B.weight   [out, rank]    trained; [rank, out] in prge.formats.adapter
 
 Folders written here contain `hashes.json`. A folder with this file is rejected if another file doesn't match
 its hash.

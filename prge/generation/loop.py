@@ -33,11 +33,9 @@ Reason = Literal["stop", "length", "context", "cancelled"]
 Overflow = Literal["error", "truncate"]
 Draft = Literal["off", "lookup"]
 
-# A request that repeats this many tokens of a completion, or this many characters of its end, must have seen
-# it.
+# Who repeats this many tokens of a completion, or this many characters of its end, must have seen it.
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
-# Most prompt tokens of a round, so that other completions continue and can be cancelled during a long
-# prefill.
+# Most prompt tokens of a round, so that other completions continue during a long prefill.
 FED_AT_ONCE = 256
 
 
