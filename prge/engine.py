@@ -20,8 +20,7 @@ FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# Most hidden states that an engine holds between two blocks, counted with every copy of the adapter and
-# direction.
+# Most hidden states that an engine holds between two blocks, with every copy of the adapter and direction.
 STATES_AT_ONCE = 8192
 
 EngineName = Literal["auto", "native", "torch"]

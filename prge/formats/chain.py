@@ -63,11 +63,9 @@ _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 _MAX_PROBLEMS = 8
 # torch.export specializes programs for a size of 1.
 FEWEST_TOKENS = 2
-# Most tokens of a batch in one call; and of a row that can have all queries, which is the chunk size of
-# longer rows.
+# Most tokens of a batch in one call; and the chunk size of longer rows, up to which all queries fit.
 MOST_WHOLE_TOKENS, _CHUNK = 512, 256
-# Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the tokens in a
-# call.
+# Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the chunk.
 RECURRENT_CHUNK = 128
 # Most attention scores of a chunk, all heads together: 8 MB, of which a backward pass holds several tensors.
 # Chunks of fewer than 64 tokens take longer per token.

@@ -181,8 +181,7 @@ def decode_array(text: str) -> FloatArray:
 
 
 def _line(record: Record) -> bytes:
-    # Python prints the shortest decimal that reads back as the same double, so that numbers are stored
-    # exactly.
+    # Numbers are stored exactly: Python prints the shortest decimal that reads back as the same double.
     content = json.dumps(record, separators=(",", ":"), allow_nan=False)
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
 

@@ -1,8 +1,8 @@
 """Tables of positional relations between tokens (row, column): 1 where a relation holds, else 0.
 
 behind     [1, tokens, tokens]   the column is `first` to `first + window - 1` positions before the row
-halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in the second half of a group, and
-                                 the column in its first half
+halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in a group's second half, the
+                                 column in its first half
 meeting    [1, tokens, tokens]   in groups of 2 * `first` tokens: the column is between the row and the middle
                                  of the row's group
 entering   [1, tokens, window]   the column, one of `window` tokens before the call, is `first` before the row

@@ -285,8 +285,7 @@ def _hold(folder: Path) -> _Held:
                     )
                 if not _lock(stream) and not _lock_after_end(stream):
                     break
-                # The former holder may have removed the file: two processes could lock two files of the same
-                # name.
+                # The former holder may have removed the file: two processes could lock two files.
                 if os.path.samestat(os.fstat(stream.fileno()), os.lstat(folder / LOCK)):
                     held.pop_all()
                     return _Held(folder, stream, before, created)

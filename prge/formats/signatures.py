@@ -104,8 +104,7 @@ TARGETS, SHIFT, PARTS, LOGITS = "targets", "shift", "parts", "logits"
 LORA_A, LORA_B = "lora_a", "lora_b"
 SHARED_IN, SHARED_OUT, RECURRENT_STATE, RESIDUAL = "shared_in", "shared_out", "recurrent_state", "residual"
 KEYS, VALUES, PAST_KEYS, PAST_VALUES, PAST_ONES = "keys", "values", "past_keys", "past_values", "past_ones"
-# Masks that are added to attention scores: with earlier tokens, with tokens of the call, and with the token
-# itself.
+# Masks that are added to attention scores with earlier tokens, with the call's tokens, with the token itself.
 PAST_MASK, CAUSAL_MASK, OWN_MASK = "past_mask", "causal_mask", "own_mask"
 _INTEGERS = (TOKENS, TARGETS)
 

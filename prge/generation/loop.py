@@ -217,8 +217,7 @@ class _OpenSequence:
         if not sharing.needs_answer or any(_repeats(answer, self.text) for answer in sharing.answers):
             return common
         completion_length = len(self.tokens) - self.prompt_length
-        # Half of a long completion is enough, because a client may send it back with other tokens near its
-        # end.
+        # Half of a long completion is enough: a client may send it back with other tokens near its end.
         needed = max(completion_length // 2, min(completion_length, _REPEATED_TOKENS), 1)
         return common if common - self.prompt_length >= needed else 0
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-# Computes an expert, given its number and arrays of its tokens' inputs [..., tokens, width]; returns its
-# outputs.
+# Computes an expert: from its number and arrays of its tokens' inputs [..., tokens, width] to its outputs.
 ExpertFunction = Callable[..., Sequence[FloatArray]]
 
 

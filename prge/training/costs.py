@@ -52,17 +52,14 @@ _TRAINING_BYTES = 8 * MIB
 _METHOD_BYTES = {FORWARD: 600_000, JVP: 750_000, BACKWARD: 250_000, FORWARD_SAVE: 600_000}
 # The same for the two methods of text generation together.
 _GENERATION_METHODS_BYTES = 700_000
-# File size of a method in the program of a block type; BACKWARD includes the methods that save and read
-# residuals.
+# File size of a method in the program of a block type; BACKWARD includes the residual roles.
 _PROGRAM_BYTES = {FORWARD: 21_000, JVP: 43_000, BACKWARD: 120_000, PREFILL: 14_000, DECODE: 14_000}
 _HEAD_PROGRAM_BYTES = {FORWARD: 5_000, JVP: 9_000, BACKWARD: 28_000, PREFILL: 0, DECODE: 3_000}
 _FLOAT = 4
-# Margin of `minimum_memory`, and of the minimum that an error names: memory at start varies between
-# processes.
+# Margins of `minimum_memory`, and of the minimum in an error: processes differ in their memory at start.
 _MINIMUM_MARGIN = 1.05
 _START_MARGIN = 1.03
-# Tokens in a prefill chunk for contexts of up to and above 512 tokens, and attention score tensors alive at
-# once.
+# Tokens of a prefill chunk for contexts up to and above 512 tokens; attention score tensors alive at once.
 _PREFILL_CHUNK, _LONG_CONTEXT, _PREFILL_SCORES = (128, 64), 512, 3
 # Attention score tensors of a long row's chunk that are alive at once.
 _CHUNK_SCORES = 6
@@ -368,8 +365,7 @@ def estimate_weight_bytes(
     head = [outline.head] if outline.head else []
     head_scheme = "8da8w" if scheme == "8da4w" else scheme
     schemes = [(layer, scheme) for layer in outline.layers] + [(layer, head_scheme) for layer in head]
-    # The backward pass needs the transposed weights above the first adapter, which aren't quantized below
-    # int8.
+    # The backward pass needs transposed weights above the first adapter, in at least int8.
     backward = [
         (replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False), head_scheme)
         for layer, _ in schemes
@@ -457,8 +453,7 @@ def estimate_run_memory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
         tokenizer=_BYTES_PER_VOCABULARY_TOKEN * shape.vocabulary_size,
-        # Activation checkpoints in a file take memory for one hidden state only: pages are released after
-        # use.
+        # Of activation checkpoints in a file, one is in memory at a time: pages are released after use.
         mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in methods),
