@@ -81,7 +81,7 @@ def make_app(
         gates: conditions; while they are not met, no completion is begun.
     """
     server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
-    description = {**(about or {}), **server.about, "runs": runs is not None}
+    description = {**(about or {}), **server.description, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -178,7 +178,7 @@ class _Server:
         self.held = 0
 
     @property
-    def told(self) -> Json:
+    def description(self) -> Json:
         """What the page needs to know about the server."""
         return {
             "object": "about",

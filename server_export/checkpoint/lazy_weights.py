@@ -153,7 +153,7 @@ class LazyWeights(CheckpointWeights):
         """
         return {
             **{name: self.read(name) for name, _ in model.named_parameters()},
-            **dict(self._buffers_of(model)),
+            **dict(self._stored_buffers(model)),
         }
 
     def _stored_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

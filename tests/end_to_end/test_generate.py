@@ -142,4 +142,4 @@ def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: 
     ).stdout
     assert phone.prge("generate", "first", "--prompt", "aa bb", "--max-tokens", 6).stdout == here
     words = ["first", "--max-tokens", 6, "--temperature", 0]
-    assert phone.prge("chat", *words, said="aa bb\n").stdout == here
+    assert phone.prge("chat", *words, stdin="aa bb\n").stdout == here
