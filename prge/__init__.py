@@ -1,6 +1,6 @@
 """Fine-tune language models with nothing but an inference engine (P-RGE, arXiv 2409.15520).
 
-The functions of prge/api.py are here, imported when one is used.
+The functions of `prge.api` are available here; they are imported on first use.
 """
 
 import importlib

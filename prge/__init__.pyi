@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 __version__: str
 
-# A function takes what its verb's settings are made of.
+# A function takes the fields of its verb's settings class as keyword arguments.
 def _takes(
     settings: Callable[_Settings, object],
 ) -> Callable[[Callable[[], _Result]], Callable[_Settings, _Result]]: ...

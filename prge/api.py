@@ -1,7 +1,8 @@
-"""What a notebook wants of prge: the verbs as functions, and their results as objects.
+"""The Python API: verbs as functions that return objects, for notebooks and scripts.
 
-Keyword arguments are the settings of the verb, as its `--help` lists them; paths may be texts. Bad input
-raises PrgeError with what the verb would say. `prge/__init__.pyi` tells type checkers and editors the names.
+Keyword arguments are the settings of a verb, as its `--help` lists them; paths may be strings. Bad input
+raises PrgeError with the message that the verb would print. `prge/__init__.pyi` has the signatures for type
+checkers and editors.
 """
 
 from __future__ import annotations
@@ -28,70 +29,84 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, the adapter of its best step, and its figures."""
+    """The result of a finished run: its folder, the adapter of its best step, and its metrics."""
 
     folder: Path
+    """Run folder."""
     adapter: Path
-    """PEFT folder."""
+    """PEFT folder of the adapter of the best step."""
     status: str
-    """completed, or stopped early."""
+    """`completed`, or `stopped early`."""
     step: int
-    """Of the adapter."""
+    """Number of steps after which the adapter was saved."""
     before: dict[str, Any] | None
-    """Scores of development rows before the first step, as `prge eval` names them; None without such rows."""
+    """Metrics on development rows before the first step, by their names in `prge eval`; None without such
+    rows."""
     best: dict[str, Any] | None
-    """Those of the adapter."""
+    """Metrics of the adapter on development rows."""
     seconds: float
+    """Training time."""
     peak_bytes: int | None
+    """Peak memory of the training process; None if the system doesn't report it."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuning that has ended: what it made in its folder, what it decided, and scores of its rows."""
+    """The result of a finished tuning: its files, the settings that it chose, and its metrics."""
 
     folder: Path
+    """Folder of the tuning."""
     bundle: Path
+    """Bundle that it exported or was given."""
     adapter: Path
-    """PEFT folder, for `peft.PeftModel.from_pretrained`."""
+    """PEFT folder of the trained adapter, for `peft.PeftModel.from_pretrained`."""
     before: dict[str, Any] | None
-    """Scores of the frozen model on test rows, or on development rows without these."""
+    """Metrics of the frozen model on test rows, or on development rows if there are no test rows."""
     after: dict[str, Any] | None
+    """Metrics of the trained adapter on the same rows."""
     chosen: dict[str, Any]
-    """Decisions by name."""
+    """Settings that the tuning chose, by name."""
     seconds: float
+    """Duration of the tuning."""
 
 
 class Model:
-    """A bundle's model with an adapter, in an engine that stays open."""
+    """A bundle's model with an adapter, ready to generate text; see `load`."""
 
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
-        self._speaking = importlib.import_module("device_runner.session.generation")
-        flags = settings_from_mapping(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
+        self._generation = importlib.import_module("device_runner.session.generation")
+        flags = settings_from_mapping(self._generation.SpeakingFlags, engine, "load()", "prge generate")
         tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").bundle_tokenizer(bundle)
         self._prompts: Prompts = importlib.import_module("prge.generation.prompts").Prompts(tokenizer)
-        _ = self._prompts.chat  # its template is read in a child that is forked before there is an engine
-        self._adapter = self._speaking.read_adapter(bundle, adapter or self._speaking.BUNDLE)[1]
-        self._generator: Generator = self._speaking.open_generator(bundle, tokenizer, flags, 1)
+        # The chat template runs in a child process, which has to be forked before an engine is loaded.
+        _ = self._prompts.chat
+        self._adapter = self._generation.read_adapter(bundle, adapter or self._generation.BUNDLE)[1]
+        self._generator: Generator = self._generation.open_generator(bundle, tokenizer, flags, 1)
 
     def generate(
         self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], **settings: Any
     ) -> Completion:
-        """What the model writes after a text or token ids, or answers to messages in its chat template.
+        """Generate a completion of a prompt.
 
         Args:
-            prompt: a text; messages with role and content; or token ids, which are taken as they are.
-            settings: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, overflow.
+            prompt: a text; messages with `role` and `content`, which the model's chat template formats; or
+                token ids, which are used unchanged.
+            settings: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, overflow;
+                as for `prge generate`.
+
+        Returns:
+            The completion, with its text, its tokens and the reason why it ended.
 
         Raises:
-            PrgeError: settings or the prompt can't be used.
+            PrgeError: a setting or the prompt is invalid.
         """
         from prge.generation.loop import Request
 
-        flags = settings_from_mapping(self._speaking.SpeakingFlags, settings, "generate()", "prge generate")
-        request = Request(self._asked(to_python_value(prompt)), self._adapter, flags.generation())
+        flags = settings_from_mapping(self._generation.SpeakingFlags, settings, "generate()", "prge generate")
+        request = Request(self._encode(to_python_value(prompt)), self._adapter, flags.generation())
         return self._generator.generate([request])[0]
 
-    def _asked(self, prompt: Any) -> Prompt:
+    def _encode(self, prompt: Any) -> Prompt:
         from prge.data.tokenization.chat import check_messages
         from prge.data.tokenization.inputs import to_json_value
         from prge.generation.prompts import Prompt
@@ -111,7 +126,11 @@ class Model:
 
 
 def export(**settings: Any) -> Bundle:
-    """Turn a model into a bundle, as `prge export` does; returns it, opened."""
+    """Export a model as a bundle, like `prge export`.
+
+    Returns:
+        The opened bundle.
+    """
     with require_extra("export"):
         config = importlib.import_module("server_export.settings").ExportConfig
         verb = importlib.import_module("server_export.export")
@@ -119,20 +138,20 @@ def export(**settings: Any) -> Bundle:
 
 
 def open_bundle(folder: Path | str) -> Bundle:
-    """Open a bundle that `prge export` or `prge tune` wrote; raises BundleError."""
+    """Open a bundle that `prge export` or `prge tune` wrote; raises BundleError if it is damaged."""
     return _open_bundle(parse_path(folder, "open_bundle(): folder"))
 
 
 def tune(**settings: Any) -> Tuned:
-    """Tune a model on rows, as `prge tune` does: export, choose, train, score, publish."""
+    """Fine-tune a model on rows, like `prge tune`: export it, choose settings, train and evaluate."""
     with require_extra("export"):
-        kind = importlib.import_module("server_export.tune.settings").TuneSettings
-        given = settings_from_mapping(kind, settings, "tune()", "prge tune")
-        result = importlib.import_module("server_export.tune.stages").tune(given)
+        settings_type = importlib.import_module("server_export.tune.settings").TuneSettings
+        tune_settings = settings_from_mapping(settings_type, settings, "tune()", "prge tune")
+        result = importlib.import_module("server_export.tune.stages").tune(tune_settings)
     return Tuned(
-        given.out,
+        tune_settings.out,
         Path(result["bundle"]),
-        given.out / "adapter",
+        tune_settings.out / "adapter",
         result["score_before"],
         result["score_after"],
         {name: decision["value"] for name, decision in result["chosen"].items()},
@@ -141,16 +160,16 @@ def tune(**settings: Any) -> Tuned:
 
 
 def run(**settings: Any) -> Run:
-    """Fine-tune the adapter of a bundle, as `prge run` does; `resume` goes on with a run."""
+    """Train the adapter of a bundle, like `prge run`; `resume` continues a run."""
     with require_extra("device"):
-        kind = importlib.import_module("device_runner.session.settings").RunSettings
-        given = settings_from_mapping(kind, settings, "run()", "prge run")
-        importlib.import_module("device_runner.run").run(given)
-    summary = json.loads((given.out / SUMMARY).read_text(encoding="utf-8"))
+        settings_type = importlib.import_module("device_runner.session.settings").RunSettings
+        run_settings = settings_from_mapping(settings_type, settings, "run()", "prge run")
+        importlib.import_module("device_runner.run").run(run_settings)
+    summary = json.loads((run_settings.out / SUMMARY).read_text(encoding="utf-8"))
     train = summary["train"]
     return Run(
-        given.out,
-        given.out / FINAL,
+        run_settings.out,
+        run_settings.out / FINAL,
         summary["run"]["status"],
         train["final_step"],
         train["before"],
@@ -161,28 +180,29 @@ def run(**settings: Any) -> Run:
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
-    """Score an adapter on rows, as `prge eval` does; returns the figures by name."""
+    """Evaluate an adapter on rows, like `prge eval`; return the metrics by name."""
     with require_extra("device"):
         verb = importlib.import_module("device_runner.evaluate")
-        found: dict[str, Any] = verb.run(
+        metrics: dict[str, Any] = verb.run(
             settings_from_mapping(verb.EvaluateSettings, settings, "evaluate()", "prge eval")
         )
-    return found
+    return metrics
 
 
 def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -> Model:
-    """Open a bundle's model to write text.
+    """Load a bundle's model for text generation.
 
     Args:
-        bundle: folder of a bundle.
-        adapter: run, checkpoint or PEFT folder, or `base` for the model alone; the bundle's own without one.
-        engine: engine, threads, memory, context, as for `prge generate`.
+        bundle: folder of the bundle.
+        adapter: folder of a run, a checkpoint or a PEFT adapter, or `base` for the model without an adapter;
+            default: the bundle's own adapter.
+        engine: engine, threads, memory, context; as for `prge generate`.
 
     Raises:
-        PrgeError: the bundle or the adapter can't be used.
+        PrgeError: the bundle or the adapter is invalid.
     """
     with require_extra("device"):
-        speaking = importlib.import_module("device_runner.session.generation")
+        generation = importlib.import_module("device_runner.session.generation")
         folder = parse_path(bundle, "load(): bundle")
         name = None if adapter is None else str(parse_path(adapter, "load(): adapter"))
-        return Model(speaking.open_speaking(folder), name, engine)
+        return Model(generation.open_speaking(folder), name, engine)

@@ -1,4 +1,7 @@
-"""The protocol of an engine: what the training loop needs from it, nothing else."""
+"""The Engine protocol: calls of token sequences, their outputs, and derivatives of these.
+
+`device_runner.engines` implements the protocol with ExecuTorch programs, `server_export.oracle` with PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,28 @@ FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# States of tokens that an engine holds between two blocks, with every copy of the adapter or direction.
+# Most hidden states that an engine holds between two blocks, with every copy of the adapter and direction.
 STATES_AT_ONCE = 8192
 
 EngineName = Literal["auto", "native", "torch"]
 
 # The factors of a direction u v^T in every trained matrix, by the names `Matrix.u` and `Matrix.v`:
-# f32 [queries, sequences, rank] and [queries, sequences, width].
+# f32 [queries, sequences, rank] and f32 [queries, sequences, width].
 Directions = Mapping[str, FloatArray]
-# From outputs to the derivative of a loss by them, in their shape.
+# Returns the gradient of a loss with respect to the outputs, in their shape.
 GradFn = Callable[[FloatArray], Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a log-probability is read (`position`) and of what (`token`); its weight in the score of the
-    candidate that it belongs to."""
+    """A token whose log-probability the engine returns.
+
+    Attributes:
+        position: position in the sequence whose logits predict the token.
+        token: id of the token.
+        weight: weight of the log-probability in the candidate's score.
+        candidate: index of the candidate that the target belongs to.
+    """
 
     position: int
     token: int
@@ -42,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One tokenized sequence with its targets."""
+    """A sequence of token ids with its targets."""
 
     tokens: tuple[int, ...]
     targets: tuple[Target, ...] = ()
@@ -50,9 +59,11 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Call:
-    """What an engine computes: every sequence with every copy of the adapter.
+    """The input of an engine, which computes every sequence with every copy of the adapter.
 
-    `sequences` may have any lengths; `adapters` are the values of each copy, f32 [copies, adapter size].
+    Attributes:
+        sequences: sequences of any lengths; the engine pads and groups them.
+        adapters: values of each copy of the adapter, f32 [copies, adapter size].
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -60,23 +71,25 @@ class Call:
 
     @cached_property
     def target_count(self) -> int:
-        """Targets of all sequences."""
+        """Number of targets of all sequences."""
         return sum(len(sequence.targets) for sequence in self.sequences)
 
 
 class ForwardEngine(Protocol):
-    """Computes the outputs of calls, in fresh arrays.
+    """Computes the outputs of calls, without derivatives.
 
-    Outputs of a decoder are log-probabilities of all targets, one sequence after the other, [targets]; of an
-    encoder pooled states [sequences, width]. They are the same bits whatever else is in the call.
+    A decoder's outputs are the log-probabilities of all targets, sequence after sequence, [targets]. An
+    encoder's outputs are pooled states, [sequences, width]. Outputs are new arrays and batch-invariant: the
+    outputs of a sequence have the same bits whatever else the call contains.
 
     Raises:
-        EngineError: a call is not of the model, or the engine failed. The engine stays usable.
+        EngineError: a call doesn't fit the model, or the engine failed. The engine can still be used
+            afterwards.
     """
 
     @property
     def model(self) -> ModelSpec:
-        """What the engine computes."""
+        """The model that the engine computes."""
         ...
 
     def forward(self, call: Call) -> FloatArray:
@@ -85,34 +98,34 @@ class ForwardEngine(Protocol):
 
 
 class Engine(ForwardEngine, Protocol):
-    """Computes outputs, and derivatives of them or of a loss."""
+    """Computes outputs, their forward-mode derivatives, and gradients of a loss."""
 
     @property
     def seconds(self) -> float:
-        """Time in calls so far."""
+        """Seconds spent in calls so far."""
         ...
 
     def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        """Compute outputs, and their exact derivatives along directions.
+        """Compute outputs and their exact derivatives along directions (Jacobian-vector products).
 
         Args:
-            call: with one copy.
+            call: a call with one copy of the adapter.
             directions: a direction for each query and sequence.
 
         Returns:
-            Outputs f32 [targets] or [sequences, width], and their derivatives [queries, ...].
+            The outputs, f32 [targets] or [sequences, width], and their tangents, f32 [queries, ...].
         """
         ...
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """Compute outputs, and the gradient of a loss of them by the adapter.
+        """Compute outputs and the gradient of a loss with respect to the adapter.
 
         Args:
-            call: with one copy.
-            grad_fn: the derivative of the loss by the outputs; called once.
+            call: a call with one copy of the adapter.
+            grad_fn: returns the gradient of the loss with respect to the outputs; it is called once.
 
         Returns:
-            Outputs f32 [targets] or [sequences, width], and the gradient f32 [adapter size]. All of the
-            gradient is NaN where something on its way wasn't finite.
+            The outputs, f32 [targets] or [sequences, width], and the gradient, f32 [adapter size]. The whole
+            gradient is NaN if any value of the backward pass wasn't finite.
         """
         ...

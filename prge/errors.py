@@ -1,4 +1,4 @@
-"""One family of errors: what happened, the value seen, what to do."""
+"""Errors that a user can act on: each says what happened, the value seen, and what to do."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from contextlib import contextmanager
 SHOWN_PROBLEMS = 40
 LONGEST_LINE = 1000
 LONGEST_VALUE = 100
-# The exit code of a verb that was told to stop.
+# The exit code of a verb that a user or the system interrupted.
 INTERRUPTED = 130
-# What would move a terminal's cursor or ring its bell, or can't be written at all; but line breaks and tabs.
+# Control characters other than line breaks and tabs, which could control a terminal, and lone surrogates,
+# which can't be written.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def shown(value: object) -> str:
-    """A value from elsewhere as a message shows it: its repr, shortened."""
+    """Returns the shortened repr of a value, for use in a message."""
     try:
         return shortened(_REPR.repr(value), LONGEST_VALUE)
-    except ValueError:  # Python doesn't print integers of thousands of digits
+    except ValueError:  # Python doesn't convert integers of thousands of digits
         return "a number of thousands of digits"
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text of at most `longest` characters: what is longer loses its middle."""
+    """Returns the text, without its middle if it has more than `longest` characters."""
     if len(text) <= longest:
         return text
-    kept = longest - 3
-    return f"{text[: kept - kept // 3]}...{text[len(text) - kept // 3 :]}"
+    remaining = longest - 3
+    return f"{text[: remaining - remaining // 3]}...{text[len(text) - remaining // 3 :]}"
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of a library says first."""
+    """Returns the first line of an exception's message, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def printable(text: str) -> str:
-    """A text that may hold anything, for a terminal: lines shortened, control characters written out."""
+    """Returns an untrusted text for a terminal, with long lines shortened and control characters escaped."""
     return visible("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
 
 
 def visible(text: str) -> str:
-    """A text that may hold anything, for a terminal or a log: its control characters are written out."""
+    """Returns an untrusted text for a terminal or a log, with control characters escaped."""
     return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 class PrgeError(Exception):
-    """An error that a user can act on; the command line prints it without a traceback and exits with 2.
+    """An error that a user can act on; the command line prints it without a traceback and exits with code 2.
 
     Args:
         what: what happened, with the value seen, in a sentence.
-        remedy: what a user may do.
-        code: a short name that tests and tables go by, such as `rows-empty`; a message may be reworded.
+        remedy: what the user can do.
+        code: a short, stable name such as `rows-empty`, by which tests and tables identify the error; the
+            message may be reworded.
     """
 
     exit_code = 2
@@ -67,7 +69,14 @@ class PrgeError(Exception):
 
 
 class ProblemsError(PrgeError):
-    """Several problems of one kind, told at once so that one correction is enough; of many, the first."""
+    """Several problems, reported together so that they can be corrected at once; of many, the first 40.
+
+    Args:
+        what: what they have in common, in a sentence.
+        problems: the problems, each in a sentence.
+        remedy: what the user can do.
+        code: see PrgeError.
+    """
 
     def __init__(self, what: str, problems: Iterable[str], *, remedy: str = "", code: str = "") -> None:
         self.problems = list(problems)
@@ -79,22 +88,22 @@ class ProblemsError(PrgeError):
 
 
 class ConfigError(ProblemsError):
-    """Settings that don't exist, don't fit their type, or contradict each other."""
+    """Settings are unknown, have invalid values, or contradict each other."""
 
 
 class BundleError(PrgeError):
-    """A bundle, manifest or program that is missing, damaged, or not what it says."""
+    """A bundle, its manifest or one of its files is missing, damaged or inconsistent."""
 
 
 class Refusal(BundleError):  # noqa: N818
-    """A model, or a combination of settings, that an export knows that it can't carry out.
+    """An export doesn't support the model or the combination of settings.
 
     Args:
-        code: as of every PrgeError, such as `operator-without-derivative`.
-        what: what can't be done, in a sentence.
-        operator: of the graph where it was noticed, if it is one.
-        module: of the model where that operator stands.
-        remedy: what a user may do.
+        code: see PrgeError; such as `operator-without-derivative`.
+        what: what isn't supported, in a sentence.
+        operator: the operator of the graph that isn't supported, if it is one.
+        module: the module of the model that contains the operator.
+        remedy: what the user can do.
     """
 
     def __init__(
@@ -113,18 +122,19 @@ def refused_as(
     *,
     remedy: str = "",
 ) -> Iterator[None]:
-    """Raise a Refusal where a library raises one of its own exceptions, whose first line it quotes.
+    """Convert exceptions of a library inside the block into a Refusal, which quotes their first line.
 
-    Calls of that library alone belong inside; every other exception is a defect and passes.
+    The block should contain calls of that library only: all other exceptions are defects and aren't
+        converted.
 
     Args:
-        code: of the refusal.
-        what: what can't be done, in a sentence.
-        errors: types that the library raises where it knows why.
-        remedy: what a user may do.
+        code: code of the refusal.
+        what: what isn't supported, in a sentence.
+        errors: types of exceptions that the library raises for unsupported input.
+        remedy: what the user can do.
 
     Raises:
-        Refusal: one of these was raised inside.
+        Refusal: one of these exceptions was raised inside the block.
     """
     try:
         yield
@@ -135,29 +145,29 @@ def refused_as(
 
 
 class AdapterError(ProblemsError):
-    """An adapter of another rank, model or module set."""
+    """An adapter is damaged, or doesn't fit the model, the rank or the adapted modules."""
 
 
 class DataError(ProblemsError):
-    """Rows that can't be read or can't be learnt from; each problem names its row."""
+    """Rows can't be read or can't be trained on; each problem names its row."""
 
 
 class EngineError(PrgeError):
-    """The inference engine refused a program or an input."""
+    """The inference engine rejected a program or an input, or failed."""
 
 
 class RunError(PrgeError):
-    """A run folder that is in use, belongs to other settings, or can't be written."""
+    """A run folder is in use, belongs to other settings, or can't be written."""
 
 
 class DeviceError(PrgeError):
-    """A phone that is not there, does not answer, refuses, or lacks something."""
+    """A phone isn't connected, doesn't respond, refuses a command, or lacks something."""
 
 
 class DivergenceError(PrgeError):
-    """The loss is no longer finite, or far above where it began."""
+    """The loss is no longer finite, or far above the first loss."""
 
 
-_REPR = reprlib.Repr()  # never makes the whole text of a long value
+_REPR = reprlib.Repr()  # doesn't build the whole repr of a long value
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = LONGEST_VALUE
 _REPR.maxlevel = 3

@@ -1,4 +1,4 @@
-"""What both sides know of a model: how it is read, its sizes, and its adapted layers."""
+"""The description of a model that engines and drivers share: its readout, sizes and adapted layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from prge.errors import ConfigError, shown
 
 READOUTS = ("logprobs", "pooled")
-# Far beyond any model; what a manifest asks for is checked before it is allocated.
+# Far beyond any model: sizes from a manifest are checked before anything of that size is allocated.
 LARGEST_SIZE = 1 << 24
 MOST_MODULES = 10_000
 MOST_TRAINED = 1 << 32
@@ -17,9 +17,14 @@ MOST_TRAINED = 1 << 32
 
 @dataclass(frozen=True)
 class Matrix:
-    """A trained matrix f32 [rank, width] of an adapted module: `lora_a`, of its inputs, or `lora_b`.
+    """A trained matrix of an adapted module, f32 [rank, width]: `lora_a` or `lora_b`.
 
-    `of` is what names of inputs and answers end in: the module's name in calls, its number in programs.
+    Attributes:
+        letter: `a` or `b`.
+        module: last part of the names of inputs and outputs: the module's name in calls, its index in
+            programs.
+        rank: rank of the adapter.
+        width: number of the module's input features (`lora_a`) or output features (`lora_b`).
     """
 
     letter: Literal["a", "b"]
@@ -29,38 +34,43 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return self.rank * self.width
 
     @property
     def name(self) -> str:
-        """Name of the input that carries it."""
+        """Name of the input for the matrix."""
         return f"lora_{self.letter}.{self.module}"
 
     @property
     def u(self) -> str:
-        """Name of the input that carries its directions' first factors."""
-        return self._named("u")
+        """Name of the input for the factors u of its directions u v^T."""
+        return self._factor_name("u")
 
     @property
     def v(self) -> str:
-        """Name of the input that carries the second factors."""
-        return self._named("v")
+        """Name of the input for the factors v of its directions u v^T."""
+        return self._factor_name("v")
 
     @property
     def gradient(self) -> str:
-        """Name of a program's output of the gradient by it."""
+        """Name of the output for the gradient with respect to the matrix."""
         return f"grad_lora_{self.letter}.{self.module}"
 
-    def _named(self, word: str) -> str:
-        return f"{word}{'_a' if self.letter == 'a' else ''}.{self.module}"
+    def _factor_name(self, factor: str) -> str:
+        return f"{factor}{'_a' if self.letter == 'a' else ''}.{self.module}"
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """One linear layer with an adapter; `name` is its path in the transformers model.
+    """A linear layer with an adapter.
 
-    LoRA-FA trains `lora_b` alone, LoRA also what comes before it: `trains_a`.
+    Attributes:
+        name: path of the layer in the transformers model.
+        rank: rank of the adapter.
+        in_features: number of the layer's input features.
+        out_features: number of the layer's output features.
+        trains_a: whether `lora_a` is trained, too (LoRA); LoRA-FA trains `lora_b` alone.
     """
 
     name: str
@@ -71,13 +81,13 @@ class AdaptedModule:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """The trained ones, `lora_a` first."""
+        """The trained matrices, `lora_a` first."""
         return self.matrices_of(self.name)
 
-    def matrices_of(self, of: str) -> tuple[Matrix, ...]:
-        """The same whose names end in `of`."""
-        lora_b = Matrix("b", of, self.rank, self.out_features)
-        return (Matrix("a", of, self.rank, self.in_features), lora_b) if self.trains_a else (lora_b,)
+    def matrices_of(self, module: str) -> tuple[Matrix, ...]:
+        """Returns the trained matrices with `module` as the last part of their names, `lora_a` first."""
+        lora_b = Matrix("b", module, self.rank, self.out_features)
+        return (Matrix("a", module, self.rank, self.in_features), lora_b) if self.trains_a else (lora_b,)
 
 
 def matrices(modules: Iterable[AdaptedModule]) -> tuple[Matrix, ...]:
@@ -87,18 +97,18 @@ def matrices(modules: Iterable[AdaptedModule]) -> tuple[Matrix, ...]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a caller of an engine must know of its model.
+    """What a caller of an engine needs to know about its model.
 
     Attributes:
-        readout: `logprobs`, of a decoder's vocabulary, or `pooled`, an encoder's states; the classification
-            head of an encoder belongs to the driver.
-        width: of pooled states.
-        vocabulary_size: tokens are 0 to this, exclusive.
+        readout: `logprobs` for a decoder, `pooled` for an encoder, whose classification head isn't part of
+            the engine.
+        width: width of pooled states.
+        vocabulary_size: token ids are less than this.
         sequence_length: most tokens of a sequence.
-        modules: the adapted layers; `alpha` is folded into their frozen `lora_a`.
+        modules: the adapted layers; their `alpha` is part of the frozen `lora_a`.
 
     Raises:
-        ConfigError: sizes that no model has.
+        ConfigError: a size is out of bounds.
     """
 
     readout: str

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: goes to the repository and makes sure of its Python environment.
+# Sourced by the scripts next to it: changes to the repository and ensures its Python environment.
 #
 # PRGE_VENV     folder of the environment, .venv in the repository if unset
 # PRGE_PYTHON   the Python that makes it, else the first of 3.10 to 3.13 that is found

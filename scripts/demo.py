@@ -1,9 +1,9 @@
-"""The whole path on a tiny model that comes with the package, each step a command of its own.
+"""The whole workflow on an included tiny model, with one command for each step.
 
-tune, killed on the way -> resume -> two estimators more -> write -> correct 40 answers
--> a table, a picture
+tune, killed before its end -> resume -> two more estimators -> write answers -> correct 40 answers
+-> a table and a chart
 
-With --model smollm2: a pretrained model learns a job of everyday use (notes_demo.py).
+With --model smollm2, a pretrained model learns an everyday task (notes_demo.py).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MODEL, TASK = DATA / "model", DATA / "task.yaml"
 TRAIN, DEV, TEST = (DATA / f"{part}.jsonl" for part in ("train", "dev", "test"))
 
 # One bundle for all three estimators.
-EXPORT = "--target-modules o_proj down_proj --init random --roles stack tangent back prefill decode".split()
-# On the bundle of `prge tune`, whose own run takes exact gradients.
+EXPORT = "--target-modules o_proj down_proj --init random --roles forward jvp backward prefill decode".split()
+# These use the bundle of `prge tune`, whose own run has exact gradients.
 METHODS = {"p-rge": "antithetic", "tangent": "tangent"}
 FORWARD = """--queries 8 --batch-size 2 --steps 200 --learning-rate 0.03
     --schedule cosine --evaluate-every 100""".split()
-# Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
+# Candidates are only compared. To write the right one, the model trains on it as text, including its end.
 WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --evaluate-every 0 --sample-every 0
     --batch-size 4 --optimizer adam --schedule cosine""".split()
-# A user who wants other words corrects so many answers; so many others are asked before and after.
+# A user with other preferences corrects some answers; other texts are asked before and after.
 BETTER = {"terrible": "awful", "great": "lovely"}
-CORRECTED, ASKED = 40, 100
+CORRECTED, COMPARED = 40, 100
 CORRECTING = (
     """--estimator exact --epochs 20 --learning-rate 0.01 --evaluate-every 0 --batch-size 4""".split()
 )
@@ -48,9 +48,9 @@ _STEPS_BEFORE_THE_KILL = 40
 
 
 def main() -> int:
-    """Run every step into a folder; print accuracies, and of every method rows, seconds, memory."""
+    """Run every step in a folder; print accuracies, and rows, seconds and memory of every method."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all that is made")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all results")
     parser.add_argument(
         "--model",
         choices=["embedded", "smollm2"],
@@ -73,20 +73,20 @@ def main() -> int:
 
 
 def demo(out: Path) -> dict[str, Any]:
-    """Run every step; returns the figures of the table.
+    """Run every step and return the figures of the table.
 
     Raises:
-        PrgeError: a step failed; its own message is on the terminal.
+        PrgeError: a step failed; its message is on the terminal.
     """
     out.mkdir(parents=True, exist_ok=True)
     begin, tuned = time.perf_counter(), out / "tuned"
     task = ["--task", TASK]
-    print("\n1/5  tune it with one command; it is killed on the way, and goes on", flush=True)
+    print("\n1/5  tune it with one command; the run is killed and resumed", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
-    killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
+    run_and_kill(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
-    found = read_json(out / "tuned.json")
-    print("\n2/5  train it twice more on its bundle, with forward passes alone", flush=True)
+    figures_of_tune = read_json(out / "tuned.json")
+    print("\n2/5  train it twice more on the same bundle, with forward passes only", flush=True)
     methods = {}
     for name, estimator in METHODS.items():
         data = ["--bundle", tuned / "bundle", "--train", TRAIN, "--dev", DEV, *task, "--out", out / name]
@@ -94,15 +94,15 @@ def demo(out: Path) -> dict[str, Any]:
         score = out / f"{name}.json"
         run_verb("eval", tuned / "bundle", "--data", TEST, *task, "--adapter", out / name, "--json", score)
         methods[name] = _figures(out / name, read_json(score))
-    methods["exact"] = _figures(tuned / "run", found["score_after"])
-    print("\n3/5  teach it to write its answer, and ask it before and after", flush=True)
-    samples = _written(out, tuned / "bundle")
-    print(f"\n4/5  correct {CORRECTED} of its answers, and learn from that", flush=True)
-    corrected = _corrected(out, tuned / "bundle")
+    methods["exact"] = _figures(tuned / "run", figures_of_tune["score_after"])
+    print("\n3/5  train it to write its answer, and compare before and after", flush=True)
+    samples = _compare_writing(out, tuned / "bundle")
+    print(f"\n4/5  correct {CORRECTED} of its answers, and train on the corrections", flush=True)
+    corrected = _train_on_corrections(out, tuned / "bundle")
     print("\n5/5  draw the curves", flush=True)
     run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
     return {
-        "accuracy_before": found["score_before"]["accuracy"],
+        "accuracy_before": figures_of_tune["score_before"]["accuracy"],
         "methods": methods,
         "samples": samples,
         "corrected": corrected,
@@ -111,7 +111,7 @@ def demo(out: Path) -> dict[str, Any]:
 
 
 def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
-    """What a finished run cost, and what its adapter scores."""
+    """Return the cost of a finished run and the score of its adapter."""
     train = read_json(run / "run.json")["train"]
     return {
         "accuracy": score["accuracy"],
@@ -120,8 +120,8 @@ def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _written(out: Path, bundle: Path) -> dict[str, Any]:
-    """What the model writes after a text of each class that it never saw, before and after a run."""
+def _compare_writing(out: Path, bundle: Path) -> dict[str, Any]:
+    """Train the model to write answers; return samples for an unseen text of each class, before and after."""
     task = load_task(str(TASK))
     rows = [row.fields for row in read_rows(TRAIN)]
     answers = [
@@ -137,67 +137,69 @@ def _written(out: Path, bundle: Path) -> dict[str, Any]:
     return samples
 
 
-def _corrected(out: Path, bundle: Path) -> dict[str, float]:
-    """Share of answers to texts that nobody corrected that are as a user wants them, before and after."""
+def _train_on_corrections(out: Path, bundle: Path) -> dict[str, float]:
+    """Train on corrections; return the share of wanted answers to other texts, before and after."""
     task, feedback = load_task(str(TASK)), out / "feedback.jsonl"
-    wrong = read_rows(TRAIN)[:CORRECTED]
-    for row, answer in zip(wrong, _answers(out, bundle, "writing", wrong), strict=True):
-        asked = {"prompt": task.prompt(row.fields)}
-        said = AnswerRecord(f"answer-{row.number}", "writing", "", asked, answer, {"temperature": 0})
-        append_feedback(feedback, [said.to_feedback(correction=_better(row))])
+    rows_to_correct = read_rows(TRAIN)[:CORRECTED]
+    for row, answer in zip(rows_to_correct, _answers(out, bundle, "writing", rows_to_correct), strict=True):
+        prompt = {"prompt": task.prompt(row.fields)}
+        record = AnswerRecord(f"answer-{row.number}", "writing", "", prompt, answer, {"temperature": 0})
+        append_feedback(feedback, [record.to_feedback(correction=_wanted_answer(row))])
     data = ["--bundle", bundle, "--adapter", out / "writing", "--train", feedback]
     run_verb("run", *data, *CORRECTING, "--out", out / "corrected")
-    others = read_rows(TEST)[:ASKED]
+    unseen_rows = read_rows(TEST)[:COMPARED]
     shares = {}
     for name, adapter in (("before", "writing"), ("after", "corrected")):
-        answers = _answers(out, bundle, adapter, others)
-        right = [answer.strip() == _better(row) for row, answer in zip(others, answers, strict=True)]
+        answers = _answers(out, bundle, adapter, unseen_rows)
+        right = [
+            answer.strip() == _wanted_answer(row) for row, answer in zip(unseen_rows, answers, strict=True)
+        ]
         shares[name] = sum(right) / len(right)
     return shares
 
 
-def _better(row: Row) -> str:
-    """What a user would rather read after a text."""
+def _wanted_answer(row: Row) -> str:
+    """Return the answer that a user prefers for a text."""
     task = load_task(str(TASK))
     return BETTER[task.candidates(row.fields)[task.label(row.fields)].strip()]
 
 
 def _answers(out: Path, bundle: Path, adapter: str, rows: Sequence[Row]) -> list[str]:
-    """What an adapter of a bundle writes after texts."""
+    """Return the answers of an adapter to texts."""
     task, prompts = load_task(str(TASK)), out / "asked.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": task.prompt(row.fields)}) + "\n" for row in rows))
-    words = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
-    said = output_of(*words, "--json", "--max-tokens", 6)
-    return [str(json.loads(line)["text"]) for line in said.splitlines()]
+    arguments = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
+    output = output_of(*arguments, "--json", "--max-tokens", 6)
+    return [str(json.loads(line)["text"]) for line in output.splitlines()]
 
 
-def killed_on_the_way(run: Path, *words: object, output: TextIO = sys.stdout) -> None:
-    """Start a verb and kill it, and with it all that it started, as a phone would, a few steps into a run."""
-    print("$ prge " + " ".join(map(str, words)), file=output, flush=True)
+def run_and_kill(run: Path, *arguments: object, output: TextIO = sys.stdout) -> None:
+    """Start a verb and kill it with its children a few steps into a run, as a phone would."""
+    print("$ prge " + " ".join(map(str, arguments)), file=output, flush=True)
     journal = run / "journal.jsonl"
-    with started(*words, stdout=output) as process:
+    with started(*arguments, stdout=output) as process:
         while process.poll() is None:
             if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
                 process.kill()
                 break
             time.sleep(0.02)
     if process.returncode != -signal.SIGKILL:
-        raise PrgeError(f"`prge {words[0]}` ended with code {process.returncode}", remedy="see above")
+        raise PrgeError(f"`prge {arguments[0]}` ended with code {process.returncode}", remedy="see above")
     print(f"killed process {process.pid} and its children with SIGKILL", file=output)
 
 
 def _table(figures: dict[str, Any], out: Path) -> str:
     lines = [
         "",
-        f"before    {figures['accuracy_before']:>47.1%} of test rows right",
+        f"before    {figures['accuracy_before']:>47.1%} of test rows correct",
         "",
         f"{'':<10}{'steps':>9}{'rows':>10}{'seconds':>10}{'memory':>10}{'accuracy':>10}",
     ]
-    for name, found in figures["methods"].items():
-        memory = f"{found['peak_mb']:.0f} MB"
+    for name, method in figures["methods"].items():
+        memory = f"{method['peak_mb']:.0f} MB"
         lines.append(
-            f"{name:<10}{found['steps']:>9,}{found['rows']:>10,}{found['seconds']:>10.1f}{memory:>10}"
-            f"{found['accuracy']:>10.1%}"
+            f"{name:<10}{method['steps']:>9,}{method['rows']:>10,}{method['seconds']:>10.1f}{memory:>10}"
+            f"{method['accuracy']:>10.1%}"
         )
     for before, after in zip(*figures["samples"].values(), strict=True):
         lines += [
@@ -209,9 +211,9 @@ def _table(figures: dict[str, Any], out: Path) -> str:
     shares = " -> ".join(f"{share:.0%}" for share in figures["corrected"].values())
     lines += [
         "",
-        f"{CORRECTED} answers corrected; of {ASKED} others as the user wants them: {shares}",
+        f"{CORRECTED} answers corrected; wanted answers among {COMPARED} others: {shares}",
         "",
-        f"seconds in all: {figures['seconds']:.1f}",
+        f"total seconds: {figures['seconds']:.1f}",
         f"report:   {out / 'report.html'}",
         f"report:   {out / 'tuned' / 'report.html'}",
         f"adapter:  {out / 'tuned' / 'adapter'} (loads with peft.PeftModel.from_pretrained)",

@@ -1,9 +1,9 @@
-"""A server and three devices as processes of this machine, with TLS and keys; scripts/fleet_demo.sh runs it.
+"""Run a server and three devices as processes of this machine, with TLS and keys (scripts/fleet_demo.sh).
 
-Each device has a third of the demo's rows. The device `killed` is killed after some rounds and started again;
-the device `liar` sends 1e30 for a number in some rounds. At the end every device has the server's bits, and
-so has a replay of the server's journal. `--liars` then trains simulated fleets of four, of which one tells
-each lie of fleet_liars.py, beside the three honest ones alone: that takes a quarter of an hour.
+Each device has a third of the demo's rows. The device `killed` is killed after some rounds and restarted; the
+device `liar` sends 1e30 in some rounds. At the end every device has the server's bits, and so has a replay of
+the server's journal. `--liars` then trains simulated fleets of four, of which one tells each lie of
+fleet_liars.py, and compares them with the three honest devices alone. This takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fleet_liars import KINDS, LIES, study
+from fleet_liars import LIES, RESULT_TYPES, study
 
 from device_runner.fleet.coordinator import read_agreement
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
@@ -45,13 +45,15 @@ PATIENCE = 300.0
 
 
 def main() -> None:
-    """Read the flags, run the fleet, print the figures."""
+    """Parse the flags, run the fleet and print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--out", type=Path, help="folder to keep; default: one that is removed")
-    parser.add_argument("--liars", action="store_true", help="then also one liar of four, by each lie")
+    parser.add_argument("--out", type=Path, help="folder to keep; default: a temporary folder")
+    parser.add_argument(
+        "--liars", action="store_true", help="also simulate one liar among four devices, for each lie"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         demo = FleetDemo(arguments.out or Path(scratch))
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 class FleetDemo:
-    """The fleet and its folders."""
+    """The fleet with its folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.console = folder, folder / "server.txt"
@@ -73,7 +75,7 @@ class FleetDemo:
         self.same = {"bundle": self.bundle, "task": DATA / "task.yaml"}
 
     def run(self) -> dict[str, Any]:
-        """Everything from the export to the figures."""
+        """Run everything from the export to the figures."""
         self.folder.mkdir(parents=True, exist_ok=True)
         prge("export", model=DATA / "model", out=self.bundle, roles="jvp")
         prge("fleet", "keys", self.folder / "keys", "--devices", HONEST, KILLED, LIAR)
@@ -102,53 +104,53 @@ class FleetDemo:
         }
 
     def with_liars(self) -> dict[str, Any]:
-        """Accuracies with each lie, and by how much the worst one is below the honest devices' alone."""
+        """Return accuracies with each lie, and the largest loss of accuracy against honest devices alone."""
         bundle = self.folder / "bundle-of-liars"
         prge("export", "--roles", "jvp", "backward", model=DATA / "model", out=bundle)
-        ways = {kind: {**way, "combine": "trimmed"} for kind, way in KINDS.items()}
-        found = study(bundle, 4, 1, ways, LIES)
+        plans = {result_type: {**plan, "combine": "trimmed"} for result_type, plan in RESULT_TYPES.items()}
+        figures = study(bundle, 4, 1, plans, LIES)
         costs = [
-            table["honest ones alone"]["accuracy"] - told["accuracy"]
-            for table in found.values()
-            for told in table.values()
+            table["honest ones alone"]["accuracy"] - row["accuracy"]
+            for table in figures.values()
+            for row in table.values()
         ]
-        return {"liars": found, "a_liar_costs_at_most": max(costs)}
+        return {"liars": figures, "a_liar_costs_at_most": max(costs)}
 
     def _train(self) -> None:
-        """All rounds; one device is killed after the third and comes back after the next."""
+        """Run all rounds; one device is killed after the third and restarted after the next."""
         address = f"127.0.0.1:{_free_port()}"
         plan = flags({**self.same, **PLAN, "out": self.fleet, "port": address.rpartition(":")[2]})
-        beside = ["--keys", self.folder / "keys" / "server", "--wait-for", 3, "--seconds", 20]
+        server_flags = ["--keys", self.folder / "keys" / "server", "--wait-for", 3, "--seconds", 20]
         with ExitStack() as stack:
             server = stack.enter_context(
-                started(self.console, *verb_command("fleet", "serve", *plan, *beside))
+                start_process(self.console, *verb_command("fleet", "serve", *plan, *server_flags))
             )
             self._until("listening at", 1)
-            stack.enter_context(started(self._log(HONEST), *self._join(address, HONEST)))
+            stack.enter_context(start_process(self._log(HONEST), *self._join(address, HONEST)))
             stack.enter_context(
-                started(self._log(LIAR), sys.executable, __file__, LIAR, self.folder, address)
+                start_process(self._log(LIAR), sys.executable, __file__, LIAR, self.folder, address)
             )
-            with started(self._log(KILLED), *self._join(address, KILLED)):
+            with start_process(self._log(KILLED), *self._join(address, KILLED)):
                 self._until("\nround ", 3)
             self._until("\nround ", 4)
-            stack.enter_context(started(self._log(KILLED), *self._join(address, KILLED)))
+            stack.enter_context(start_process(self._log(KILLED), *self._join(address, KILLED)))
             self._until("\nround ", ROUNDS)
             server.wait(PATIENCE)
         print(self.console.read_text(encoding="utf-8"), file=sys.stderr)
 
     def _join(self, address: str, name: str) -> list[str]:
         rows, keys = self.folder / f"{name}.jsonl", self.folder / "keys" / "devices" / name
-        own = {**self.same, "train": rows, "folder": self.folder / name, "threads": 1}
-        return verb_command("fleet", "join", *flags({**own, "server": address, "keys": keys}))
+        device_folder = {**self.same, "train": rows, "folder": self.folder / name, "threads": 1}
+        return verb_command("fleet", "join", *flags({**device_folder, "server": address, "keys": keys}))
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
 
-    def _until(self, words: str, times: int) -> None:
+    def _until(self, text: str, times: int) -> None:
         deadline = time.monotonic() + PATIENCE
-        while self.console.read_text(encoding="utf-8").count(words) < times:
+        while self.console.read_text(encoding="utf-8").count(text) < times:
             if time.monotonic() > deadline:
-                sys.exit(f"the server doesn't go on:\n{self.console.read_text(encoding='utf-8')}")
+                sys.exit(f"the server made no progress:\n{self.console.read_text(encoding='utf-8')}")
             time.sleep(0.2)
 
     def _score(self, name: str, **adapter: Path) -> float:
@@ -157,7 +159,7 @@ class FleetDemo:
         return float(read_json(path)["accuracy"])
 
     def _has_the_same_bits(self) -> bool:
-        """The devices' states, the server's adapter, and what one process makes of the journal."""
+        """Compare the devices' states, the server's adapter, and the replayed journal."""
         agreement, bundle = read_agreement(self.fleet), open_bundle(self.bundle)
         with Journal(self.fleet / JOURNAL, writable=False) as journal:
             for name in (HONEST, KILLED, LIAR):
@@ -166,43 +168,43 @@ class FleetDemo:
                 expected = replay(journal, state.step).adapter.values
                 if not state.step or not np.array_equal(state.adapter.values, expected):
                     return False
-        told = prge("replay", self.fleet, "--out", self.folder / "replayed")
-        return "the same bits" in told and (self.fleet / FINAL).is_dir()
+        reply = prge("replay", self.fleet, "--out", self.folder / "replayed")
+        return "the same bits" in reply and (self.fleet / FINAL).is_dir()
 
 
 def lie(folder: Path, address: str) -> None:
-    """Be a device that sends an absurd number in some rounds."""
-    own = folder / LIAR
+    """Act as a device that sends an absurd number in some rounds."""
+    device_folder = folder / LIAR
     settings = DeviceSettings(
         folder / "bundle", folder / f"{LIAR}.jsonl", task=str(DATA / "task.yaml"), threads=1
     )
-    make_device(own, settings)
+    make_device(device_folder, settings)
 
-    def said(content: bytes) -> bytes:
-        told = parse_reply(honest := answer(own, content))
-        if not isinstance(told, RoundResult) or RoundTask.parse(content).number not in LYING_ROUNDS:
+    def answer_with_lies(content: bytes) -> bytes:
+        reply = parse_reply(honest := answer(device_folder, content))
+        if not isinstance(reply, RoundResult) or RoundTask.parse(content).number not in LYING_ROUNDS:
             return honest
-        return replace(told, values=np.full_like(told.values, 1e30)).to_bytes()
+        return replace(reply, values=np.full_like(reply.values, 1e30)).to_bytes()
 
     keys = DeviceKeys.open(folder / "keys" / "devices" / LIAR)
-    join(own, address, keys, said)
+    join(device_folder, address, keys, answer_with_lies)
 
 
-def prge(*words: object, **settings: Any) -> str:
-    """Call a verb; what it prints."""
-    return output_of(*words, *flags(settings))
+def prge(*arguments: object, **settings: Any) -> str:
+    """Call a verb and return its output."""
+    return output_of(*arguments, *flags(settings))
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Settings as words."""
+    """Return settings as command-line arguments."""
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @contextmanager
-def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in the background; it is killed with the block."""
+def start_process(console: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a background process and kill it at the end of the context."""
     with console.open("ab") as stream:
-        process = subprocess.Popen([*map(str, words)], stdout=stream, stderr=stream)
+        process = subprocess.Popen([*map(str, arguments)], stdout=stream, stderr=stream)
     try:
         yield process
     finally:

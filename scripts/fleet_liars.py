@@ -1,9 +1,9 @@
-"""What devices that lie cost a fleet: its accuracy with each lie, beside that of its honest devices alone.
+"""Measure how much lying devices reduce a fleet's accuracy, compared with its honest devices alone.
 
     python scripts/fleet_liars.py --bundle BUNDLE --json liars.json [--devices 4 --liars 1]
 
-The demo's rows are dealt out to simulated devices, of which the last ones lie in every round; tasks and
-answers are the bytes that a network would carry, and the server is the one of `prge fleet serve`.
+The demo's rows are distributed to simulated devices, of which the last ones lie in every round. Tasks and
+results are the bytes of a real network, and the server is the one of `prge fleet serve`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.engine import FloatArray
 
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
-# Of a liar's own honest answer and those of all honest devices.
+# Returns a reply from the liar's honest result and those of all honest devices.
 Lie = Callable[[RoundResult, Sequence[RoundResult]], bytes | None]
 
 
 def _values(make: Callable[[FloatArray, FloatArray], Any]) -> Lie:
-    """A lie about values, by the liar's own [n] and the others' [devices, n]."""
+    """Return a lie about values, from the liar's own [n] and the others' [devices, n]."""
 
     def lie(own: RoundResult, others: Sequence[RoundResult]) -> bytes:
         values = make(own.values, np.array([other.values for other in others]))
@@ -80,21 +80,21 @@ class Fleet(Simulation):
         self.liars, self.lie = range(settings.devices - liars, settings.devices), lie
 
     def run_round(self, fleet: Coordinator) -> RoundReport:
-        """Let honest devices answer, then liars, who know what all others say."""
+        """Let honest devices reply, then liars, who know all other results."""
         tasks = fleet.tasks(range(len(self.seeds)))
-        said = {device: self._answer(fleet, device) for device in tasks}
-        parsed = {device: parse_reply(content) for device, content in said.items() if content}
-        told = {device: each for device, each in parsed.items() if isinstance(each, RoundResult)}
-        others = [each for device, each in told.items() if device not in self.liars]
+        replies = {device: self._answer(fleet, device) for device in tasks}
+        parsed = {device: parse_reply(content) for device, content in replies.items() if content}
+        results = {device: each for device, each in parsed.items() if isinstance(each, RoundResult)}
+        others = [each for device, each in results.items() if device not in self.liars]
         answers = {
-            device: self.lie(told[device], others) if device in self.liars else said[device]
-            for device in told
+            device: self.lie(results[device], others) if device in self.liars else replies[device]
+            for device in results
         }
         return fleet.receive({device: each for device, each in answers.items() if each is not None})
 
 
-def trained(settings: SimulateSettings, liars: int, lie: Lie) -> dict[str, Any]:
-    """Train a fleet; its figures and what its last lines say of problems."""
+def train_fleet(settings: SimulateSettings, liars: int, lie: Lie) -> dict[str, Any]:
+    """Train a fleet; return its figures and its last reported problems."""
     simulation = Fleet(settings, liars, lie)
     with open_fleet(settings, simulation.opened) as fleet:
         simulation.resume(fleet)
@@ -111,12 +111,12 @@ def trained(settings: SimulateSettings, liars: int, lie: Lie) -> dict[str, Any]:
 
 
 def study(
-    bundle: Path, devices: int, liars: int, ways: Mapping[str, Mapping[str, Any]], lies: Mapping[str, Lie]
+    bundle: Path, devices: int, liars: int, plans: Mapping[str, Mapping[str, Any]], lies: Mapping[str, Lie]
 ) -> dict[str, Any]:
-    """For every way to learn: honest devices alone, all of them honest, and with each lie."""
-    found: dict[str, Any] = {}
-    for name, way in ways.items():
-        found[name] = {}
+    """Train with every plan: honest devices alone, all of them honest, and with each lie."""
+    figures: dict[str, Any] = {}
+    for name, plan in plans.items():
+        figures[name] = {}
         honest = {"honest ones alone": (liars, SILENT), **({"all honest": (0, SILENT)} if liars else {})}
         for lie, (count, make) in {**honest, **{lie: (liars, make) for lie, make in lies.items()}}.items():
             with tempfile.TemporaryDirectory() as scratch:
@@ -129,47 +129,59 @@ def study(
                     devices=devices,
                     per_round=devices,
                     threads=1,
-                    **way,
+                    **plan,
                 )
-                found[name][lie] = trained(settings, count, make)
-            print(f"{name}, {lie}: {found[name][lie]}", file=sys.stderr, flush=True)
-    return found
+                figures[name][lie] = train_fleet(settings, count, make)
+            print(f"{name}, {lie}: {figures[name][lie]}", file=sys.stderr, flush=True)
+    return figures
 
 
-# Scalars as in the demo's fleet of processes.
-KINDS: dict[str, dict[str, Any]] = {
+# The first plan is that of the demo's fleet of processes.
+RESULT_TYPES: dict[str, dict[str, Any]] = {
     "scalars": {"rounds": 12, "local_steps": 40, "queries": 8, "learning_rate": 0.01},
     "changes": {"rounds": 12, "local_steps": 10, "estimator": "exact", "learning_rate": 0.01},
 }
 
 
 def main() -> None:
-    """Read the flags, run the fleets, print JSON."""
+    """Parse the flags, run the fleets and print JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bundle", type=Path, required=True, help="of the demo's model; roles tangent back")
+    parser.add_argument(
+        "--bundle",
+        type=Path,
+        required=True,
+        help="bundle of the demo's model with the roles jvp and backward",
+    )
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--liars", type=int, default=1)
     parser.add_argument("--combine", nargs="+", default=["trimmed"])
     parser.add_argument("--partition", default="even")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(RESULT_TYPES), choices=list(RESULT_TYPES))
     parser.add_argument("--lies", nargs="*", default=list(LIES), choices=list(LIES))
     parser.add_argument("--json", type=Path, help="file for the figures")
-    given = parser.parse_args()
-    same = {"partition": given.partition}
-    ways = {
-        f"{kind}, {combine}, seed {seed}": {**KINDS[kind], **same, "combine": combine, "seed": seed}
-        for kind in given.kinds
-        for combine in given.combine
-        for seed in given.seeds
+    options = parser.parse_args()
+    common = {"partition": options.partition}
+    plans = {
+        f"{result_type}, {combine}, seed {seed}": {
+            **RESULT_TYPES[result_type],
+            **common,
+            "combine": combine,
+            "seed": seed,
+        }
+        for result_type in options.kinds
+        for combine in options.combine
+        for seed in options.seeds
     }
-    found = study(given.bundle, given.devices, given.liars, ways, {lie: LIES[lie] for lie in given.lies})
-    text = json.dumps(found, indent=2)
+    figures = study(
+        options.bundle, options.devices, options.liars, plans, {lie: LIES[lie] for lie in options.lies}
+    )
+    text = json.dumps(figures, indent=2)
     print(text)
-    if given.json:
-        given.json.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

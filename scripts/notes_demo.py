@@ -1,6 +1,6 @@
-"""A job of everyday use on SmolLM2-135M-Instruct: notes in people's words become JSON that an app can read.
+"""An everyday task on SmolLM2-135M-Instruct: free-text notes become JSON that an app can read.
 
-tune on 200 notes -> ask the model before and after about 40 notes that it never saw -> a table, side by side
+tune on 200 notes -> ask the model before and after about 40 unseen notes -> a table with both answers
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from prge.data.readers.files import read_rows
 
 NOTES = Path(__file__).with_name("notes_data")
 TRAIN, DEV, TEST = (NOTES / f"{part}.jsonl" for part in ("train", "dev", "test"))
-# Given, since a search takes as long again; the loss on development rows falls until the last step.
+# Fixed, since a search takes as long again; the loss on development rows falls until the last step.
 TRAINING = "--epochs 3 --batch-size 8 --learning-rate 0.002".split()
-SHOWN, MOST_TOKENS = 3, 48
+SHOWN, MAX_TOKENS = 3, 48
 
 
 def notes_demo(out: Path) -> dict[str, Any]:
-    """Tune SmolLM2 and ask it before and after; returns the figures of the table.
+    """Tune SmolLM2, ask it before and after, and return the figures of the table.
 
     Raises:
-        PrgeError: a step failed; its own message is on the terminal.
+        PrgeError: a step failed; its message is on the terminal.
     """
     model = smollm2.ensure_model_file()
     out.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def notes_demo(out: Path) -> dict[str, Any]:
     print("\n1/2  tune it with one command", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST]
     run_verb("tune", "--model", model, *rows, *TRAINING, "--out", tuned, "--json", out / "tuned.json")
-    print("\n2/2  ask it about notes that it never saw, before and after", flush=True)
+    print("\n2/2  ask it about unseen notes, before and after", flush=True)
     chats = [row.fields["messages"] for row in read_rows(TEST)]
     return {
         "notes": [chat[0]["content"] for chat in chats],
@@ -46,9 +46,9 @@ def notes_demo(out: Path) -> dict[str, Any]:
 
 
 def _answers(tuned: Path) -> dict[str, list[str]]:
-    """The answers to the test notes by the model as it was, and by the tuned one."""
-    words = ["generate", tuned, "--adapter", "base", f"tuned={tuned}", "--data", TEST]
-    output = output_of(*words, "--json", "--max-tokens", MOST_TOKENS)
+    """Return the answers to the test notes by the original and by the tuned model."""
+    arguments = ["generate", tuned, "--adapter", "base", f"tuned={tuned}", "--data", TEST]
+    output = output_of(*arguments, "--json", "--max-tokens", MAX_TOKENS)
     records = [json.loads(line) for line in output.splitlines()]
     return {
         name: [str(each["text"]).strip() for each in records if each["adapter"] == adapter]
@@ -57,7 +57,7 @@ def _answers(tuned: Path) -> dict[str, list[str]]:
 
 
 def notes_table(figures: dict[str, Any], out: Path) -> str:
-    """The figures as text: some notes with both answers, the share of right answers, seconds and memory."""
+    """Format the figures: some notes with both answers, the share of right answers, seconds and memory."""
     before, after = figures["answers"]["before"], figures["answers"]["after"]
     lines = [""]
     for note, old, new in list(zip(figures["notes"], before, after, strict=True))[:SHOWN]:
@@ -67,19 +67,19 @@ def notes_table(figures: dict[str, Any], out: Path) -> str:
     return "\n".join(
         [
             *lines,
-            f"of {len(before)} new notes right to the letter: {shares[0]:.0%} -> {shares[1]:.0%}",
+            f"of {len(before)} unseen notes exactly right: {shares[0]:.0%} -> {shares[1]:.0%}",
             f"training: {train['steps']:,} steps, {train['rows']:,} rows, {train['seconds']:.0f} s, "
             f"{(train['memory']['peak_bytes'] or 0) / 1e6:.0f} MB",
-            f"seconds in all: {figures['seconds']:.1f}",
+            f"total seconds: {figures['seconds']:.1f}",
             f"report:   {out / 'tuned' / 'report.html'}",
             f"talk to it: prge chat {out / 'tuned'}",
         ]
     )
 
 
-def _one_line(answer: str, most: int = 100) -> str:
+def _one_line(answer: str, max_length: int = 100) -> str:
     text = " ".join(answer.split())
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def _share(answers: list[str], wanted: list[str]) -> float:

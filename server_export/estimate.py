@@ -1,4 +1,4 @@
-"""`prge estimate`: what an export and its runs would cost, from configuration and flags alone."""
+"""`prge estimate`: the cost of an export and of its runs, from configuration and flags alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from server_export.settings import EstimateConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `prge estimate`; returns the exit code."""
+    """Run `prge estimate`; return the exit code."""
     from prge.cli.settings import parse_settings
 
     config = parse_settings(
@@ -40,10 +40,10 @@ def main(argv: Sequence[str]) -> int:
     from server_export.lower.chain import check_operators
     from server_export.source import open_source
 
-    with with_random_model(config, weights=False) as settled:
-        source = open_source(settled)
-        report = estimate_report(config, estimate_source(settled, source))
-        # In seconds, and not after minutes of an export.
+    with with_random_model(config, weights=False) as resolved:
+        source = open_source(resolved)
+        report = estimate_report(config, estimate_source(resolved, source))
+        # Refuses unsupported models within seconds instead of minutes into an export.
         graphs = replace(source, files=ConfigOnlyFiles(**vars(source.files)))
         with refuse_if_transformers_fails(source.loaded):
             chain = graphs.chain("fp32", source.longest)
@@ -53,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def estimate_report(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
-    """All that `prge estimate` tells, under names.
+    """Return the estimate of `prge estimate` as a JSON object.
 
     Raises:
-        PrgeError: the run doesn't fit the bundle, or rows can't be used.
+        PrgeError: the run doesn't fit the bundle, or the rows can't be used.
     """
     weights, outline = estimated.weights, estimated.outline
     is_one = config.estimator is not None or config.memory is not None or config.train is not None
@@ -77,7 +77,7 @@ def estimate_report(config: EstimateConfig, estimated: Estimate) -> dict[str, An
 
 
 def _runs(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
-    """Runs of all estimators, with all weights loaded and with as few as may be."""
+    """Return the memory of runs of all estimators, with all weights loaded and with as few as possible."""
     shapes = {
         name: estimated.shape(config, name, config.tokens, config.tokens - 1) for name in estimated.estimators
     }
@@ -85,7 +85,7 @@ def _runs(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
 
 
 def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
-    """One run: of the estimator that is asked for, or the best."""
+    """Return the cost of one run, of the chosen estimator or the best available one."""
     estimator = config.estimator or estimated.estimators[0]
     rows, steps = 0, [estimated.shape(config, estimator, config.tokens, config.tokens - 1)]
     if config.train is not None:
@@ -102,29 +102,29 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
 
 
 def _memory(config: EstimateConfig, estimated: Estimate, step: StepShape, engine: str) -> RunMemory:
-    """Memory of a run of such steps, within `--memory` if it is given; raises ConfigError if it can't be."""
+    """Return the memory of a run of such steps within `--memory`; raises ConfigError if it is too little."""
 
-    def taken(loaded: int | None) -> RunMemory:
+    def memory_with(loaded: int | None) -> RunMemory:
         return estimate_run_memory(
             estimated.outline, step, estimated.weights, estimated.roles, engine, loaded
         )
 
     if config.memory is None:
-        return taken(None)
-    if engine == "torch" and taken(estimated.weights.largest).total > config.memory:
-        # It takes more by its nature; the native one decides whether the bound can be kept.
-        return taken(estimated.weights.largest)
-    remedy = "give more, or take a smaller --batch-size, --tokens, --rank or --quantize"
+        return memory_with(None)
+    if engine == "torch" and memory_with(estimated.weights.largest).total > config.memory:
+        # Only the native engine can keep the bound, so it alone decides.
+        return memory_with(estimated.weights.largest)
+    remedy = "Raise --memory, or use a smaller --batch-size, --tokens, --rank or --quantize."
     budget = fit_budget(
-        config.memory, lambda loaded: taken(loaded).total, estimated.weights, "this run", remedy
+        config.memory, lambda loaded: memory_with(loaded).total, estimated.weights, "this run", remedy
     )
-    return taken(budget.loaded)
+    return memory_with(budget.loaded)
 
 
 def _steps(
     config: EstimateConfig, estimated: Estimate, estimator: EstimatorName
 ) -> tuple[int, list[StepShape]]:
-    """How many training rows there are, and the steps of an epoch of them, as a run takes them."""
+    """Return the number of training rows and the steps of one epoch."""
     from prge.data.example_building import load_examples
     from prge.data.forms.task import load_task
     from prge.data.options import BuildOptions
@@ -172,9 +172,9 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
     yield f"\nbundle   programs {format_bytes(report['programs_bytes'])}, weights " + format_bytes(
         report["weights_bytes"]
     )
-    yield f"device   {format_bytes(report['packed_bytes'])} of packed weights beside the bundle"
+    yield f"device   {format_bytes(report['packed_bytes'])} of packed weights in addition to the bundle"
     yield (
-        f"export   {format_bytes(export['peak_bytes'])} of memory at its peak, "
+        f"export   peak memory {format_bytes(export['peak_bytes'])}, "
         f"about {format_duration(export['seconds'])} on two cores"
     )
     if "runs" in report:
@@ -186,7 +186,7 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
 
 def _run_text(report: dict[str, Any]) -> Iterator[str]:
     step, epoch = report["step"], report["epoch"]
-    yield f"step     {report['estimator']}, {step['rows']} rows of {step['tokens']} tokens"
+    yield f"step     {report['estimator']}, {step['rows']} forward passes of {step['tokens']} tokens"
     if epoch:
         yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps"
     memories = report["run_memory"]

@@ -1,7 +1,7 @@
-"""`prge export`: a model becomes a bundle that a device can train.
+"""`prge export`: exports a model as a bundle that a device can train.
 
 trace without weights -> cut into blocks -> compare with the model -> calibrate int4 layers -> lower every
-kind -> write every block's weights -> verify in the engine -> write the manifest
+block type -> write every block's weights -> verify in the engine -> write the manifest
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportConfig", "export", "main"]
 
-# Of one row for `--init eva`, such as candidates of a task; no call has them all.
-# Within the folder of a bundle that is made, until its weights are written.
+# Folder of calibrated codes inside an unfinished bundle; removed when the weights are written.
 _CODES = ".codes"
-# Types of GGUF files that were not rounded to codes.
+# Types of GGUF tensors that are not quantized.
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `prge export`; returns the exit code."""
+    """Run `prge export`; return the exit code."""
     from prge.cli.settings import parse_settings
 
     set_passive_wait_policy()
@@ -53,25 +52,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(config: ExportConfig) -> Path:
-    """Write the bundle that `config` describes; returns its folder.
+    """Export a model as a bundle; return the bundle's folder.
 
     Raises:
-        PrgeError: something can't be used, or a program doesn't compute what the model does; no bundle is
-            written then.
+        PrgeError: the settings or the model can't be used, or a program does not compute what the model does.
+            No bundle is written in that case.
     """
     from server_export.checkpoint.random_models import with_random_model
 
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(
-            f"{out} exists already", remedy="give another folder, or --overwrite", code="folder-exists"
+            f"{out} already exists.",
+            remedy="Choose another folder or pass --overwrite.",
+            code="folder-exists",
         )
     check_writable_folder(out.parent)
-    with with_random_model(config) as settled:
-        return _export(settled, out)
+    with with_random_model(config) as resolved:
+        return _export(resolved, out)
 
 
 def _export(config: ExportConfig, out: Path) -> Path:
+    """Write the bundle in `out`, for settings whose random model, if any, has been made."""
     from server_export.lower.chain import check_operators
     from server_export.pipeline import describe_changes
     from server_export.source import open_source
@@ -79,42 +81,43 @@ def _export(config: ExportConfig, out: Path) -> Path:
     from server_export.trace.positions import resolve_context_length
 
     source = open_source(config)
-    _tell_part(source)
-    _describe_gguf(source)
+    _print_text_part(source)
+    _print_gguf(source)
     estimated = estimate_source(config, source)
     print_estimate(estimated)
     check_resources(estimated, out.parent, config.memory)
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
-        _tell_head(source)
-        tokenizer, block = _tokenizer(config, source)
+        _print_head(source)
+        tokenizer, entry = _tokenizer(config, source)
         context = resolve_context_length(source.loaded, config.context, source.longest)
         if config.init == "eva":
             with stage("directions") as note:
-                source = _from_rows(config, source, tokenizer, context, note)
-        # Once the model is traced, its adapted layers have other names and its head is cut.
-        _tell_targets(config, source)
+                source = _init_from_rows(config, source, tokenizer, context, note)
+        # Tracing renames the adapted layers and cuts the head.
+        _print_targets(config, source)
         rows = _calibration_rows(config, source, tokenizer)
         changes = Changes() if config.explain else None
         with stage("tracing") as note:
-            chain = _traced(config, source, context, changes)
+            chain = _trace(config, source, context, changes)
             check_operators(chain, config.roles)
             note(
-                f"{len(chain.blocks)} blocks of {len(chain.block_types)} types; {chain.quantization.describe()}"
+                f"{len(chain.blocks)} blocks of {len(chain.block_types)} types; "
+                f"{chain.quantization.describe()}"
             )
         if changes is not None:
             print(describe_changes(changes))
-        _hint_about_bos(config, source, tokenizer)
-        _tell_no_end(source, block)
+        _print_bos_hint(config, source, tokenizer)
+        _print_missing_eos(source, entry)
         comparison = _compare(config, chain)
-        calibration = _calibrated(config, chain, rows, folder) if rows else None
-        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration, comparison)
+        calibration = _calibrate(config, chain, rows, folder) if rows else None
+        manifest = _write(config, folder, source, tokenizer, entry, context, chain, calibration, comparison)
     _summarize(out, manifest)
     return out
 
 
-def _traced(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
-    """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
+def _trace(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
+    """Return the model as a chain of blocks; raises a Refusal if the model is not a causal decoder."""
     from server_export.check.model import check_causal
     from server_export.check.own_forward import refuse_if_transformers_fails
 
@@ -128,7 +131,7 @@ def _traced(config: ExportConfig, source: ExportSource, context: int, changes: C
 
 
 def _tokenizer(config: ExportConfig, source: ExportSource) -> tuple[Any, dict[str, Any]]:
-    """The model's tokenizer, with the template that the settings ask for, and the manifest's block of it."""
+    """Return the tokenizer with the chat template of the settings, and the manifest's entry for it."""
     from server_export.checkpoint.chat_templates import set_chat_template
     from server_export.checkpoint.files import eos_token_ids
     from server_export.checkpoint.loading import vocabulary_size
@@ -137,45 +140,45 @@ def _tokenizer(config: ExportConfig, source: ExportSource) -> tuple[Any, dict[st
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
     set_chat_template(tokenizer, config.chat_template, config.prepend_bos)
-    # A template is read in a forked child: before torch has computed.
-    block = tokenizer_manifest(
+    # Templates are rendered in a forked child, which must happen before torch starts threads.
+    entry = tokenizer_manifest(
         tokenizer, config.prepend_bos, vocabulary_size(loaded.model), eos_token_ids(source.files)
     )
-    return tokenizer, block
+    return tokenizer, entry
 
 
-def _from_rows(
+def _init_from_rows(
     config: ExportConfig, source: ExportSource, tokenizer: Any, context: int, note: Callable[[str], None]
 ) -> ExportSource:
-    """The same model with an adapter from rows."""
+    """Return the source with an adapter that is initialized from rows (`--init eva`)."""
     from server_export.check.own_forward import refuse_if_transformers_fails
     from server_export.model.eva import eva_adapter
     from server_export.model.row_tokens import row_tokens
 
     assert config.init_rows is not None
-    reader, model = _reader(config, source, tokenizer)
+    on_device_tokenizer, model = _row_inputs(config, source, tokenizer)
     rows = row_tokens(
         config.init_rows,
         config.init_task,
         config.init_tokens,
         seed=config.seed,
-        tokenizer=reader,
+        tokenizer=on_device_tokenizer,
         model=model,
     )
     with refuse_if_transformers_fails(source.loaded):
-        thin = source.rank1_chain("fp32", context)
-    start, explained = eva_adapter(source.start, thin, rows, config.spread_ranks)
+        chain = source.rank1_chain("fp32", context)
+    start, explained = eva_adapter(source.start, chain, rows, config.spread_ranks)
     shares = sorted(explained.values())
     ranks = sorted(map(len, start.lora_a.values()))
     note(
-        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} describe_changes "
-        f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
+        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} capture "
+        f"{shares[0]:.0%} to {shares[-1]:.0%} of the layers' inputs"
     )
     return source.starting_from(start)
 
 
-def _reader(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
-    """What rows are read with: the device's tokenizer, and a model with room for any row."""
+def _row_inputs(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
+    """Return what builds examples of rows: the device's tokenizer, and a model with room for any row."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.checkpoint.tokenization import device_tokenizer
 
@@ -185,13 +188,13 @@ def _reader(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple
 
 
 def _calibration_rows(config: ExportConfig, source: ExportSource, tokenizer: Any) -> list[Sequence[int]]:
-    """Tokens of the rows that int4 layers are calibrated on; none where they aren't."""
+    """Return the tokens of the rows that int4 layers are calibrated on; empty if none are calibrated."""
     from server_export.calibrate.rows import fill_up_rows
     from server_export.model.row_tokens import row_tokens
 
     if config.quantize != "8da4w" or config.rounding == "nearest":
         return []
-    reader, model = _reader(config, source, tokenizer)
+    on_device_tokenizer, model = _row_inputs(config, source, tokenizer)
     rows: list[Sequence[int]] = []
     if config.calibration_rows is not None:
         rows += row_tokens(
@@ -199,25 +202,31 @@ def _calibration_rows(config: ExportConfig, source: ExportSource, tokenizer: Any
             config.calibration_task,
             config.calibration_tokens,
             seed=config.seed,
-            tokenizer=reader,
+            tokenizer=on_device_tokenizer,
             model=model,
         )
     else:
-        print("hint: int4 is calibrated on a neutral text; better on rows like yours: --calibration-rows")
-    rows = fill_up_rows(rows, reader, config.calibration_tokens, source.longest)
+        print(
+            "hint: int4 weights are calibrated on a neutral text; for better results, pass rows like your "
+            "own with --calibration-rows"
+        )
+    rows = fill_up_rows(rows, on_device_tokenizer, config.calibration_tokens, source.longest)
     if not rows:
-        print("note: the tokenizer makes no tokens of a text: int4 weights are rounded to the nearest")
+        print(
+            "note: the tokenizer has no tokens for the calibration text, so int4 weights are rounded to the "
+            "nearest"
+        )
     return rows
 
 
-def _calibrated(
+def _calibrate(
     config: ExportConfig, chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path
 ) -> Calibration:
     from server_export.calibrate.calibration import calibrate
 
-    found = calibrate(chain, rows, config.weight_bits, folder / _CODES)
+    calibration = calibrate(chain, rows, config.weight_bits, folder / _CODES)
     release_freed_memory()
-    return found
+    return calibration
 
 
 def _compare(config: ExportConfig, chain: ModelChain) -> ModelComparison:
@@ -235,13 +244,13 @@ def _write(
     folder: Path,
     source: ExportSource,
     tokenizer: Any,
-    block: Mapping[str, Any],
+    tokenizer_entry: Mapping[str, Any],
     context: int,
     chain: ModelChain,
     calibration: Calibration | None,
     comparison: ModelComparison,
 ) -> dict[str, Any]:
-    """Fill a bundle's folder; returns its manifest."""
+    """Fill a bundle's folder; return its manifest."""
     from prge.formats import chain as manifest
     from server_export.bundle import write_bundle
     from server_export.check.chain import verify_chain
@@ -262,7 +271,7 @@ def _write(
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     if calibration is not None:
         calibration.remove_codes()
-    described = manifest.Chain(
+    description = manifest.Chain(
         readout=source.readout,
         pooling=_pooling(config, source),
         width=_width(source),
@@ -279,10 +288,10 @@ def _write(
             folder,
             config,
             source.start,
-            described,
+            description,
             source.costs,
             tokenizer,
-            block,
+            tokenizer_entry,
             chain.quantization if calibration is None else calibration.report,
             verification,
             {} if calibration is None else calibration.table(lowered.layers),
@@ -290,7 +299,7 @@ def _write(
 
 
 def _pooling(config: ExportConfig, source: ExportSource) -> str:
-    """How states become what a head reads."""
+    """Return how hidden states are pooled for the head."""
     from prge.formats.chain import OWN_HEAD
     from server_export.checkpoint.files import stored_pooling
 
@@ -301,79 +310,80 @@ def _pooling(config: ExportConfig, source: ExportSource) -> str:
 
 
 def _width(source: ExportSource) -> int:
-    """Width of what the blocks answer."""
+    """Return the width of the hidden states after the last block."""
     classifier = source.loaded.classifier
     return int(source.loaded.config.hidden_size if classifier is None else classifier.linear.in_features)
 
 
-def _tell_part(source: ExportSource) -> None:
-    """Say that a checkpoint holds more than texts."""
+def _print_text_part(source: ExportSource) -> None:
+    """Print that only the text part of a multimodal checkpoint is exported."""
     loaded = source.loaded
     if loaded.part_of is not None:
         print(
-            f"{loaded.name_or_path} holds more than texts: of {loaded.part_of} the text part "
-            f"({loaded.config.model_type}) is taken, and weights for images, audio or video are left out"
+            f"{loaded.name_or_path} is a multimodal checkpoint ({loaded.part_of}). Only its text part "
+            f"({loaded.config.model_type}) is exported; the weights for images, audio or video are ignored."
         )
 
 
-def _describe_gguf(source: ExportSource) -> None:
-    """Say that weights were rounded before."""
-    if (told := source.loaded.source) and any(kind not in _FLOATS for kind in told["types"]):
+def _print_gguf(source: ExportSource) -> None:
+    """Print that the weights of a GGUF file are dequantized."""
+    if (gguf := source.loaded.source) and any(ggml_type not in _FLOATS for ggml_type in gguf["types"]):
         print(
-            f"{source.loaded.name_or_path} holds weights in {told['description']}: they are dequantized, and "
-            "the model is what they stand for"
+            f"The weights of {source.loaded.name_or_path} are quantized ({gguf['description']}). They are "
+            "dequantized, and the dequantized model is exported."
         )
 
 
-def _tell_head(source: ExportSource) -> None:
-    """Say what becomes of a checkpoint's own classification head."""
+def _print_head(source: ExportSource) -> None:
+    """Print what happens to a checkpoint's own classification head."""
     loaded = source.loaded
     if (classifier := loaded.classifier) is not None:
         print(
-            f"{loaded.name_or_path} has a classification head of its own: rows of its classes "
-            f"({', '.join(classifier.labels)}) are scored by it, others by one that a run fits"
+            f"{loaded.name_or_path} has its own classification head. It scores rows of its classes "
+            f"({', '.join(classifier.labels)}); for other classes, a run fits a new head."
         )
         return
     architectures = getattr(loaded.config, "architectures", None) or []
     if not loaded.is_decoder and any("Classification" in name for name in architectures):
         print(
-            f"the classification head of {loaded.name_or_path} is left out: a run fits a linear one of "
-            "pooled states to its rows"
+            f"The classification head of {loaded.name_or_path} is not exported. Instead, a run fits a "
+            "linear head on pooled hidden states to its rows."
         )
 
 
-def _tell_targets(config: ExportConfig, source: ExportSource) -> None:
-    """Say that linear layers of all kinds are adapted for want of a usual choice."""
+def _print_targets(config: ExportConfig, source: ExportSource) -> None:
+    """Print that all linear layers are adapted because the architecture has no usual target modules."""
     from server_export.adapter.layers import usual_target_modules
 
     is_chosen = config.target_modules or config.start_adapter
     if not is_chosen and usual_target_modules(source.loaded.model) is None:
         print(
-            f"PEFT has no usual target modules for {source.loaded.config.model_type}: linear layers of all "
-            f"kinds are adapted, {len(source.start.lora_a)} in all; --target-modules chooses others"
+            f"PEFT has no default target modules for {source.loaded.config.model_type}, so all linear "
+            f"layers of the blocks are adapted ({len(source.start.lora_a)} layers). Use --target-modules to "
+            "choose others."
         )
 
 
-def _hint_about_bos(config: ExportConfig, source: ExportSource, tokenizer: Any) -> None:
+def _print_bos_hint(config: ExportConfig, source: ExportSource, tokenizer: Any) -> None:
     from server_export.checkpoint.tokenization import adds_bos
 
     loaded = source.loaded
     model_has_bos = getattr(loaded.config, "bos_token_id", None) is not None
     if config.prepend_bos == "auto" and loaded.is_decoder and model_has_bos and not adds_bos(tokenizer):
         print(
-            "hint: the model knows a begin-of-sequence token, but its tokenizer adds none; "
-            "if it was trained with one, export with --prepend-bos always"
+            "hint: the model defines a begin-of-sequence token, but its tokenizer does not add it. If the "
+            "model was trained with the token, export with --prepend-bos always"
         )
 
 
-def _tell_no_end(source: ExportSource, block: Mapping[str, Any]) -> None:
-    """Say that a model that writes has no token that ends what it writes."""
-    if source.loaded.is_decoder and block["eos_token_id"] is None:
-        what = "the chat template's end of a turn alone" if block["stop_token_ids"] else "--max-tokens alone"
+def _print_missing_eos(source: ExportSource, entry: Mapping[str, Any]) -> None:
+    """Print that a generating model has no end-of-sequence token."""
+    if source.loaded.is_decoder and entry["eos_token_id"] is None:
+        what = "only the chat template's end of a message" if entry["stop_token_ids"] else "only --max-tokens"
         print(
-            f"note: {source.loaded.name_or_path} names no end-of-sequence token, in its tokenizer, "
-            "config.json or generation_config.json: the end of texts and completions is not learnt, and "
-            f"answers are ended by {what}; to learn it, name the token as eos_token_id in config.json"
+            "note: the tokenizer, config.json and generation_config.json of "
+            f"{source.loaded.name_or_path} define no end-of-sequence token. The model can't learn to end its "
+            f"texts, and {what} ends its answers. To train the end of texts, set eos_token_id in config.json"
         )
 
 
@@ -381,11 +391,12 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     files, chain = manifest["files"], manifest["chain"]
     size = sum(entry["bytes"] for entry in files.values())
     programs = sum(files[program["file"]]["bytes"] for program in chain["programs"])
-    trained = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
+    trainable = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
     tokens, chunk = chain["bounds"]["tokens"], chain["bounds"]["chunk"]
     print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB")
     print(
-        f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "
+        f"  {len(chain['modules'])} adapted layers, {trainable:,} trainable parameters; rows of up to "
         f"{tokens} tokens{f' in chunks of {chunk}' if chunk < tokens else ''}; readout {chain['readout']}; "
-        f"roles {', '.join(dict.fromkeys(role for program in chain['programs'] for role in program['methods']))}"
+        "roles "
+        f"{', '.join(dict.fromkeys(role for program in chain['programs'] for role in program['methods']))}"
     )

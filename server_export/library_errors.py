@@ -1,14 +1,15 @@
-"""Exceptions by which libraries refuse what they are given, for `prge.errors.refused_as`.
+"""Exceptions by which libraries reject their inputs, for `prge.errors.refused_as`.
 
-Whatever else a library raises is a defect, of prge or of the library, and keeps its traceback.
+Any other exception of a library is a defect of prge or of the library, and keeps its traceback.
 """
 
 from __future__ import annotations
 
 from huggingface_hub.errors import StrictDataclassError
 
-# What transformers' classes raise of a configuration or a file that they can't take: they check few values,
-# so that one of the wrong type or size is met by whatever statement uses it first.
+# Raised by transformers' classes for invalid configurations and files. They validate few values, so a wrong
+# type
+# or size surfaces as the exception of whatever statement uses it first.
 TRANSFORMERS_ERRORS: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -24,7 +25,7 @@ TRANSFORMERS_ERRORS: tuple[type[Exception], ...] = (
 
 
 def torch_export_errors() -> tuple[type[Exception], ...]:
-    """What torch.export raises of a model that it can't trace, or whose sizes it can't leave open."""
+    """Return what torch.export raises for models that it can't trace or whose sizes it can't keep dynamic."""
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
@@ -32,7 +33,7 @@ def torch_export_errors() -> tuple[type[Exception], ...]:
 
 
 def executorch_errors() -> tuple[type[Exception], ...]:
-    """What ExecuTorch's lowering raises of a program that it can't take."""
+    """Return what ExecuTorch's lowering raises for programs that it does not support."""
     from executorch.exir.error import ExportError, InternalError
     from torch._export.verifier import SpecViolationError
 

@@ -1,4 +1,4 @@
-"""Memory that an export has freed goes back to the system."""
+"""Return freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 
 
 def release_freed_memory() -> None:
-    """Collect what refers to itself, as graphs do, and have glibc give back the pages that it keeps."""
+    """Collect reference cycles, such as those of graphs, and let glibc return its free pages."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,9 @@
-"""What PyTorch computes: transformers' own model with an adapter, in eager PyTorch, as an engine.
+"""The reference engine: transformers' own model with an adapter, in eager PyTorch.
 
     layer(x) + (x lora_a^T) lora_b        at every adapted layer
 
-Engines of devices are compared with it, baselines train it, and attacks on reports are made with it. It knows
-nothing of chains, blocks and programs.
+Engines of devices are compared with it, baselines train it, and attacks on reports use it. It does not use
+chains, blocks or programs.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from server_export.trace.positions import position_numbers
 
 
 class TorchEngine:
-    """Implements prge.engine.Engine with a transformers model.
+    """An implementation of `prge.engine.Engine` with a transformers model.
 
-    Arrays have the precision of the network: float32, or float64 of a reference. Sequences are computed one
-    by one, since some models compute nothing sensible beside padding; with `padding` all at once.
+    Arrays have the precision of the network: float32, or float64 for references. Sequences are computed one
+    by one, since some models are wrong for padded batches, or all at once with `padding`.
 
     Attributes:
         network: the transformers model, without an adapter.
-        model: its sizes, and the adapted layers; a layer that trains `lora_a` too has it among the values.
-        lora_a: [rank, in] by adapted layer, the scale folded in, of layers whose `lora_a` is frozen.
-        scales: of the other layers, alpha / rank by name; default: 1.
-        pooling: of an encoder: `first`, or the mean of all tokens.
-        padding: token that fills sequences up.
-        positions: numbers of positions i64 [1, length] that pad_sequences sequences have; None: the network's own.
+        model: the sizes of the model and its adapted layers. If a layer trains `lora_a` too, adapter values
+            include it.
+        lora_a: [rank, in] by adapted layer, with the scale, for layers whose `lora_a` is frozen.
+        scales: the scales of the other layers, alpha / rank by name; default: 1.
+        pooling: how an encoder's hidden states are pooled: `first`, or the mean of all tokens.
+        padding: the token that pads sequences.
+        positions: the position ids i64 [1, length] of padded sequences; None: the network's own.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class TorchEngine:
         adapter: PeftAdapter | None = None,
         padding: int | None = None,
     ) -> TorchEngine:
-        """The engine of a bundle's model, as `load_base_model` loads it.
+        """Return the engine of a bundle's model.
 
         Args:
-            bundle: gives the adapted layers, and what is read of a sequence.
-            loaded: the model; its experts are computed eagerly from now on.
-            adapter: gives `lora_a` and scales; default: the bundle's own.
+            bundle: the bundle, with the adapted layers and the readout.
+            loaded: the model, as `load_base_model` loads it; its experts are computed eagerly from now on.
+            adapter: the adapter with `lora_a` and scales; default: the bundle's own.
             padding: see the class.
         """
         model = bundle.chain.model
@@ -103,69 +104,72 @@ class TorchEngine:
 
     @property
     def seconds(self) -> float:
-        """See Engine."""
+        """The seconds spent in calls; see `prge.engine.Engine`."""
         return self._seconds
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the network."""
-        found: torch.dtype = self.network.dtype
-        return found
+        """The precision of the network."""
+        dtype: torch.dtype = self.network.dtype
+        return dtype
 
     def to(self, dtype: torch.dtype) -> TorchEngine:
-        """Convert the network and `lora_a` in place; returns this engine."""
+        """Convert the network and `lora_a` in place; return this engine."""
         self.network.to(dtype)
         self.lora_a = {name: matrix.to(dtype) for name, matrix in self.lora_a.items()}
         return self
 
     def forward(self, call: Call) -> FloatArray:
-        """See ForwardEngine."""
+        """Compute the outputs of all adapter copies; see `prge.engine.Engine`."""
         with self._timed(), torch.no_grad():
             outputs = [self.outputs(call.sequences, self._tensor(values)) for values in call.adapters]
-        found: FloatArray = torch.stack(outputs).numpy()
-        return found
+        stacked: FloatArray = torch.stack(outputs).numpy()
+        return stacked
 
     def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        """See Engine; each sequence by two backward passes and one for every query."""
+        """Compute outputs and their directional derivatives; see `prge.engine.Engine`.
+
+        Each sequence takes two backward passes, and one more for each query.
+        """
         outputs, derivatives = [], []
         with self._timed():
             for number, sequence in enumerate(call.sequences):
                 values = self._tensor(call.adapters[0]).requires_grad_()
-                found = self.outputs([sequence], values)
-                # The product of a vector and the Jacobian is linear in the vector: the Jacobian is its slope.
-                weights = torch.zeros_like(found, requires_grad=True)
-                (product,) = torch.autograd.grad(found, values, weights, create_graph=True)
-                along = self._along(directions, number)
-                changes = [
-                    torch.autograd.grad(product, weights, each, retain_graph=True)[0] for each in along
+                sequence_outputs = self.outputs([sequence], values)
+                # v^T J is linear in v, so its derivative with respect to v gives J times a direction.
+                weights = torch.zeros_like(sequence_outputs, requires_grad=True)
+                (product,) = torch.autograd.grad(sequence_outputs, values, weights, create_graph=True)
+                queries = self._along(directions, number)
+                sequence_derivatives = [
+                    torch.autograd.grad(product, weights, each, retain_graph=True)[0] for each in queries
                 ]
-                outputs.append(found.detach())
-                derivatives.append(torch.stack(changes))
+                outputs.append(sequence_outputs.detach())
+                derivatives.append(torch.stack(sequence_derivatives))
         return torch.cat(outputs).numpy(), torch.cat(derivatives, 1).numpy()
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """See Engine."""
+        """Compute outputs and the gradient of the adapter; see `prge.engine.Engine`."""
         with self._timed():
             values = self._tensor(call.adapters[0]).requires_grad_()
             outputs = self.outputs(call.sequences, values)
-            found = outputs.detach().numpy()
-            by_output = np.asarray(grad_fn(found))
-            if by_output.shape != found.shape:
-                shapes = f"{[*by_output.shape]}, the outputs {[*found.shape]}"
+            outputs_array = outputs.detach().numpy()
+            output_gradient = np.asarray(grad_fn(outputs_array))
+            if output_gradient.shape != outputs_array.shape:
+                shapes = f"{[*output_gradient.shape]} instead of the outputs' {[*outputs_array.shape]}"
                 raise EngineError(
-                    f"the gradient of the loss has the shape {shapes}", code="gradient-of-other-shape"
+                    f"The gradient of the loss has the shape {shapes}.", code="gradient-of-other-shape"
                 )
-            (gradient,) = torch.autograd.grad(outputs, values, self._tensor(by_output))
-            if not (np.isfinite(found).all() and gradient.isfinite().all()):
+            (gradient,) = torch.autograd.grad(outputs, values, self._tensor(output_gradient))
+            if not (np.isfinite(outputs_array).all() and gradient.isfinite().all()):
                 gradient = torch.full_like(gradient, torch.nan)
-        return found, gradient.numpy()
+        return outputs_array, gradient.numpy()
 
     def outputs(self, sequences: Sequence[TokenSequence], values: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute outputs that can be differentiated, [targets] or [sequences, width].
+        """Compute differentiable outputs, [targets] or [sequences, width].
 
         Args:
-            sequences: any.
-            values: of the adapter, [adapter size]; None: there is none.
+            sequences: the sequences.
+            values: the adapter's values, [adapter size]; None computes without an adapter.
         """
         if self.padding is not None:
             return self._padded_outputs(sequences, values, self.padding)
@@ -173,33 +177,33 @@ class TorchEngine:
 
     def logits(self, tokens: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits [rows, length, vocabulary] of tokens i64 [rows, length] without padding."""
-        found: torch.Tensor = self.call(values, input_ids=tokens).logits
-        return found
+        logits: torch.Tensor = self.call(values, input_ids=tokens).logits
+        return logits
 
     def call(self, values: torch.Tensor | None, **inputs: Any) -> Any:
         """Call the network.
 
         Args:
-            values: of the adapter, [adapter size], or of each row's own adapter, [rows, adapter size].
-            inputs: of the network, by name.
+            values: the adapter's values, [adapter size], or one adapter per row, [rows, adapter size].
+            inputs: the network's inputs by name.
 
         Returns:
-            What transformers returns.
+            The output of transformers' model.
         """
         if self._takes_cache:
             inputs["use_cache"] = False
-        usual = torch.get_default_dtype()
-        # Some models make tensors as they run.
+        default_dtype = torch.get_default_dtype()
+        # Some models make tensors of the default dtype in their forward.
         torch.set_default_dtype(self.dtype)
         try:
             with self.adapted(values):
                 return self.network(**inputs)
         finally:
-            torch.set_default_dtype(usual)
+            torch.set_default_dtype(default_dtype)
 
     @contextmanager
     def adapted(self, values: torch.Tensor | None) -> Iterator[None]:
-        """Give the network an adapter meanwhile; see `call`."""
+        """Add an adapter to the network while the context is active; for `values` see `call`."""
         with ExitStack() as hooks:
             if values is not None:
                 trained = split_adapter_values(self.model.modules, values)
@@ -212,7 +216,7 @@ class TorchEngine:
     def _matrices(
         self, module: AdaptedModule, trained: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's `lora_a` and `lora_b`, one of them scaled."""
+        """Return a layer's `lora_a` and `lora_b`, one of them with the scale."""
         lora_b = trained[f"lora_b.{module.name}"]
         if not module.trains_a:
             return self.lora_a[module.name], lora_b
@@ -231,35 +235,35 @@ class TorchEngine:
     ) -> torch.Tensor:
         tokens, mask = pad_sequences(sequences, padding)
         if self.model.is_encoder:
-            seen = torch.from_numpy(mask)
-            output = self._call_padded(values, tokens, attention_mask=seen)
+            token_mask = torch.from_numpy(mask)
+            output = self._call_padded(values, tokens, attention_mask=token_mask)
             states = hidden_states_of(output, tokens.shape[1])
             if self.pooling == "first":
                 return states[:, 0]
-            weights = seen.to(states.dtype).unsqueeze(1)
+            weights = token_mask.to(states.dtype).unsqueeze(1)
             return torch.bmm(weights, states).squeeze(1) / weights.sum(2)
         rows, positions, targets = _targets(sequences)
         longest = int(positions.max()) + 1
-        # The vocabulary head sees each position once that is read, and no other.
-        read, place = torch.unique(rows * longest + positions, return_inverse=True)
+        # The vocabulary head computes each position with a target once, and no other position.
+        unique_positions, index = torch.unique(rows * longest + positions, return_inverse=True)
 
-        def keep_read(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (inputs[0].reshape(-1, inputs[0].shape[-1]).index_select(0, read)[None],)
+        def select_positions(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (inputs[0].reshape(-1, inputs[0].shape[-1]).index_select(0, unique_positions)[None],)
 
-        hook = self.network.get_output_embeddings().register_forward_pre_hook(keep_read)
+        hook = self.network.get_output_embeddings().register_forward_pre_hook(select_positions)
         try:
             logits = self._call_padded(values, tokens[:, :longest]).logits[0]
         finally:
             hook.remove()
-        return torch.log_softmax(logits, -1)[place, targets]
+        return torch.log_softmax(logits, -1)[index, targets]
 
-    def _call_padded(self, values: torch.Tensor | None, tokens: IntArray, **more: torch.Tensor) -> Any:
+    def _call_padded(self, values: torch.Tensor | None, tokens: IntArray, **inputs: torch.Tensor) -> Any:
         if self.positions is not None:
-            more["position_ids"] = self.positions[:, : tokens.shape[1]]
-        return self.call(values, input_ids=torch.from_numpy(tokens), **more)
+            inputs["position_ids"] = self.positions[:, : tokens.shape[1]]
+        return self.call(values, input_ids=torch.from_numpy(tokens), **inputs)
 
     def _along(self, directions: Directions, number: int) -> Iterator[torch.Tensor]:
-        """The directions of a sequence as values of the adapter, one for each query."""
+        """Yield the directions of a sequence as adapter values, one for each query."""
         trained = matrices(self.model.modules)
         for query in range(len(directions[trained[0].u])):
             yield self._tensor(direction_values(self.model.modules, directions, query, number))
@@ -275,15 +279,15 @@ class TorchEngine:
 
 
 def load_base_model(bundle: Bundle, model: str, *, rounds_activations: bool = False) -> LoadedModel:
-    """Load the model that a bundle was exported from, with the frozen values that the bundle has.
+    """Load the model that a bundle was exported from, with the bundle's frozen values.
 
     Args:
-        bundle: of the model.
-        model: folder, GGUF file or hub id.
-        rounds_activations: whether quantized layers round their inputs too, with a derivative as if not.
+        bundle: the bundle.
+        model: the folder, GGUF file or Hub id of the model.
+        rounds_activations: whether quantized layers also round their inputs, with straight-through gradients.
 
     Raises:
-        BundleError: there is no such model, or it is another one.
+        BundleError: there is no such model, or it is not the bundle's.
     """
     recorded = bundle.manifest.get("model", {})
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
@@ -294,16 +298,16 @@ def load_base_model(bundle: Bundle, model: str, *, rounds_activations: bool = Fa
 
 
 def apply_bundle_weights(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool = False) -> None:
-    """Give a model the frozen values of a bundle in place; its Conv1D layers become linear ones.
+    """Replace a model's weights in place by a bundle's frozen values; Conv1D layers become linear.
 
     Raises:
-        BundleError: it is another model.
+        BundleError: the model is not the bundle's.
     """
-    block = bundle.manifest.get("model", {})
-    if problems := model_problems(loaded, block) or content_problems(loaded, block.get("sha256")):
+    recorded = bundle.manifest.get("model", {})
+    if problems := model_problems(loaded, recorded) or content_problems(loaded, recorded.get("sha256")):
         raise BundleError(
             f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),
-            remedy="give the model that the bundle was exported from with --model",
+            remedy="Give the model that the bundle was exported from with --model.",
             code="model-differs",
         )
     convert_conv1d(loaded.model)
@@ -330,7 +334,7 @@ def split_adapter_values(modules: Sequence[AdaptedModule], values: torch.Tensor)
 def direction_values(
     modules: Sequence[AdaptedModule], directions: Directions, query: int, number: int
 ) -> FloatArray:
-    """The direction of a query and a sequence as values of the adapter, f32 [adapter size]."""
+    """Return the direction of a query and a sequence as adapter values, f32 [adapter size]."""
     products = [
         np.outer(directions[matrix.u][query, number], directions[matrix.v][query, number]).ravel()
         for matrix in matrices(modules)
@@ -339,7 +343,7 @@ def direction_values(
 
 
 def pad_sequences(sequences: Sequence[TokenSequence], padding: int) -> tuple[IntArray, IntArray]:
-    """Tokens of sequences filled up on the right, and a mask of them, i64 [sequences, longest]."""
+    """Return tokens padded on the right and their mask, i64 [sequences, longest]."""
     longest = max(len(sequence.tokens) for sequence in sequences)
     tokens = np.full((len(sequences), longest), padding, np.int64)
     mask = np.zeros_like(tokens)
@@ -350,13 +354,13 @@ def pad_sequences(sequences: Sequence[TokenSequence], padding: int) -> tuple[Int
 
 
 def _targets(sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row, position and token of all targets, i64 [targets] each."""
-    found = [
+    """Return row, position and token of all targets, i64 [targets] each."""
+    targets = [
         (row, target.position, target.token)
         for row, sequence in enumerate(sequences)
         for target in sequence.targets
     ]
-    rows, positions, tokens = torch.tensor(found, dtype=torch.long).reshape(-1, 3).unbind(1)
+    rows, positions, tokens = torch.tensor(targets, dtype=torch.long).reshape(-1, 3).unbind(1)
     return rows, positions, tokens
 
 
@@ -367,7 +371,7 @@ def _add(
     inputs: tuple[torch.Tensor, ...],
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """A forward hook: what a layer returns, and what its adapter adds; with rows each by its own."""
+    """Forward hook that adds the adapter's output to a layer's; each row may have its own adapter."""
     x = inputs[0]
     if lora_b.dim() == 2:
         return output + F.linear(x, lora_a) @ lora_b
@@ -376,14 +380,14 @@ def _add(
 
 
 def _straight_through(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a quantized layer; its derivative is that of the weights as they were rounded."""
+    """Return a forward for a quantized layer with the gradient of its dequantized weights."""
     weight: Any = layer.weight
-    smooth, rounded = weight.dequantize(), layer.forward
+    dequantized, rounded = weight.dequantize(), layer.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            exact = rounded(x)
-        found = F.linear(x, smooth, layer.bias)
-        return found + (exact - found).detach()
+            rounded_output = rounded(x)
+        smooth_output = F.linear(x, dequantized, layer.bias)
+        return smooth_output + (rounded_output - smooth_output).detach()
 
     return forward

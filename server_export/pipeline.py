@@ -1,14 +1,14 @@
-"""A model without weights becomes a chain of blocks: the passes of an export, in order.
+"""Turns a model without weights into a chain of blocks: the passes of an export, in order.
 
-    check        what its patterns can't export is refused
-    prepare      adapters, rotary tables, and what its patterns replace of the model
+    check        unsupported models are refused, by each pattern's own checks
+    prepare      adapters, rotary tables, and the modules that patterns replace
     trace        one graph of the whole model
     WHOLE        passes over that graph
-    cut          blocks, where one value alone is alive, and their types
-    BLOCK        freeze, then passes over the graph of each type
+    cut          blocks, at points where only one value is live, and their types
+    BLOCK        freeze, then passes over the graph of each block type
 
-What only some architectures need is a pattern, a file of `server_export/trace/patterns/`, whose passes run at
-a stage of its own. `prge export --describe_changes` prints what changed something in a model.
+What only some architectures need is a pattern: a file of `server_export/trace/patterns/`, whose passes run at
+a stage of their own. `prge export --explain` prints the passes that changed a model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BLOCK: tuple[Pass[GraphModule] | Stage, ...] = (
     Pass("memory of weights", ALL, allocate_meta_tensors),
 )
 
-# What torch.export calls tensors that are made of numbers.
+# Part of torch.export's names for tensors that are made of Python numbers.
 _MADE_OF_NUMBERS = "lifted_tensor"
 
 
@@ -83,22 +83,22 @@ def build_chain(
     copies: int = COPIES,
     changes: Changes | None = None,
 ) -> ModelChain:
-    """Cut a model into blocks.
+    """Split a model into blocks.
 
     Args:
-        outline: the model without weights; it is changed.
-        files: of its weights.
-        lora_a: f32 [rank, in] by adapted layer, scaled if it is frozen, in module order.
-        scales: of LoRA by layer, as `insert_lora` takes them; None: LoRA-FA.
-        longest: tokens of the longest sequence.
-        transposed: what `linearize_conv1d` answered of it.
-        scheme: of the frozen weights.
-        copies: 1, or COPIES for a graph of any number of them.
-        changes: gets what each pass and each pattern changed.
+        outline: the model without weights, which is changed.
+        files: the files of its weights.
+        lora_a: f32 [rank, in] by adapted layer, with the scale if it is frozen, in module order.
+        scales: the scales of LoRA by layer, as in `insert_lora`; None for LoRA-FA.
+        longest: the number of tokens of the longest sequence.
+        transposed: the result of `linearize_conv1d`, if it was already called.
+        scheme: the quantization of the frozen weights.
+        copies: 1, or COPIES for a graph of any number of adapter copies.
+        changes: collects what each pass and each pattern changed.
 
     Raises:
         BundleError: the files can't be read.
-        Refusal: the model can't be exported, or its adapter is outside of the blocks between the embedding
+        Refusal: the model can't be exported, or an adapted layer is not in the blocks between the embedding
             and the head.
     """
     model = outline.model
@@ -111,26 +111,26 @@ def build_chain(
     modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
     make_rotary_tables(model, tables)
     traced = trace(
-        of_model := TracedModel(model, tables, outline.is_decoder, outline.classifier is not None),
+        traced_model := TracedModel(model, tables, outline.is_decoder, outline.classifier is not None),
         inputs,
         matrices(modules),
         first_position=first_position(model),
         copies=copies,
         changes=changes,
     )
-    graph = ModelGraph(traced.graph_module, of_model, weights.buffers)
+    graph = ModelGraph(traced.graph_module, traced_model, weights.buffers)
     run_passes(with_patterns(WHOLE), graph, graph.graph_module, changes)
     parts = cut(graph.graph_module, traced.adapter, TABLE)
     _check_constants(parts, weights)
     blocks = patterns.with_blocks(model, parts, copies * BATCH)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     type_of = block_types(blocks)
-    end = len(blocks) - len(head_rows)
-    _check_adapter(blocks, modules, end)
+    head_start = len(blocks) - len(head_rows)
+    _check_adapter(blocks, modules, head_start)
     return ModelChain(
         blocks,
         type_of,
-        _block_types(blocks, type_of, scheme, end, changes=changes),
+        _block_types(blocks, type_of, scheme, head_start, changes=changes),
         tables,
         modules,
         weights,
@@ -144,7 +144,7 @@ def build_chain(
 
 
 def with_patterns(passes: Sequence[Pass[Any] | Stage]) -> Iterator[Pass[Any]]:
-    """Passes in order, those of patterns at their stages among them."""
+    """Yield the passes in order, with the passes of patterns at their stages."""
     for each in passes:
         if isinstance(each, Pass):
             yield each
@@ -153,44 +153,45 @@ def with_patterns(passes: Sequence[Pass[Any] | Stage]) -> Iterator[Pass[Any]]:
 
 
 def describe_changes(changes: Changes) -> str:
-    """The passes and patterns that changed something in a model, in order, one line each."""
+    """Return the passes and patterns that changed a model in order, one per line."""
     return "\n".join(change.describe() for change in changes)
 
 
 def _check_constants(blocks: Sequence[ModelBlock], weights: CheckpointWeights) -> None:
-    """A tensor that a model makes of numbers while it runs has none while it is traced."""
+    """Refuse a model that makes tensors of numbers in its forward, whose values tracing loses."""
     names = {name.removeprefix(WHOLE_PREFIX) for block in blocks for name in block.weights}
     if lost := sorted(name for name in names - set(weights.buffers) if _MADE_OF_NUMBERS in name):
         raise Refusal(
             "tensor-of-numbers",
-            f"the model makes a tensor of numbers while it runs, which tracing loses: {lost[0]}",
-            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+            f"The model makes a tensor of numbers in its forward, which tracing loses: {lost[0]}.",
+            remedy="This architecture isn't supported. Use another checkpoint, and please report it.",
         )
 
 
-def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule], end: int) -> None:
+def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule], head_start: int) -> None:
+    """Refuse adapted layers that don't affect the outputs or are outside of the trained blocks."""
     names = ", ".join(module.name for module in modules)
     if modules and not any(block.modules for block in blocks):
         raise Refusal(
             "adapter-without-effect",
-            f"{names} can't be adapted: nothing that the model answers depends on what they compute",
-            remedy="name other layers with --target-modules, or take another checkpoint",
+            f"Cannot adapt {names}: the model's outputs do not depend on them.",
+            remedy="Choose other layers with --target-modules, or use another checkpoint.",
         )
-    for number in (0, *range(end, len(blocks))):
+    for number in (0, *range(head_start, len(blocks))):
         if adapted := blocks[number].modules:
             raise Refusal(
                 "adapter-outside-blocks",
-                f"{', '.join(adapted)} can't be adapted: it belongs to the "
-                f"{'head' if number else 'embedding'}, and only the blocks between are trained",
-                remedy="name other layers with --target-modules",
+                f"Cannot adapt {', '.join(adapted)} in the {'head' if number else 'embedding'}: only the "
+                "blocks in between are trained.",
+                remedy="Choose other layers with --target-modules.",
             )
 
 
 def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
-    """Rows of each piece of a model's head, which is left as many as one has, and its name."""
-    words, width = map(int, model.get_output_embeddings().weight.shape)
-    size = words // count_shards(words, width)
-    rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
+    """Cut a model's head to its first vocabulary shard; return the rows of all shards and its name."""
+    vocabulary, width = map(int, model.get_output_embeddings().weight.shape)
+    size = vocabulary // count_shards(vocabulary, width)
+    rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, vocabulary, size)]
     return rows, shorten_head(model, len(rows[0]))
 
 
@@ -198,44 +199,47 @@ def _block_types(
     blocks: Sequence[ModelBlock],
     type_of: Sequence[int],
     scheme: str,
-    end: int,
+    head_start: int,
     int8: Mapping[int, frozenset[str]] = MappingProxyType({}),
     changes: Changes | None = None,
 ) -> dict[int, BlockType]:
-    """The graphs of all types, by the number of their first block; `int8` as of `with_int8`."""
-    made = {}
+    """Return the graphs of all block types by the number of their first block; for `int8` see `with_int8`."""
+    by_first_block = {}
     for number in sorted(set(type_of)):
-        graph_module, frozen = freeze(blocks[number], scheme, number >= end, int8.get(number, ()))
+        graph_module, frozen = freeze(blocks[number], scheme, number >= head_start, int8.get(number, ()))
         run_passes(with_patterns(BLOCK), graph_module, graph_module, changes)
-        made[number] = BlockType(Block(graph_module, blocks[number].outputs), frozen)
-    return made
+        by_first_block[number] = BlockType(Block(graph_module, blocks[number].outputs), frozen)
+    return by_first_block
 
 
 def with_scheme(chain: ModelChain, scheme: str) -> ModelChain:
-    """The same blocks, whose frozen weights are of another scheme."""
+    """Return the same chain with another quantization of the frozen weights."""
     types = _block_types(chain.blocks, chain.type_of, scheme, chain.head_start)
     return replace(chain, block_types=types, scheme=scheme, rounded=no_codes)
 
 
 def with_int8(chain: ModelChain, layers: Mapping[int, frozenset[str]]) -> ModelChain:
-    """The same blocks with some layers in int8 where the others are int4.
+    """Return an int4 chain in which some layers are int8.
 
     Args:
-        chain: of blocks in int4.
-        layers: names of a block's own weights, by its number. Blocks with others are of another type.
+        chain: a chain in int4.
+        layers: the names of int8 weights by the number of their block. Blocks of a type with different int8
+            layers become different types.
     """
     first: dict[tuple[int, frozenset[str]], int] = {}
     type_of = []
     for number, first_of_type in enumerate(chain.type_of):
-        own = dict(zip(chain.blocks[number].weights, chain.blocks[first_of_type].weights, strict=True))
-        alike = frozenset(own[name] for name in layers.get(number, ()))
-        type_of.append(first.setdefault((first_of_type, alike), number))
+        names_in_graph = dict(
+            zip(chain.blocks[number].weights, chain.blocks[first_of_type].weights, strict=True)
+        )
+        int8_names = frozenset(names_in_graph[name] for name in layers.get(number, ()))
+        type_of.append(first.setdefault((first_of_type, int8_names), number))
     types = _block_types(chain.blocks, type_of, chain.scheme, chain.head_start, layers)
     return replace(chain, type_of=type_of, block_types=types)
 
 
 def linearize_conv1d(model: torch.nn.Module) -> set[str]:
-    """Turn GPT-2's layers of a model without weights into linear ones; names of weights to transpose."""
+    """Replace GPT-2's Conv1D layers of a model without weights; return the names of weights to transpose."""
     transposed = {f"{name}.weight" for name in conv1d_names(model)}
     with torch.device("meta"):
         convert_conv1d(model)

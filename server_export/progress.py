@@ -1,6 +1,7 @@
-"""How far a stage of an export is, and how long it takes still.
+"""Progress of an export's stages, with the estimated time left.
 
-A bar that moves on a terminal; elsewhere the share that is done every ten seconds, or a dot.
+On a terminal a bar is updated in place. Elsewhere the completed share, or a dot, is printed every ten
+seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import TextIO
 from prge.system.progress import format_duration
 
 _BAR = 24
-# From one picture of a bar to the next, and from dot to dot where there is no terminal.
+# Seconds between updates of the bar on a terminal, and between dots elsewhere.
 TERMINAL_SECONDS, DOT_SECONDS = 0.5, 10.0
 
 
 @dataclass
 class _Parts:
-    """Of the stage that runs: how many it has, and how many are done."""
+    """The number of parts of the current stage, and of those that are done."""
 
     count: int = 0
     done: float = 0
@@ -34,7 +35,15 @@ _CURRENT: ContextVar[_Parts | None] = ContextVar("parts", default=None)
 
 @contextmanager
 def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
-    """Show a stage while the block runs; what the block tells comes at its end."""
+    """Show the progress of a stage while the context is active.
+
+    Args:
+        name: the name of the stage.
+        stream: the stream to write to; default: the standard output.
+
+    Yields:
+        A function that adds a note to the end of the stage's line.
+    """
     out, parts, notes, ended = stream or sys.stdout, _Parts(), list[str](), threading.Event()
     begin, is_terminal = time.monotonic(), out.isatty()
 
@@ -54,22 +63,22 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
                 show(f"{share:.0%}, {left}  " if share else ".")
 
     drawing = threading.Thread(target=draw, daemon=True)
-    before, told = _CURRENT.set(parts), ""
+    token, summary = _CURRENT.set(parts), ""
     show("" if is_terminal else f"{name:<10}")
     drawing.start()
     try:
         yield notes.append
-        told = f"{time.monotonic() - begin:6.1f} s  {'; '.join(notes)}"
+        summary = f"{time.monotonic() - begin:6.1f} s  {'; '.join(notes)}"
     finally:
-        _CURRENT.reset(before)
+        _CURRENT.reset(token)
         ended.set()
         drawing.join()
-        show(told)
+        show(summary)
         print(file=out, flush=True)
 
 
 def count_parts(count: int) -> Callable[..., None]:
-    """Say how many parts the stage that runs has, if one does; who is returned counts them as done."""
+    """Set the current stage's number of parts; return a callback that marks parts as done."""
     parts = _CURRENT.get() or _Parts()
     parts.count, parts.done = count, 0
 

@@ -1,9 +1,9 @@
-"""`prge publish`: a trained adapter leaves the toolkit.
+"""`prge publish`: writes a trained adapter in a format that other software loads.
 
 peft      the adapter as a PEFT folder: `PeftModel.from_pretrained(base, folder)`
-merged    the base model with the adapter merged into its weights, a Hugging Face folder
+merged    the base model with the adapter merged into its weights, as a Hugging Face folder
 program   an encoder with the adapter as an ExecuTorch inference program, with its manifest
-llm       a decoder with it as a program that generates, for ExecuTorch's LLM runner and its apps
+llm       a decoder with the adapter as a generating program, for ExecuTorch's LLM runner and its apps
 gguf      the adapter as a file for llama.cpp's `--lora`
 """
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 CARD, GGUF = "README.md", "adapter.gguf"
-# What a published folder has one of; no other folder is ever replaced.
+# A folder is replaced only if it contains one of these files, and a model card.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `prge publish`; returns the exit code."""
+    """Run `prge publish`; return the exit code."""
     from prge.cli.settings import parse_settings
 
     config = parse_settings(PublishConfig, argv, "prge publish", positional=["source"])
@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def publish(config: PublishConfig) -> Path:
-    """Write the folder that `config` describes, whole or not at all; returns it.
+    """Publish a trained adapter; return the folder, which is written completely or not at all.
 
     Raises:
-        PrgeError: the adapter, bundle or base model can't be used or don't belong together; `out` exists, or
-            can't be written.
+        PrgeError: the adapter, bundle or base model can't be used or don't belong together, or `out` exists
+            or can't be written.
     """
     out = Path(config.out)
     trained = read_trained(config)
@@ -83,10 +83,10 @@ def publish(config: PublishConfig) -> Path:
                 from server_export.bundle import write_manifest
 
                 write_manifest(folder, facts)
-    except safetensors.SafetensorError as error:  # its writer has no OSError for a full disk
+    except safetensors.SafetensorError as error:  # raised by its writer instead of OSError for a full disk
         raise RunError(
-            f"{out} can't be written: {error}",
-            remedy="free some storage, or write to another place",
+            f"Cannot write {out}: {error}.",
+            remedy="Free some storage, or choose another folder.",
             code="write-failed",
         ) from None
     return out
@@ -96,7 +96,7 @@ def _write_peft(
     folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel | None
 ) -> Facts:
     plain = {name: value for name, value in trained.config.items() if name != "revision"}
-    # Who reads the hub has no use for a place on this machine.
+    # A local path would be useless on the Hub.
     plain |= {**trained.base.to_peft(with_path=config.push is None), "inference_mode": True}
     head = trained.own_head
     if head is None:
@@ -106,16 +106,16 @@ def _write_peft(
         with_head = {**read_arrays(trained.folder / WEIGHTS), **head_weights(trained.head_layer, head)}
         save_file(with_head, folder / WEIGHTS, metadata={"format": "pt"})
     write_config(folder, plain)
-    _copy_beside(folder, trained)
+    _copy_extra_files(folder, trained)
     return {}
 
 
 def _write_merged(folder: Path, config: PublishConfig, trained: TrainedAdapter, loaded: LoadedModel) -> Facts:
     if config.weights != "original":
-        _give_trained_weights(loaded, trained)
+        _round_weights(loaded, trained)
     _with_head(_merge(loaded, trained), loaded, trained).save_pretrained(folder)
     _tokenizer(trained).save_pretrained(folder)
-    _copy_beside(folder, trained)
+    _copy_extra_files(folder, trained)
     return {}
 
 
@@ -127,8 +127,8 @@ def _write_encoder(
 
     if loaded.is_decoder:
         raise BundleError(
-            f"{loaded.name_or_path} can't be published as program: it is a decoder",
-            remedy="publish it as llm instead, which generates",
+            f"Cannot publish {loaded.name_or_path} as `program`: it is a decoder.",
+            remedy="Publish it with --format llm, which can generate.",
             code="program-of-decoder",
         )
     bundle, scheme = trained.bundle, _scheme(config, trained)
@@ -136,9 +136,9 @@ def _write_encoder(
     if length is None:
         if bundle is None:
             raise ConfigError(
-                "the program's length isn't known:",
-                ["there is no bundle"],
-                remedy="give --sequence-length",
+                "The sequence length of the program is unknown:",
+                ["there is no bundle that defines it"],
+                remedy="Give --sequence-length.",
                 code="length-unknown",
             )
         length = bundle.chain.bounds.tokens
@@ -172,7 +172,7 @@ def _write_llm(folder: Path, config: PublishConfig, trained: TrainedAdapter, loa
     tokenizer = _tokenizer(trained)
     block = _in_manifest(trained, "tokenizer") or {}
     begins, stops = bool(block.get("prepend_bos")), block.get("stop_token_ids", [])
-    loaded = _tuned(loaded, trained, scheme)
+    loaded = _with_adapter(loaded, trained, scheme)
     written = write_runner_tokenizer(tokenizer, folder, begins)
     spec = LlmSpec(length, scheme, *bos_and_eos_ids(loaded.model, tokenizer, stops))
     built = build_llm(folder, loaded, spec, _layers(trained, scheme))
@@ -186,7 +186,7 @@ def _write_gguf(folder: Path, config: PublishConfig, trained: TrainedAdapter, lo
     return {}
 
 
-# What writes a format's files; it returns what its manifest says, nothing where it has none.
+# The functions that write the files of a format. They return the content of its manifest, if it has one.
 _FORMATS: dict[str, Callable[[Path, PublishConfig, TrainedAdapter, Any], Facts]] = {
     "peft": _write_peft,
     "merged": _write_merged,
@@ -197,20 +197,20 @@ _FORMATS: dict[str, Callable[[Path, PublishConfig, TrainedAdapter, Any], Facts]]
 
 
 def _scheme(config: PublishConfig, trained: TrainedAdapter) -> str:
-    """Quantization of the frozen weights: what was asked for, else the bundle's."""
+    """Return the quantization of the frozen weights: the setting's, or else the bundle's."""
     return config.quantize or (trained.bundle.quantization if trained.bundle is not None else None) or "fp32"
 
 
 def _layers(trained: TrainedAdapter, scheme: str) -> BundleLayers:
-    """How the bundle rounded its layers, where they are to have the same scheme."""
+    """Return the bundle's quantized layers if they have the requested quantization."""
     from server_export.quantize.bundle_layers import rounded_layers_of
 
     bundle = trained.bundle
     return rounded_layers_of(bundle if bundle is not None and bundle.quantization == scheme else None)
 
 
-def _tuned(loaded: LoadedModel, trained: TrainedAdapter, scheme: str) -> LoadedModel:
-    """The model with the adapter, in its float weights or beside those that are to be quantized."""
+def _with_adapter(loaded: LoadedModel, trained: TrainedAdapter, scheme: str) -> LoadedModel:
+    """Return the model with the adapter, merged unless its weights are quantized later."""
     from server_export.publishing.module_quantization import attach_adapter
 
     if scheme == "fp32":
@@ -220,7 +220,7 @@ def _tuned(loaded: LoadedModel, trained: TrainedAdapter, scheme: str) -> LoadedM
 
 
 def _origin(trained: TrainedAdapter, scheme: str) -> dict[str, Any]:
-    """What a manifest says of the model and adapter that a program is made of."""
+    """Return the manifest's entries about the model and the adapter of a program."""
     return {
         "model": {**(_in_manifest(trained, "model") or {}), **trained.base.to_manifest()},
         "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
@@ -232,20 +232,20 @@ def _in_manifest(trained: TrainedAdapter, block: str) -> Any:
 
 
 def _merge(loaded: LoadedModel, trained: TrainedAdapter) -> Any:
-    """The base model with the adapter in its weights, as transformers made it."""
+    """Return the base model of transformers with the adapter merged into its weights."""
     from server_export.checkpoint.loading import read_use_cache
 
     merged = load_peft(loaded, trained).merge_and_unload()
-    # Switched off for exporting; who generates with the model wants its own setting.
+    # The export disabled the KV cache; generation with the published model needs the original setting.
     merged.config.use_cache = read_use_cache(trained.base.name, trained.base.revision)
     return merged
 
 
-def _give_trained_weights(loaded: LoadedModel, trained: TrainedAdapter) -> None:
-    """Give a model the frozen weights that the adapter was trained against, as floats, in place.
+def _round_weights(loaded: LoadedModel, trained: TrainedAdapter) -> None:
+    """Replace a model's frozen weights in place by the rounded values that the adapter was trained with.
 
     Raises:
-        BundleError: experts, whose weights are no layers', are quantized.
+        BundleError: the model has quantized experts, whose weights are not those of linear layers.
     """
     from server_export.quantize.bundle_layers import rounded_layers_of
     from server_export.quantize.quantization import round_base
@@ -255,8 +255,8 @@ def _give_trained_weights(loaded: LoadedModel, trained: TrainedAdapter) -> None:
         return
     if any(bundle.chain.is_expert(number) for number in range(len(bundle.chain.blocks))):
         raise BundleError(
-            f"the quantized experts of {loaded.name_or_path} can't be written as floats",
-            remedy="give --weights original; what was trained against these answers a little differently",
+            f"Cannot write the quantized experts of {loaded.name_or_path} as floats.",
+            remedy="Pass --weights original; the outputs then differ slightly from those in training.",
             code="quantized-experts",
         )
     model: Any = loaded.model
@@ -270,7 +270,7 @@ def _give_trained_weights(loaded: LoadedModel, trained: TrainedAdapter) -> None:
 
 
 def _with_head(merged: Any, loaded: LoadedModel, trained: TrainedAdapter) -> Any:
-    """A model whose own classification head lacks its last layer, with that, or with a trained one."""
+    """Return a classifier with its last layer restored, either its own or a trained one."""
     from server_export.publishing.encoder import make_head
 
     if loaded.classifier is None:
@@ -284,7 +284,7 @@ def _with_head(merged: Any, loaded: LoadedModel, trained: TrainedAdapter) -> Any
 
 
 def _tokenizer(trained: TrainedAdapter) -> Any:
-    """The base model's tokenizer, with the chat template that the adapter was trained with."""
+    """Return the base model's tokenizer with the chat template that the adapter was trained with."""
     from server_export.checkpoint.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(trained.base.name, trained.base.revision)
@@ -293,8 +293,8 @@ def _tokenizer(trained: TrainedAdapter) -> Any:
     return tokenizer
 
 
-def _copy_beside(folder: Path, trained: TrainedAdapter) -> None:
-    """What belongs to the adapter and is no part of PEFT's: an encoder's head, the chat template."""
+def _copy_extra_files(folder: Path, trained: TrainedAdapter) -> None:
+    """Copy the files that PEFT does not define: an encoder's head, and the chat template."""
     if trained.head is not None:
         shutil.copyfile(trained.head, folder / HEAD)
     if trained.chat_template is not None:
@@ -325,7 +325,7 @@ def _write_card(
         step=read_adapter_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=(tokenizer or {}).get("num_bos", 0),
-        bos_token=_begin(trained),
+        bos_token=_begin_token(trained),
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
         is_text_part="text_part_of" in model,
         key_mapping=dict(mapping(model.get("key_mapping"))),
@@ -337,8 +337,8 @@ def _write_card(
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 
 
-def _begin(trained: TrainedAdapter) -> str:
-    """The token that texts began with in training, where the tokenizer doesn't put it there itself."""
+def _begin_token(trained: TrainedAdapter) -> str:
+    """Return the token that training prepended to texts, unless the tokenizer adds it itself."""
     block = mapping(_in_manifest(trained, "tokenizer"))
     if trained.bundle is None or not block.get("prepend_bos"):
         return ""
@@ -346,7 +346,7 @@ def _begin(trained: TrainedAdapter) -> str:
 
 
 def _check_out(out: Path, config: PublishConfig, trained: TrainedAdapter) -> None:
-    """Refuse a folder that must not be written or replaced, before anything takes time."""
+    """Refuse an output folder that must not be written or replaced, before any work is done."""
     target = out.resolve()
     run = trained.run.resolve() if trained.run is not None else None
     used = [
@@ -358,20 +358,22 @@ def _check_out(out: Path, config: PublishConfig, trained: TrainedAdapter) -> Non
     for folder in (path.resolve() for path in used):
         if target == folder or target in folder.parents or (folder in target.parents and folder != run):
             raise RunError(
-                f"{out} and {folder} lie in each other",
-                remedy="give another folder for the output",
+                f"The output {out} and the input {folder} contain each other.",
+                remedy="Choose another folder for the output.",
                 code="out-within-input",
             )
     if not out.exists() and not out.is_symlink():
         return
     if not config.overwrite:
         raise RunError(
-            f"{out} exists already", remedy="give another folder, or --overwrite", code="folder-exists"
+            f"{out} already exists.",
+            remedy="Choose another folder or pass --overwrite.",
+            code="folder-exists",
         )
     content = {path.name for path in out.iterdir()} if out.is_dir() and not out.is_symlink() else None
     if content is None or (content and not (CARD in content and content & set(_PUBLISHED))):
         raise RunError(
-            f"{out} was not published before, so it is not replaced",
-            remedy="give another folder",
+            f"{out} was not written by `prge publish`, so it is not replaced.",
+            remedy="Choose another folder.",
             code="out-not-published",
         )

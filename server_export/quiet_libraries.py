@@ -1,4 +1,4 @@
-"""Keeping what libraries say to their own developers out of the user's terminal."""
+"""Keep messages that libraries address to developers out of the user's terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# torchao tells of kernels for other machines, torch of renamed functions inside torchao.
+# torchao logs about kernels for other machines, torch about renamed functions that torchao uses.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and developers' warnings; call it before torchao is imported."""
+    """Silence progress bars and developer warnings; must be called before torchao is imported."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
@@ -25,18 +25,18 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def quiet_engine() -> Iterator[None]:
-    """Hold back what the engine writes to the error stream; shown only if the block fails."""
+    """Capture what the engine writes to the standard error; show it only if the context raises."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original_stderr = os.dup(2)
     with tempfile.TemporaryFile() as log:
         os.dup2(log.fileno(), 2)
         try:
             yield
         except BaseException:
-            os.dup2(kept, 2)
+            os.dup2(original_stderr, 2)
             log.seek(0)
             sys.stderr.write(log.read().decode(errors="replace"))
             raise
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original_stderr, 2)
+            os.close(original_stderr)

@@ -24,161 +24,172 @@ AdapterType = Literal["lora-fa", "lora"]
 Rounding = Literal["gptq", "nearest"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
-# XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
+# XNNPACK mistakes a weight-only linear layer for a float layer: it uses the integer codes and drops their
+# scale.
 WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_only", "a16w8", "a16w4")
 
-# Tokens of the longest row, where the model has as many positions.
+# Default maximum length of a row in tokens; fewer if the model has fewer positions.
 DEFAULT_LENGTH = 512
-# Tokens of the longest text that is written, the same.
+# Default maximum length of a generated text in tokens, prompt included; fewer if the model has fewer
+# positions.
 DEFAULT_CONTEXT = 4096
 
 
 def roles_problems(roles: Collection[str]) -> list[str]:
-    """What is wrong with the roles that a user asks for."""
-    problems = [f"roles has {role!r}, must be of {', '.join(ROLES)}" for role in roles if role not in ROLES]
+    """Return one message for each problem of a set of roles; empty if the set can be exported."""
+    problems = [
+        f"roles contains {role!r}, which is not one of {', '.join(ROLES)}"
+        for role in roles
+        if role not in ROLES
+    ]
     if len({PREFILL, DECODE}.intersection(roles)) == 1:
-        problems.append("roles has one of prefill and decode: to write text takes both")
+        problems.append("roles contains only one of prefill and decode, but text generation needs both")
     return problems
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Turn a transformers model into a bundle that a device can train."""
+    """Export a transformers model as a bundle that can be fine-tuned on a device."""
 
     model: str
-    """Folder or hub id of a transformers causal language model or encoder, or a GGUF file; random:NAME: a
-    public architecture with random weights, to measure."""
+    """The model to export: the folder or Hub id of a transformers causal language model or encoder, or a GGUF
+    file. `random:NAME` exports a public architecture with random weights, for benchmarks."""
 
     out: OutputFolder
-    """Folder to write the bundle to."""
+    """The folder to write the bundle to."""
 
     adapter: AdapterType = "lora-fa"
-    """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices. A PEFT folder to begin with is
-    `--start-adapter`."""
+    """The matrices that are trained on the device: only lora_b (`lora-fa`) or lora_a and lora_b (`lora`). To
+    start from an existing adapter, use `--start-adapter`."""
 
     start_adapter: AdapterInput | None = None
-    """PEFT LoRA folder to start from; gives both matrices, ranks, alpha and target modules."""
+    """A PEFT LoRA folder to start training from. Its matrices, ranks, alpha and target modules are used."""
 
     target_modules: str | list[str] | None = None
-    """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
-    `all-linear`, those of all blocks. Without it PEFT's usual choice for the architecture, or `all-linear`
-    where there is none."""
+    """The linear layers to adapt, with the same meaning as in PEFT: names or name suffixes, a regular
+    expression, or `all-linear` for all linear layers of the blocks. Default: PEFT's choice for the
+    architecture, or `all-linear` if PEFT has none."""
 
     adapt_layers: str | None = None
-    """`top:k`: adapt the target modules in the top k blocks only. What lies below then runs once for an
-    example, whatever the number of copies."""
+    """`top:k` adapts the target modules in the top k blocks only. The blocks below then run once per example,
+    for any number of adapter copies."""
 
     rank: int = 8
-    """Rank of the adapter."""
+    """The rank of the adapter."""
 
     alpha: float = 16.0
-    """LoRA alpha; the adapter is scaled by alpha / rank."""
+    """LoRA alpha. The adapter's output is scaled by alpha / rank."""
 
     rs_lora: bool = False
-    """Scale the adapter by alpha over the root of the rank instead (rsLoRA), which higher ranks learn more
-    from."""
+    """Whether to scale the adapter's output by alpha / sqrt(rank) instead of alpha / rank (rsLoRA), which
+    helps adapters of high rank."""
 
     seed: int = 0
-    """Seed of the lora_a matrices, or of the choice among `--init-rows`."""
+    """The random seed of the initial lora_a matrices and of the selection of `--init-rows`."""
 
     init: Init = "random"
-    """Where the lora_a come from: `random`, or `eva`, principal directions of what each layer sees of
-    `--init-rows`. Those of a PEFT folder come with `--start-adapter`."""
+    """How to initialize lora_a: `random`, or `eva`: the principal directions of each layer's inputs on
+    `--init-rows`. To use the matrices of a PEFT folder, use `--start-adapter`."""
 
     init_rows: TrainRows | None = None
-    """Rows for `--init eva`, of the kind that a device will train on; labels are not used."""
+    """The rows for `--init eva`. They should resemble the rows that the device will train on. Labels are not
+    used."""
 
     init_task: str | None = None
-    """Task of the `--init-rows`, as for `prge run --task`."""
+    """The task of `--init-rows`, as for `prge run --task`."""
 
     init_tokens: int = 16_384
-    """Most tokens of `--init-rows` to compute. Each takes a state of the model's width in memory."""
+    """The maximum number of tokens of `--init-rows` to run. Each token needs memory for one hidden state."""
 
     spread_ranks: bool = False
-    """Give layers ranks from 1 to 2 x `--rank` by what their directions explain, with as many trained numbers
-    in all; needs `--init eva`. Blocks of other ranks are another kind, with programs of their own."""
+    """Whether to give the layers different ranks, from 1 to 2 x `--rank`, by how much of the inputs their
+    directions explain. The number of trainable parameters does not grow. Needs `--init eva`. Blocks with
+    different ranks are different block types, each with its own programs."""
 
     roles: list[str] = field(default_factory=lambda: list(ROLES))
-    """What the programs can compute: `stack`, scores and differences between copies of the adapter;
-    `tangent`, exact derivatives along random directions; `back`, the gradient by backpropagation; `prefill`
-    and `decode`, to write text. Each is kilobytes of programs; `back` needs transposed weights of quantized
-    models besides, and brings along what saves activations where memory is left."""
+    """What the exported programs can compute. `forward`: scores, for several adapter copies at once. `jvp`:
+    exact directional derivatives along random directions. `backward`: gradients by backpropagation.
+    `prefill` and `decode`: text generation. A role adds kilobytes of programs; for quantized models,
+    `backward` also needs transposed weights. `backward` includes the roles that save activations if memory
+    allows."""
 
     sequence_length: int | None = None
-    """Most tokens of a row that a run may have; rows are computed at their own length. Without it 512, or as
-    many as the model has positions."""
+    """The maximum number of tokens of a row in a run. Rows are computed at their own length. Default: 512, or
+    the number of the model's positions if that is smaller."""
 
     context: int | None = None
-    """Most tokens of a text that the model writes, its prompt included. Without it 4,096, or as many as the
-    model has positions."""
+    """The maximum number of tokens of a generated text, including the prompt. Default: 4,096, or the number
+    of the model's positions if that is smaller."""
 
     readout: Readout | None = None
-    """What the program returns: log-probabilities over the vocabulary, or `pooled` states, as of an encoder.
-    Without it what fits the model."""
+    """What the programs return: `logprobs`, log-probabilities over the vocabulary, or `pooled`, a pooled
+    hidden state per row, as from an encoder. Default: what fits the model."""
 
     pooling: Pooling | None = None
-    """How an encoder's states become one vector: mean over the row, or its first token. Without it as the
-    checkpoint's own classification head does, or a folder of sentence-transformers says, or else the mean."""
+    """How an encoder's hidden states are pooled: `mean` over the tokens, or the `first` token. Default: as in
+    the checkpoint's classification head or its sentence-transformers configuration, otherwise `mean`."""
 
     quantize: str = "fp32"
-    """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""
+    """The quantization of the frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic
+    activations)."""
 
     rounding: Rounding | None = None
-    """How weights become int4: `gptq`, so that errors on `--calibration-rows` compensate each other, or
-    `nearest`. Without it gptq, and nearest for random weights."""
+    """How weights are rounded to int4: `gptq`, which compensates rounding errors on `--calibration-rows`, or
+    `nearest`. Default: `gptq`; `nearest` for random weights."""
 
     weight_bits: float = 4.25
-    """Average bits of an int4 model's weights, scales not counted. Above 4, the most sensitive layers stay
-    int8. For `--rounding gptq`."""
+    """The average number of bits per weight of an int4 model, without scales. If it is above 4, the most
+    sensitive layers are int8. Only for `--rounding gptq`."""
 
     calibration_rows: TrainRows | None = None
-    """Rows for `--rounding gptq`, of the kind that a device will train on. Where they have fewer tokens than
-    `--calibration-tokens`, a neutral text of prge's own follows."""
+    """The rows for `--rounding gptq`. They should resemble the rows that the device will train on. If they
+    have fewer tokens than `--calibration-tokens`, a neutral text is added."""
 
     calibration_task: str | None = None
-    """Task of the `--calibration-rows`, as for `prge run --task`."""
+    """The task of `--calibration-rows`, as for `prge run --task`."""
 
     calibration_tokens: int = 4096
-    """Tokens to calibrate on. Each takes a state of the model's width in memory."""
+    """The number of calibration tokens. Each token needs memory for one hidden state."""
 
     prepend_bos: PrependBos = "auto"
-    """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""
+    """Whether the device prepends the begin-of-sequence token. `auto`: only if the tokenizer does."""
 
     chat_template: str | None = None
-    """How messages become text: a Jinja file like transformers' `chat_template.jinja`, or `plain`, lines that
-    begin with `User:` and `Assistant:`, which any tokenizer can spell. Without it the tokenizer's own."""
+    """The chat template: a Jinja file like transformers' `chat_template.jinja`, or `plain` for lines that
+    begin with `User:` and `Assistant:`, which work with any tokenizer. Default: the tokenizer's own
+    template."""
 
     revision: str | None = None
-    """Revision of a hub model: branch, tag or commit."""
+    """The revision of a Hub model: a branch, tag or commit."""
 
     overwrite: bool = False
-    """Replace the bundle if the folder exists."""
+    """Whether to replace the output folder if it exists."""
 
     memory: Bytes | None = None
-    """Most memory that the export takes; it is refused at once if it would take more. Default: what this
-    machine has available."""
+    """The maximum memory of the export. An export that would need more is refused before it starts. Default:
+    the available memory of this machine."""
 
     cache: bool = True
-    """Take programs that an earlier export lowered from the same graphs; --no-cache lowers them again.
-    `prge cache` shows and empties the cache. They hold no weights."""
+    """Whether to reuse programs that an earlier export lowered from the same graphs; --no-cache lowers them
+    again. `prge cache` lists and empties the cache, which contains no weights."""
 
     explain: bool = False
-    """Print each pass over the model's graph that changed something, one line each."""
+    """Print each pass that changed the model's graph, one per line."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.start_adapter is not None:
-            brought = {"adapt_layers": None, "init": "random", "rs_lora": False}
+            from_adapter = {"adapt_layers": None, "init": "random", "rs_lora": False}
             problems += [
-                f"{name} is {getattr(self, name)}, but start_adapter is given and brings its own"
-                for name, value in brought.items()
+                f"{name} is {getattr(self, name)}, but start_adapter is set and already determines it"
+                for name, value in from_adapter.items()
                 if getattr(self, name) != value
             ]
         if self.init == "eva" and self.init_rows is None:
-            problems.append("init is eva, but init_rows is not given: it takes rows to compute")
+            problems.append("init is eva, which needs init_rows")
         if self.init != "eva":
             problems += [
-                f"{name} is given, but init is {self.init}: it is for eva"
+                f"{name} is set, but init is {self.init}; {name} is only for init eva"
                 for name in ("init_rows", "init_task", "spread_ranks")
                 if getattr(self, name)
             ]
@@ -186,23 +197,22 @@ class ExportConfig:
         problems += self._calibration_problems()
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(
-                f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "
-                "and says nothing: it multiplies the integer codes and drops their scales. Take 8da8w or "
-                "8da4w"
+                f"quantize is {self.quantize!r}, but XNNPACK computes weight-only quantized layers wrongly "
+                "without an error, because it drops their scales. Use 8da8w or 8da4w"
             )
         elif self.quantize not in SCHEMES:
-            problems.append(f"quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
+            problems.append(f"quantize is {self.quantize!r} but must be one of {', '.join(SCHEMES)}")
         if problems:
-            raise ConfigError("the export settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("Invalid export settings:", problems, code="settings-unusable")
 
     def _calibration_problems(self) -> list[str]:
         problems = []
         if self.quantize != "8da4w" and self.rounding == "gptq":
-            problems.append(f"rounding is gptq, but quantize is {self.quantize}: it is for 8da4w")
+            problems.append(f"rounding is gptq, which needs quantize 8da4w, but quantize is {self.quantize}")
         if self.quantize != "8da4w" or self.rounding == "nearest":
-            why = f"quantize is {self.quantize}" if self.quantize != "8da4w" else "rounding is nearest"
+            reason = f"quantize is {self.quantize}" if self.quantize != "8da4w" else "rounding is nearest"
             problems += [
-                f"{name} is given, but {why}: it is for gptq, of 8da4w"
+                f"{name} is set, but {reason}; {name} is only for 8da4w with gptq"
                 for name in ("calibration_rows", "calibration_task")
                 if getattr(self, name)
             ]
@@ -211,30 +221,30 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class EstimateConfig(ExportConfig, ExampleFlags):
-    """Tell what an export and its runs would cost; takes the flags of `prge export`."""
+    """Estimate the cost of an export and of its runs; takes the flags of `prge export`."""
 
     out: Path = Path("bundle")
-    """Not written; it is here so that an export's settings can be given as they are."""
+    """Ignored; accepted so that you can pass the settings of an export unchanged."""
 
     estimator: EstimatorName | None = None
-    """Estimator of a run: `tangent`, `antithetic` or `exact`. Without it, `--memory` and `--train` all that
-    the roles allow are compared."""
+    """The estimator of a run, such as `tangent`, `antithetic` or `exact`. Without it, and without `--memory`
+    and `--train`, all estimators that the roles allow are compared."""
 
     queries: int = 4
-    """Random directions of a step; an exact gradient has none."""
+    """The number of random directions per step; unused by exact gradients."""
 
     batch_size: int = 4
-    """Examples of a step, of one sequence each unless --train says otherwise."""
+    """The number of examples per step. Without --train, each is one sequence."""
 
     tokens: int = 64
-    """Tokens of a call's longest row, all of them learnt."""
+    """The number of tokens of the longest sequence of a step. The loss counts all of them."""
 
     memory: Bytes | None = None
-    """Most memory that the process of a run takes, as of `prge run`."""
+    """The maximum memory of the training process, as for `prge run`."""
 
     train: TrainRows | None = None
-    """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
-    `--tokens`."""
+    """The training rows. The estimate then covers the steps of an epoch, and the memory of the step with the
+    longest sequence instead of `--tokens`."""
 
     json: bool = False
     """Print one JSON object instead of text."""

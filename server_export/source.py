@@ -1,4 +1,4 @@
-"""What an export is made of: a model without weights, opened once, and what settings make of it."""
+"""What an export starts from: a model without weights, and the adapter that the settings choose."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ from server_export.trace.readout import readout_of
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A model without weights and its files.
+    """A model without weights, its files, and its adapter.
 
-    `longest`: tokens of the longest row. `transposed`: layers that hold their weights the other way round.
+    Attributes:
+        files: the model's files.
+        readout: `logprobs` or `pooled`.
+        longest: the number of tokens of the longest row.
+        transposed: names of weights that are stored transposed.
+        start: the adapter that training starts from, and the model.
+        costs: the sizes of the model, for estimates.
     """
 
     files: ModelFiles
@@ -37,14 +43,16 @@ class ExportSource:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model; its parameters are shapes."""
+        """The model, with its parameters on the meta device."""
         return self.start.loaded
 
     def with_weights(self) -> ExportSource:
-        """The same with its weights in place, known by their hash where no revision says which they are.
+        """Return this source with downloaded and checked weights, and with their hash if necessary.
+
+        A Hub model is identified by its revision and needs no hash.
 
         Raises:
-            BundleError: there are none, or not as many as the configuration asks for.
+            BundleError: there are no weights, or they don't fit the configuration.
         """
         fetch_weights(self.files)
         loaded = self.loaded
@@ -60,19 +68,19 @@ class ExportSource:
         return replace(self, start=replace(self.start, loaded=loaded))
 
     def starting_from(self, start: StartAdapter) -> ExportSource:
-        """The same model with another adapter."""
+        """Return the source of the same model with another adapter."""
         return replace(self, start=start, costs=model_sizes_of(start, self.longest))
 
     def chain(self, scheme: str, context: int, changes: Changes | None = None) -> ModelChain:
-        """The model's blocks, for texts of up to `context` tokens; they can be made once.
+        """Return the model as a chain of blocks; can be called only once, as it changes the model.
 
         Args:
-            scheme: of the frozen weights.
-            context: tokens of the longest text.
-            changes: gets what each pass changed.
+            scheme: the quantization of the frozen weights.
+            context: the number of tokens of the longest text.
+            changes: collects what each pass changed.
 
         Raises:
-            BundleError: the model can't be written in blocks.
+            BundleError: the model can't be split into blocks.
         """
         start = self.start
         return build_chain(
@@ -87,7 +95,7 @@ class ExportSource:
         )
 
     def rank1_chain(self, scheme: str, context: int) -> ModelChain:
-        """The same of a copy with LoRA-FA of rank 1, which leaves this one to be traced."""
+        """Return the chain of a copy with LoRA-FA of rank 1; this source can still be traced afterwards."""
         start = self.start.starting_from({name: a[:1] for name, a in self.start.lora_a.items()})
         copied = replace(
             start, trains_a=False, loaded=replace(self.loaded, model=copy.deepcopy(self.loaded.model))
@@ -96,7 +104,7 @@ class ExportSource:
 
 
 def open_source(config: ExportConfig) -> ExportSource:
-    """Open the model that settings name, without its weights.
+    """Open the model of an export's settings without its weights.
 
     Raises:
         PrgeError: the model or the settings can't be used.
@@ -104,7 +112,7 @@ def open_source(config: ExportConfig) -> ExportSource:
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
     files = find_files(config.model, config.revision)
-    # Who chooses a pooling wants states, and none of a head.
+    # With an explicit pooling the encoder's hidden states are pooled, and its own head is not used.
     own_head = config.pooling is None
     loaded = load_meta_model(config.model, pooled=pooled, revision=config.revision, own_head=own_head)
     readout = readout_of(config, loaded)

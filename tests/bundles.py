@@ -1,4 +1,4 @@
-"""A bundle made by hand: right in every hash and shape, with bytes that are no program."""
+"""Hand-made bundles: valid in every hash and shape, with bytes that are no programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES = (AdaptedModule("layers.0.q_proj", 4, 8, 8), AdaptedModule("layers.0.v_
 
 
 def make_spec(**changes: Any) -> ModelSpec:
-    """A decoder with two adapted modules, and sequences of up to 16 tokens."""
+    """Return a decoder's spec with two adapted modules and sequences of up to 16 tokens."""
     fields: dict[str, Any] = {
         "readout": "logprobs",
         "width": 0,
@@ -43,25 +43,25 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 
 def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interface]]:
-    """All roles of a block with two adapted modules, and of a head."""
-    beside = ("table.0", "ones", *(["padding_mask"] if is_encoder else []))
+    """Return the interfaces of all roles, of a block with two adapted modules and of a head."""
+    extra_inputs = ("table.0", "ones", *(["padding_mask"] if is_encoder else []))
     matrices = ("lora_b.0", "lora_b.1")
     factors = ("u.0", "v.0", "u.1", "v.1")
     block = {
-        FORWARD: Interface(("hidden_states", *beside, *matrices), ("hidden_states",)),
+        FORWARD: Interface(("hidden_states", *extra_inputs, *matrices), ("hidden_states",)),
         JVP: Interface(
-            ("hidden_states", *beside, *matrices, "tangent_hidden_states", *factors),
+            ("hidden_states", *extra_inputs, *matrices, "tangent_hidden_states", *factors),
             ("hidden_states", "tangent_hidden_states"),
         ),
         BACKWARD: Interface(
-            ("hidden_states", *beside, *matrices, "grad_hidden_states"),
+            ("hidden_states", *extra_inputs, *matrices, "grad_hidden_states"),
             ("grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"),
         ),
         FORWARD_SAVE: Interface(
-            ("hidden_states", *beside, *matrices), ("hidden_states", "residual.0", "residual.1")
+            ("hidden_states", *extra_inputs, *matrices), ("hidden_states", "residual.0", "residual.1")
         ),
         BACKWARD_SAVED: Interface(
-            ("hidden_states", *beside, *matrices, "grad_hidden_states", "residual.0", "residual.1"),
+            ("hidden_states", *extra_inputs, *matrices, "grad_hidden_states", "residual.0", "residual.1"),
             ("grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"),
         ),
     }
@@ -80,7 +80,7 @@ def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interfac
 
 
 def make_small_chain(**changes: Any) -> Chain:
-    """A decoder's chain of three blocks: embedding, a block with two adapted modules, head; 16 tokens."""
+    """Return a decoder's chain of embedding, block with two adapted modules, and head; 16 tokens."""
 
     is_encoder = changes.get("readout") == "pooled"
     block, head = _methods(is_encoder)
@@ -109,8 +109,10 @@ def make_small_chain(**changes: Any) -> Chain:
 
 
 def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Path:
-    """Write a whole bundle into `folder`, but for adapter and tokenizer that are there; `changes` replace
-    blocks of its manifest."""
+    """Write a complete bundle into `folder` and return it.
+
+    An adapter and a tokenizer that are there are kept; `changes` replace parts of the manifest.
+    """
     chain = chain or make_small_chain()
     files = {program.file: b"program " * 64 for program in chain.programs}
     files |= {block.weights: b"weights " * 64 * (1 + number) for number, block in enumerate(chain.blocks)}
@@ -119,13 +121,13 @@ def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Pat
 
 
 def in_memory_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
-    """A bundle that is in no folder."""
+    """Return a bundle that is in no folder."""
     chain = chain or make_small_chain()
     return Bundle(Path(), manifest, chain)
 
 
 def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
-    """A chain of four blocks of three types; two modules in each adapted block, from the `lowest` on."""
+    """Return a chain of four blocks of three types; adapted blocks, from `lowest` on, have two modules."""
     is_encoder = readout == "pooled"
     block, head = _methods(is_encoder)
     plain = {FORWARD: Interface(("hidden_states", "table.0"), ("hidden_states",))}
@@ -134,7 +136,7 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
     programs += [] if is_encoder else [BlockProgram("programs/head.pte", head)]
     programs += [BlockProgram("programs/plain.pte", plain)] if lowest == 2 else []
     adapted = range(lowest, 4 if is_encoder else 3)
-    places = {number: (2 * index, 2 * index + 1) for index, number in enumerate(adapted)}
+    module_indices = {number: (2 * index, 2 * index + 1) for index, number in enumerate(adapted)}
     numbers = [0, 1 if lowest == 1 else len(programs) - 1, 1, 1 if is_encoder else 2]
     tables = ((), (0,), (0,), (0,) if is_encoder else ())
     return Chain(
@@ -151,8 +153,10 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
         tables=(TableSpec("causal", window=5), TableSpec("positions", first=2)),
         programs=tuple(programs),
         blocks=tuple(
-            BlockSpec(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
-            for number, kind in enumerate(numbers)
+            BlockSpec(
+                program_index, f"weights/{number:03d}.ptd", tables[number], module_indices.get(number, ())
+            )
+            for number, program_index in enumerate(numbers)
         ),
     )
 
@@ -181,13 +185,13 @@ def _write_bundle(folder: Path, files: Mapping[str, bytes], changes: Mapping[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A bundle's manifest, unchecked."""
+    """Read a bundle's manifest without checks."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return manifest
 
 
 def rehash(folder: Path) -> None:
-    """Make a manifest agree with its files, as somebody who means harm would."""
+    """Update a manifest's hashes to its files, as an attacker would."""
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         entry["sha256"], entry["bytes"] = file_sha256(folder / name), (folder / name).stat().st_size
@@ -195,6 +199,6 @@ def rehash(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with the hash that its content has."""
+    """Write a manifest with the hash of its content."""
     content = {**manifest, "manifest_sha256": manifest_sha256(manifest)}
     (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")

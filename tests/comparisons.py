@@ -1,4 +1,4 @@
-"""A comparison's result made by hand, and a `prge` that writes what its verbs would and does no work."""
+"""Hand-made results of a comparison, and a fake `prge` that writes the files of its verbs without work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SEEDS = (1, 2, 3)
 
 
 def settings_for(out: Path, *words: object) -> CompareSettings:
-    """Settings on the demo's model and rows."""
+    """Return settings for the demo's model and rows."""
     argv = ["--preset", "demo", "--out", str(out), *map(str, words)]
     return parse_settings(CompareSettings, argv, "prge compare")
 
 
 def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes: Any) -> dict[str, Any]:
-    """A stored run of 40 steps whose loss is 0.2 + 0.8 * decay^(step / 10), worse by seed."""
+    """Return a stored run of 40 steps with loss 0.2 + 0.8 * decay^(step / 10), worse by seed."""
     points = []
     for step in range(0, 41, 10):
         loss = 0.2 + 0.8 * decay ** (step / 10) + 0.01 * seed
@@ -44,7 +44,7 @@ def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes:
 
 
 def make_method(forward_only: bool, runs: Sequence[Mapping[str, Any]], **changes: Any) -> dict[str, Any]:
-    """A stored method."""
+    """Return a stored method."""
     return {
         "title": "a method",
         "family": "engine" if forward_only else "pytorch",
@@ -62,7 +62,7 @@ def make_method(forward_only: bool, runs: Sequence[Mapping[str, Any]], **changes
 
 
 def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """A stored comparison: backpropagation learns fast and holds much, p-rge less of both, one failed."""
+    """Return a stored comparison: backpropagation learns fast and needs much memory; one method failed."""
     settings = settings_for(tmp_path / "out", "--seeds", *SEEDS)
     backprop = [
         make_run(seed, 0.3, 0.02, 48, peak_bytes=400_000_000, activation_bytes=30_000_000) for seed in SEEDS
@@ -94,10 +94,10 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-class PretendedVerbs:
-    """Stands in for `prge`: writes the folders of bundles and runs; `calls` holds verbs and their settings.
+class FakeVerbs:
+    """Stands in for `prge`: writes folders of bundles and runs; `calls` records verbs and their settings.
 
-    `broken` names verbs that end with code 2, `diverging` learning rates above which runs diverge.
+    `broken` names verbs that end with code 2; runs with learning rates above `diverging` diverge.
     """
 
     def __init__(self, broken: Sequence[str] = (), diverging: float = 1e9) -> None:
@@ -106,7 +106,7 @@ class PretendedVerbs:
         self.diverging = diverging
 
     def __call__(self, words: list[str], log: Path) -> int:
-        """Do as `server_export.evidence.compare.children.run_verb` does."""
+        """See `server_export.evidence.compare.children.run_verb`."""
         verb, how, given = words
         settings: dict[str, Any] = {"resume": given}
         if how != "--resume":
@@ -130,12 +130,12 @@ class PretendedVerbs:
         return 0
 
     def verbs(self) -> list[str]:
-        """The verbs that were called, in order."""
+        """Return the called verbs in order."""
         return [verb for verb, _ in self.calls]
 
 
 def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baseline: bool = False) -> Path:
-    """A run folder as `prge run` and `prge baseline` write it; a rate of 0.03 is the best."""
+    """Write a run folder like `prge run` and `prge baseline`; a rate of 0.03 is the best."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("steps: 1\n")
     floor = 0.1 + abs(rate - 0.03)

@@ -1,4 +1,4 @@
-"""What tests of the native engine need."""
+"""The mark of tests that need a C++ compiler for the native engine."""
 
 from __future__ import annotations
 

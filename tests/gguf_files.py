@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written as llama.cpp's `convert_hf_to_gguf.py` writes those of whole ones."""
+"""Write GGUF files of tiny models in the form of llama.cpp's `convert_hf_to_gguf.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-# llama.cpp's name of an architecture by transformers'.
+# llama.cpp's architecture names by transformers' names.
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -38,17 +38,17 @@ def write_gguf(
     template: str | None = None,
     split: str = "gpt-2",
 ) -> Path:
-    """Write a model of transformers with its tokenizer.
+    """Write a transformers model with its tokenizer and return the path.
 
     Args:
-        path: of the file.
+        path: path of the file.
         model: a causal language model.
         tokenizer: byte-level BPE.
-        kind: ggml's name of the type that matrices are stored in; what has one dimension is F32.
-        kinds: types of single tensors by their names in the file.
+        kind: ggml's name of the type of matrices; one-dimensional tensors are F32.
+        kinds: types of single tensors, by their names in the file.
         more: further keys, without the name of the architecture.
         tensors: further tensors.
-        template: of chats.
+        template: chat template.
         split: name of the rule that splits texts.
     """
     config = model.config
@@ -87,7 +87,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _keys(config: Any) -> dict[str, Any]:
-    """What the converter says of a model, by keys without the architecture."""
+    """Return the converter's metadata of a model, by keys without the architecture."""
     heads = config.num_attention_heads
     keys: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
@@ -136,7 +136,7 @@ def _keys(config: Any) -> dict[str, Any]:
 
 
 def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """Weights by the names and in the layout of llama.cpp."""
+    """Return the weights with llama.cpp's names and layout."""
     config = model.config
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -152,9 +152,9 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
         stem, _, ending = name.rpartition(".")
         if ending not in ("weight", "bias"):
             stem, ending = name, "weight"
-        found = names.get_name(stem)
-        assert found is not None, name
-        written[f"{found}.{ending}"] = np.ascontiguousarray(_converted(values, stem, ending, config))
+        result = names.get_name(stem)
+        assert result is not None, name
+        written[f"{result}.{ending}"] = np.ascontiguousarray(_converted(values, stem, ending, config))
     return written
 
 
@@ -181,7 +181,7 @@ def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def _made_up(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Blocks of a type that the package only reads: their bytes by chance, their scales of 0.01."""
+    """Return random blocks of a type that the package can only read, with scales of 0.01."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(shape[0])
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
@@ -191,7 +191,7 @@ def _made_up(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndar
     return blocks.reshape(*shape[:-1], -1)
 
 
-# Where a block has its float16 scales.
+# Offsets of a block's float16 scales.
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
 
 
@@ -199,7 +199,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, size: int, split: 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
     special = set(tokenizer.all_special_ids)
-    # Rows of the table without a token.
+    # Embedding rows without a token.
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in range(size)]
     kinds = [3 if number in special else 1 if number in vocabulary else 5 for number in range(size)]
     writer.add_tokenizer_model("gpt2")

@@ -1,4 +1,4 @@
-"""Rows of feedback that can't be learnt, and odd ones that can."""
+"""Rows of feedback that can't be trained on, and unusual ones that can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOSTILE_TEMPLATE = (
 
 
 def chat_feedback(content: Any, **more: Any) -> dict[str, Any]:
-    """A row of feedback on a conversation, which somebody wrote into the file."""
+    """Return a row of feedback on a conversation, as somebody could write it into the file."""
     prompt_feedback = {"messages": [{"role": "user", "content": content}]}
     return {"id": "h", **prompt_feedback, "answer": "b", "correction": "d", **more}
 
@@ -56,7 +56,7 @@ HOSTILE_FEEDBACK = {
     "a list": [1],
     "deep": {"prompt": "a", "answer": "b", "rating": "good", "id": json.loads("[" * 60 + "]" * 60)},
 }
-# They can be learnt, and fail no round.
+# These can be trained on and fail no round.
 UNUSUAL_FEEDBACK = {
     "NUL": prompt_feedback("a\0", answer="\0"),
     "escapes": prompt_feedback("\x1b[2J", answer="\x07"),

@@ -1,4 +1,4 @@
-"""CPU seconds and peak memory of a program in a process of its own."""
+"""Measure CPU seconds and peak memory of a program in its own process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# The peak of getrusage begins with that of the parent; this one with the process.
+# getrusage's peak includes the parent's; this one begins with the process.
 _PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))"
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What `program` took, and what its preparation had taken at most before it."""
+    """Cost of a program, and the peak memory of its preparation before it."""
 
     seconds: float
     peak_bytes: int
@@ -25,12 +25,12 @@ class ProgramCost:
 
     @property
     def above_bytes(self) -> int:
-        """Memory that the program took above its preparation."""
+        """Memory of the program beyond its preparation's peak."""
         return self.peak_bytes - self.before_bytes
 
 
 def measure_program(preparation: str, program: str) -> ProgramCost:
-    """Run Python statements after others that are not measure_program."""
+    """Run and measure Python statements after a preparation that isn't measured."""
     if not Path("/proc/self/status").exists():
         pytest.skip("peak memory is read from /proc")
     source = "\n".join(

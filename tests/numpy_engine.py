@@ -1,7 +1,7 @@
-"""A real, tiny model in numpy that implements the engine: an oracle whose derivatives have closed forms.
+"""A tiny model in numpy that implements the engine; its derivatives have closed forms.
 
 A bigram model with LoRA-FA on its only layer: logits = (W + lora_a.T @ lora_b).T @ embedding[token].
-The encoder variant answers the mean over tokens of their hyperbolic tangents.
+The encoder variant returns the mean over tokens of the tanh of its logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULE = "layer"
 
 
 class NumpyEngine:
-    """Implements prge.engine.Engine in float64, so that differences show the method's error alone.
+    """Implements prge.engine.Engine in float64, so that differences show only the method's error.
 
     `calls` counts calls, `computed` has the sequences of each; a call takes a second.
     """
@@ -54,7 +54,7 @@ class NumpyEngine:
 
     @property
     def calls(self) -> int:
-        """How many there were."""
+        """Number of calls."""
         return len(self.computed)
 
     @property
@@ -72,7 +72,7 @@ class NumpyEngine:
         """See prge.engine.Engine."""
         self._begin(call)
         (values,) = call.adapters
-        u, v = (np.asarray(directions[f"{kind}.{MODULE}"], np.float64) for kind in ("u", "v"))
+        u, v = (np.asarray(directions[f"{factor}.{MODULE}"], np.float64) for factor in ("u", "v"))
         assert len(directions) == 2 and u.shape[:2] == v.shape[:2] == (len(u), len(call.sequences))
         outputs, derivatives = [], []
         for number, sequence in enumerate(call.sequences):
@@ -101,7 +101,7 @@ class NumpyEngine:
         return outputs, gradient.ravel()
 
     def _begin(self, call: Call) -> None:
-        """Count a call, which must be the model's."""
+        """Count a call and check that it fits the model."""
         model = self.model
         assert call.sequences and call.adapters.dtype == np.float32
         assert call.adapters.shape == (len(call.adapters), adapter_size(model.modules))
@@ -114,66 +114,66 @@ class NumpyEngine:
         return self.embedding[list(sequence.tokens)]
 
     def _logits(self, sequence: TokenSequence, values: Array) -> Float64Array:
-        """What the layer makes of a sequence, [tokens, out]."""
+        """Return the logits of a sequence, [tokens, out]."""
         lora_b = values.reshape(len(self.lora_a), -1).astype(np.float64)
         return self._states(sequence) @ (self.weight + self.lora_a.T @ lora_b)
 
     def _outputs(self, sequence: TokenSequence, logits: Float64Array) -> Float64Array:
-        """Those of one sequence, [targets] or [width]."""
+        """Return the outputs of one sequence, [targets] or [width]."""
         if self.model.is_encoder:
             return np.tanh(logits).mean(0)
         return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[_read(sequence)]
 
     def _jacobian(self, sequence: TokenSequence, logits: Float64Array) -> Float64Array:
-        """The derivatives of its outputs by its logits, [outputs, tokens, out]."""
+        """Return the derivatives of a sequence's outputs by its logits, [outputs, tokens, out]."""
         if self.model.is_encoder:
-            slopes = (1 - np.tanh(logits) ** 2) / len(logits)
-            return np.einsum("to,ko->kto", slopes, np.eye(logits.shape[1]))
+            derivatives = (1 - np.tanh(logits) ** 2) / len(logits)
+            return np.einsum("to,ko->kto", derivatives, np.eye(logits.shape[1]))
         positions, tokens = _read(sequence)
-        found = np.zeros((len(positions), *logits.shape))
+        result = np.zeros((len(positions), *logits.shape))
         at = np.arange(len(positions))
-        found[at, positions, tokens] = 1
-        found[at, positions] -= (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))[positions]
-        return found
+        result[at, positions, tokens] = 1
+        result[at, positions] -= (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))[positions]
+        return result
 
     def _joined(self, parts: Any) -> Float64Array:
-        """What each sequence has, [..., outputs], as a call answers it."""
+        """Join the sequences' outputs, [..., outputs], into those of a call."""
         return np.stack([*parts], -2) if self.model.is_encoder else np.concatenate([*parts], -1)
 
 
 def _read(sequence: TokenSequence) -> tuple[Array, Array]:
-    """Positions and tokens of a sequence's targets."""
+    """Return positions and tokens of a sequence's targets."""
     pairs = [(target.position, target.token) for target in sequence.targets]
     positions, tokens = np.array(pairs, np.int64).reshape(-1, 2).T
     return positions, tokens
 
 
 def make_nonzero_adapter(engine: NumpyEngine) -> Adapter:
-    """One that changes the outputs of a model."""
+    """Return an adapter that changes the outputs of a model."""
     return random_adapter(engine.model.modules, seed=2, size=0.3)
 
 
 def head_from_values(values: Array) -> Head:
-    """A head of three classes for an encoder's states."""
+    """Return a head of three classes for an encoder's hidden states."""
     head = Head(3, 6)
     head.values[:] = values
     return head
 
 
 def random_head(seed: int = 0) -> Head:
-    """A head of random numbers."""
+    """Return a head with random values."""
     return head_from_values(np.random.default_rng(seed).normal(size=Head(3, 6).size))
 
 
 def compute_losses(
     engine: NumpyEngine, values: Array, examples: Sequence[Example], head: Classifier | None = None
 ) -> Float64Array:
-    """Loss of every example with an adapter of these values, from outputs alone."""
+    """Return the loss of every example with adapter values, from outputs alone."""
     outputs = engine.forward(Call(sequences_of(examples), values[None]))
     return Loss(examples, outputs, head=head).losses[0]
 
 
 def gradients_of(function: Callable[[Array], Any], values: Array) -> Array:
-    """Derivatives of a function by each of its float32 values, by central differences; they come last."""
+    """Return derivatives of a function by its float32 values, by central differences, on the last axis."""
     steps = np.eye(len(values), dtype=np.float32) * np.float32(2**-12)
     return np.stack([(function(values + step) - function(values - step)) * 2**11 for step in steps], -1)

@@ -1,4 +1,4 @@
-"""Pages as tests read them: taken apart, and laid out by a real browser."""
+"""Parse HTML pages, and check their layout in a real browser."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Page(HTMLParser):
 
 
 def check_widths(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> None:
-    """Check in chromium that nothing of a page scrolls sideways; tables are cards on narrow ones alone.
+    """Check in chromium that a page never scrolls sideways, and that tables become cards only if narrow.
 
-    Skips where there is none.
+    Skips without chromium.
     """
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -92,9 +92,9 @@ def check_widths(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> Non
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    found = re.findall(r"\[(\d+): (\d+) of (\d+), (\d+) and (\d+)\]", done.stdout)
-    assert {int(width) for width, *_ in found} == set(widths)
-    for width, needed, there, cut, cards in found:
+    result = re.findall(r"\[(\d+): (\d+) of (\d+), (\d+) and (\d+)\]", done.stdout)
+    assert {int(width) for width, *_ in result} == set(widths)
+    for width, needed, there, cut, cards in result:
         assert bool(int(cards)) == (int(width) <= NARROW), f"tables at {width} pixels"
         assert int(needed) <= int(there), f"at {width} pixels"
         assert int(cut) == 0, f"tables at {width} pixels"

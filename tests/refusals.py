@@ -1,4 +1,4 @@
-"""Errors as tests expect them: by class and code, and not by their words."""
+"""Expect errors by class and code instead of by their words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Error = TypeVar("_Error", bound=Exception)
 def raises(
     error: type[_Error], *codes: str, saying: str = ""
 ) -> AbstractContextManager[pytest.ExceptionInfo[_Error], bool]:
-    """Expect an error of this class with the code, or with one of several.
+    """Expect an error of a class with the code, or with one of several.
 
     Args:
-        error: the class, of a PrgeError or of what becomes one, such as a RowError.
-        codes: one of which it has.
-        saying: a value that the message has to show, such as a path or a number.
+        error: class of a PrgeError or of an exception that becomes one, such as RowError.
+        codes: allowed codes.
+        saying: value that the message must contain, such as a path or a number.
     """
-    # What stands after the block is reached, which the type of a generator's manager doesn't say.
+    # A generator's manager has a type that hides that code after the block is reached.
     return cast("AbstractContextManager[pytest.ExceptionInfo[_Error], bool]", _raises(error, codes, saying))
 
 
@@ -39,5 +39,5 @@ def _raises(
 
 
 def refusal(*codes: str) -> AbstractContextManager[pytest.ExceptionInfo[Refusal], bool]:
-    """Expect that what stands inside is refused with the code, or with one of several."""
+    """Expect a Refusal with the code, or with one of several."""
     return raises(Refusal, *codes)

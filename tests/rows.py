@@ -1,4 +1,4 @@
-"""Hand-made examples for tests."""
+"""Hand-made examples."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from prge.objectives.examples import Example
 
 
 def completion(row: int, tokens: list[int], prompt: int) -> Example:
-    """A completion: everything from index `prompt` on is a target."""
+    """Return a completion: every token from index `prompt` on is a target."""
     targets = range(prompt, len(tokens))
     read = tuple(Target(i - 1, tokens[i], 1 / len(targets), 0) for i in targets)
     return Example(row, (TokenSequence(tuple(tokens), read),), 1, None)
 
 
 def choice(row: int, tokens: list[int], words: list[int], label: int) -> Example:
-    """One-token candidates at the last position."""
+    """Return an example with one-token candidates at the last position."""
     targets = tuple(Target(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(words))
     return Example(row, (TokenSequence(tuple(tokens), targets),), len(words), label)
 
 
 def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label: int) -> Example:
-    """Candidates of several tokens: a sequence each."""
+    """Return an example with candidates of several tokens, a sequence each."""
     sequences = []
     for c, candidate in enumerate(candidates):
         whole = [*tokens, *candidate]
@@ -34,18 +34,18 @@ def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label:
 
 
 def classification(row: int, tokens: list[int], classes: int, label: int) -> Example:
-    """A row for an encoder with a classification head."""
+    """Return an example for an encoder with a classification head."""
     return Example(row, (TokenSequence(tuple(tokens)),), classes, label)
 
 
 def random_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[Example]:
-    """Completions of random tokens: 6 tokens, the last 3 are targets."""
+    """Return completions of random tokens: 6 tokens, the last 3 are targets."""
     random = np.random.default_rng(seed)
     return [completion(row + 1, random.integers(0, vocabulary, 6).tolist(), prompt=3) for row in range(count)]
 
 
 def bigram_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[Example]:
-    """Completions that can be learnt: each token is the one before plus one."""
+    """Return learnable completions: each token is the previous one plus one."""
     random = np.random.default_rng(seed)
     starts = random.integers(0, vocabulary, count)
     return [
@@ -54,7 +54,7 @@ def bigram_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[
     ]
 
 
-# What estimators must agree on.
+# Examples on which all estimators must agree.
 EXAMPLES_BY_FORM: dict[str, list[Example]] = {
     "completions": random_completions(12),
     "completions of different lengths": [
@@ -63,6 +63,6 @@ EXAMPLES_BY_FORM: dict[str, list[Example]] = {
     "candidates": [
         choice(row, [row % 7, row % 5], [1, 3, 8][: 2 + row % 2], row % 2) for row in range(1, 10)
     ],
-    # Two rows an example, and three rows left over in a batch of seven.
+    # Two rows for each example, and three rows left over in a batch of seven.
     "longer candidates": [long_choice(row, [row % 7], [[1], [2, 3, 4]], row % 2) for row in range(1, 10)],
 }

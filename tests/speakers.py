@@ -1,4 +1,4 @@
-"""A small model in numpy that speaks: its next token depends on all tokens before it, and on the adapter."""
+"""A small numpy model for generation: its next token depends on all previous tokens and on the adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 12
 
 
 def make_adapter(seed: int = 0) -> Adapter:
-    """An adapter of the model; with seed 0 the one that changes nothing."""
+    """Return an adapter of the model; with seed 0 it changes nothing."""
     return random_adapter(MODULES, seed) if seed else Adapter.zeros(MODULES)
 
 
@@ -47,7 +47,7 @@ class NumpyGenerationEngine:
 
     @property
     def open_count(self) -> int:
-        """Sequences that are open."""
+        """Number of open sequences."""
         return len(self._states)
 
     def open(self, adapter: Adapter) -> int:

@@ -1,6 +1,6 @@
-"""What takes seconds to make, such as exported bundles, kept for all tests and for later runs.
+"""Keep folders that take seconds to build, such as exported bundles, for all tests and later runs.
 
-It lies in pytest's cache, `.pytest_cache` of the repository; `pytest --cache-clear` empties it.
+They are in pytest's cache, `.pytest_cache` of the repository; `pytest --cache-clear` empties it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What an export and the making of tiny models follow from. Fronts, evidence and the oracle change no bundle.
+# Files that determine exports and tiny models. Reports, generation, evidence and the oracle change no bundle.
 _CODE = (
     "prge/**/*.py",
     "server_export/**/*.py",
@@ -39,7 +39,7 @@ _DAY = 24 * 60 * 60
 
 
 class Store:
-    """Folders by name, of the code as it is; of other code those that no run has asked for in a day go."""
+    """Cached folders by name for the current code; others are deleted after a day without use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / _key()
@@ -49,10 +49,10 @@ class Store:
             if time.time() - other.stat().st_mtime > _DAY:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def made(self, name: str, fill: Callable[[Path], object]) -> Path:
-        """A folder to read from, by its name; filled by who asks first, while other processes wait.
+    def build_once(self, name: str, fill: Callable[[Path], object]) -> Path:
+        """Return a read-only folder by name; the first caller fills it while other processes wait.
 
-        Its files have absolute paths in them, so it stays where it is filled.
+        Its files contain absolute paths, so it stays where it is filled.
         """
         source = Path(inspect.getfile(fill))
         folder = self._folder / f"{name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}"
@@ -68,10 +68,10 @@ class Store:
 
 @lru_cache(maxsize=1)
 def _key() -> str:
-    found = hashlib.sha256(f"{ROOT} {sys.version}".encode())
+    result = hashlib.sha256(f"{ROOT} {sys.version}".encode())
     for package in _PACKAGES:
-        found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+        result.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     for path in sorted(path for pattern in _CODE for path in ROOT.glob(pattern)):
         if not any(path.is_relative_to(room) for room in _NOT):
-            found.update(f"{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+            result.update(f"{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return result.hexdigest()[:16]

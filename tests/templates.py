@@ -14,14 +14,14 @@ from prge.model_spec import AdaptedModule
 
 
 def random_adapter(modules: Sequence[AdaptedModule], seed: int = 0, size: float = 1.0) -> Adapter:
-    """An adapter of normal numbers times `size`."""
+    """Return an adapter of normal values times `size`."""
     adapter = Adapter.zeros(tuple(modules))
     adapter.values[:] = np.random.default_rng(seed).standard_normal(adapter.size) * size
     return adapter
 
 
 def write_peft_folder(folder: Path, modules: Sequence[AdaptedModule], alpha: float = 16) -> Path:
-    """A PEFT folder as a bundle's `adapter/`: random lora_A, lora_B zero."""
+    """Write a PEFT folder like a bundle's `adapter/`: random lora_A, zero lora_B."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     tensors = {}

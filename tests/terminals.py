@@ -1,4 +1,4 @@
-"""A stream that says that it is a terminal."""
+"""A text stream that pretends to be a terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 
 
 class Terminal(io.StringIO):
-    """Text that is shown."""
+    """A text stream that pretends to be a terminal."""
 
     def isatty(self) -> bool:
-        """That it is one."""
+        """Return True."""
         return True

@@ -25,14 +25,14 @@ HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 
 def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
+    """Run the command line in a child process."""
     command = [sys.executable, "-m", "prge.cli.main", *words]
     return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Call a verb that fails; answers its message."""
+    """Call a verb that fails, and return its message."""
 
     def call(*words: str) -> str:
         assert main(list(words)) == 2
@@ -87,7 +87,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ("nonsense", "there is no verb 'nonsense' of prge"),
         ("inspect", "--bundle is missing"),
@@ -100,14 +100,14 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
     ],
 )
 def test_errors_end_with_code_2_and_no_traceback(
-    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
+    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (make_bundle(tmp_path / "damaged") / PROGRAM).write_bytes(b"")
     (tmp_path / "bad.yaml").write_text("runz: 3\njson: much\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
-    assert told in fails(*words.split())
+    assert expected in fails(*words.split())
 
 
 def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "expected"),
     [
         (RunError("in use", remedy="wait"), 2, "prge inspect: error: in use\n  wait\n"),
         (KeyboardInterrupt(), 130, "prge inspect: interrupted\n"),
@@ -177,27 +177,27 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_becomes_of_exceptions(
+def test_exit_codes_and_messages_of_exceptions(
     error: BaseException,
     code: int,
-    told: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("PRGE_DEBUG", raising=False)
     monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
     assert main(["inspect"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake of ours"), OSError("library"), ImportError("cycle")])
-def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defects_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
     with pytest.raises(type(error)):
         main(["inspect"])
 
 
-def test_the_command_line_asks_to_report_a_defect_without_what_the_user_gave() -> None:
+def test_the_report_of_a_defect_has_no_values_of_flags() -> None:
     code = (
         "import sys; from prge.cli import main as cli; import device_runner.inspect_bundle as module; "
         "module.main = lambda argv: {}['a defect']; "

@@ -1,4 +1,4 @@
-"""What tests import is here: a package that has gone would else look like tests that were skipped."""
+"""Packages that tests import are installed: a missing one would look like skipped tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from packaging.requirements import Requirement
 def test_every_package_of_every_extra_is_installed() -> None:
     extras = metadata("prge").get_all("Provides-Extra") or []
     problems = []
-    for wanted in map(Requirement, requires("prge") or []):
-        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
-            continue  # of another Python
+    for requirement in map(Requirement, requires("prge") or []):
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            continue  # for another Python
         try:
-            found = version(wanted.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
-            problems.append(f"{wanted.name} is missing")
+            problems.append(f"{requirement.name} is missing")
             continue
-        if not wanted.specifier.contains(found, prereleases=True):
-            problems.append(f"{wanted.name} is {found}, must be {wanted.specifier}")
+        if not requirement.specifier.contains(installed, prereleases=True):
+            problems.append(f"{requirement.name} is {installed}, must be {requirement.specifier}")
     assert not problems

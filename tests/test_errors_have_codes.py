@@ -1,4 +1,4 @@
-"""Every error that a user can meet has a code, and tests know it by that."""
+"""Every error that a user can meet has a code, and tests identify it by the code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["prge", "device_runner", "server_export"]
-# Folders, and files directly in tests/, whose tests know errors by their codes.
+# Folders, and files directly in tests/, whose tests identify errors by code.
 TESTS = ["tests", *(f"tests/{room}" for room in (*PACKAGES, "end_to_end", "scripts"))]
-# Errors that a caller makes a PrgeError of, and that keep their codes.
+# Exceptions that a caller converts to a PrgeError with the same code.
 SIGNALS = {"prge.data.columns.RowError", "prge.formats.documents.DocumentError"}
 PRGE_ERROR, REFUSAL = "prge.errors.PrgeError", "prge.errors.Refusal"
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -60,7 +60,7 @@ def test_words_are_prose_and_a_value_is_not(pattern: str, expected: bool) -> Non
 
 @cache
 def error_classes() -> frozenset[str]:
-    """PrgeError, the classes that derive from it, and those that become one, by their full names."""
+    """Return the full names of PrgeError, its subclasses, and exceptions that become one."""
     bases = {
         full_name(node, path): {full_name(base, path) for base in node.bases}
         for package in ("prge", "server_export", "device_runner")
@@ -68,14 +68,14 @@ def error_classes() -> frozenset[str]:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     }
-    found = {PRGE_ERROR}
-    while derived := {name for name in bases.keys() - found if bases[name] & found}:
-        found |= derived
-    return frozenset(found | SIGNALS)
+    result = {PRGE_ERROR}
+    while derived := {name for name in bases.keys() - result if bases[name] & result}:
+        result |= derived
+    return frozenset(result | SIGNALS)
 
 
 def has_code(call: ast.Call, name: str) -> bool:
-    """Whether a call passes a code: a Refusal as its first argument, every other error by keyword."""
+    """Return whether a call passes a code: a Refusal as first argument, other errors by keyword."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "code"]
     if name == REFUSAL:
         given += call.args[:1]
@@ -83,18 +83,18 @@ def has_code(call: ast.Call, name: str) -> bool:
 
 
 def is_prose(pattern: ast.expr) -> bool:
-    """Whether an expression of a pattern has a text with more than one word."""
+    """Return whether a pattern's expression contains a text of several words."""
     texts = [node.value for node in ast.walk(pattern) if isinstance(node, ast.Constant)]
     return len(re.findall(r"[^\W\d_]{2,}", " ".join(str(text) for text in texts))) > 1
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    """The calls in a file."""
+    """Return the calls in a file."""
     return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
 
 
 def full_name(node: ast.AST, path: Path) -> str:
-    """The module and the name of a class or function that a file defines or imports; empty for all else."""
+    """Return module and name of a class or function that a file defines or imports, or an empty text."""
     if isinstance(node, ast.Attribute):
         return f"{full_name(node.value, path)}.{node.attr}".replace("prge.PrgeError", PRGE_ERROR)
     name = node.name if isinstance(node, ast.ClassDef) else node.id if isinstance(node, ast.Name) else ""
@@ -103,20 +103,20 @@ def full_name(node: ast.AST, path: Path) -> str:
 
 @cache
 def origins(path: Path) -> dict[str, str]:
-    """The full names of what a file imports and of the classes that it defines."""
+    """Return the full names of a file's imports and classes."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):
-            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            result |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.asname or each.name: each.name for each in node.names}
+            result |= {each.asname or each.name: each.name for each in node.names}
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = f"{module}.{node.name}"
-    return found
+            result[node.name] = f"{module}.{node.name}"
+    return result
 
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The code of docs/how-to/extend.md, run as it stands on the demo's model and the stock engine."""
+"""The code of docs/how-to/extend.md runs as it stands on the demo's model and the stock engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PAGE = (REPOSITORY / "docs/how-to/extend.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    """The page's blocks of code in one language."""
+    """Return the page's code blocks in one language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def code_with(words: str) -> str:
-    """The one Python block that holds some words."""
+    """Return the only Python block that contains a text."""
     (block,) = (block for block in blocks("python") if words in block)
     return block
 
@@ -40,7 +40,7 @@ def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.
     for words in ("class RankedEvolution", "def fine_tune", "class Margin", "class Lion", "visit.yaml"):
         exec(code_with(words), page)
 
-    # By chance the two classes of balanced rows have a loss of log 2.
+    # The two classes of balanced rows have a loss of log 2 by chance level.
     assert page["untrained"] > 0.95 * math.log(2)
     for name in ("by_ranks", "by_margin", "by_lion", "by_task"):
         assert page[name] < 0.8 * page["untrained"], name
@@ -82,6 +82,6 @@ def test_new_operators_have_the_derivatives_of_pytorch() -> None:
             expected = jvp(module, active, (), along)
             torch.testing.assert_close((value, tangents), expected, check_stride=False)
     finally:
-        # Taken out again: every row of the package has a test of its own.
+        # Removed again: every row of the package has a test of its own.
         TABLE.clear()
         TABLE.update(before)

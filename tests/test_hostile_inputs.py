@@ -1,6 +1,6 @@
-"""Every way by which texts and token ids come from outside, with what no tokenizer and no model takes.
+"""Invalid texts and token ids, through every input that accepts texts or token ids.
 
-A text is refused with a clear error, or taken as it is; a token id is one of the model's, or refused. Nothing
+A text is refused with a clear error, or used unchanged; a token id is in the vocabulary, or refused. Nothing
 ends with a traceback, or with the status 500.
 """
 
@@ -32,7 +32,7 @@ from tests.device_runner.serving.test_server import Child, served
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.refusals import raises
 
-# As Python has bytes of a command line that are no UTF-8, and as JSON may escape them.
+# Invalid UTF-8 of a command line as Python represents it, and as JSON may escape it.
 SURROGATES = ["\udcff", "a\ud800b", "\udc00\ud800"]
 ODD_TEXTS = ["\x00", "\ufffe\uffff", "\u202e\x1b[2J", "\U0010ffff", "e" + "\u0301" * 40]
 NOT_UTF8 = [b"\xff\xfe film", b"a\xed\xa0\x80", b"\x80", b"\xc3"]
@@ -51,10 +51,10 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Exit code, output and messages of a verb that is given bytes at its standard input."""
+    """Run a verb with bytes as standard input; return exit code, output and messages."""
 
     def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
-        # As a terminal of this machine decodes them, if somebody reads texts.
+        # As a terminal of this machine decodes them.
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
         settings = ["--bundle", speaking.folder, "--max-tokens", 4, "--temperature", 0]
         code = main([verb, *map(str, [*settings, *words])])
@@ -77,7 +77,7 @@ def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> No
         assert code == 2 and ("UTF-8" in err or "escape pair" in err), words
     for words in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
         assert call("chat", *words, given=b"hello\n")[0] == 2
-    # The conversation goes on, though nothing of it can be answered.
+    # The conversation continues, though no message can be answered.
     code, out, err = call("chat", "--system", text, given=b"hello\n")
     assert (code, out) == (0, "") and "half of a surrogate pair" in err
 
@@ -125,7 +125,7 @@ def json_of(value: object) -> bytes:
 
 
 def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
-    """Files of rows, of every format and form, with a text that is no UTF-8."""
+    """Files of rows in every format and form, with a text that is not UTF-8."""
     raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     files = {
         "a.csv": b"text\n" + raw + b"\n",
@@ -174,7 +174,7 @@ def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, t
 
 
 def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) -> None:
-    """A table's dates, durations and bytes within messages: a template takes JSON."""
+    """Dates, durations and bytes of tables within messages, whereas templates take JSON."""
     import datetime
 
     for extra in (datetime.date(2024, 1, 2), datetime.timedelta(1), b"\xff"):
@@ -218,9 +218,12 @@ def test_python(speaking: Speaking) -> None:
         [np.int32(each) for each in ids],
     ):
         assert model.generate(prompt, max_tokens=np.int64(4)).tokens == expected.tokens
-    asked = [{"role": "user", "content": "the film"}]
-    for messages in (asked, tuple(asked), [{**asked[0], "n": np.int64(3)}]):
-        assert model.generate(messages, max_tokens=4).tokens == speaking.answers(asked, max_tokens=4).tokens
+    conversation = [{"role": "user", "content": "the film"}]
+    for messages in (conversation, tuple(conversation), [{**conversation[0], "n": np.int64(3)}]):
+        assert (
+            model.generate(messages, max_tokens=4).tokens
+            == speaking.answers(conversation, max_tokens=4).tokens
+        )
     bad: list[Any] = [
         *SURROGATES,
         b"film",
@@ -236,7 +239,7 @@ def test_python(speaking: Speaking) -> None:
     bad += [
         np.array([2**63], np.uint64),
         np.array([True]),
-        [asked[0], "a"],
+        [conversation[0], "a"],
         [{"role": "user", "content": {1}}],
     ]
     bad += [[{"role": "user", "content": text}] for text in (*SURROGATES, b"a", 7, None)]
@@ -329,8 +332,8 @@ def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
         {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
     )
     assert status == 200
-    status, said = child.ask({"id": answer["id"], "correction": f"{text}!"}, "/v1/feedback")
-    assert status == 200, said
+    status, response = child.ask({"id": answer["id"], "correction": f"{text}!"}, "/v1/feedback")
+    assert status == 200, response
 
 
 @pytest.mark.parametrize("path", ["/v1/models/%ff", "/v1/models/%00", "/v1/models/%ed%a0%80", "/%ff%00"])

@@ -1,4 +1,4 @@
-"""A refused command changes nothing on disk, and leaves nothing new: every such flag of every verb."""
+"""A refused command changes nothing on disk, for every flag of every verb that names an output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import choices, contains_path_type, is_list_type
+from prge.cli.field_types import contains_path_type, is_list_type, list_choices
 from prge.cli.help import is_required
 from prge.cli.inputs import input_settings
 from prge.cli.main import VERBS, main
@@ -26,17 +26,17 @@ from prge.cli.settings import PATH_LIKE_SETTINGS
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
-# A path that a verb takes and writes on another machine, or not at all.
+# Paths that a verb writes on another machine, or not at all.
 ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
-# What these verbs do in a folder that is there is no change of what it holds.
+# Verbs that don't change the content of an existing folder.
 ACCEPTED = {("prge fleet keys", "out"), ("prge rows forget", "file")}
 SUFFIX = {("prge report", "out"): ".html"}
-# What refuses a command that would otherwise reach for a network, or begin its work.
+# Words that refuse a command before it would access the network or begin its work.
 MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
 
 
 class Taken(NamedTuple):
-    """A verb as a user types it, and the settings that it takes."""
+    """A verb as users type it, with its settings."""
 
     prog: str
     settings: type[Any]
@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 
 @functools.cache
 def verbs() -> tuple[Taken, ...]:
-    """All verbs and verbs of verbs, by what they tell of themselves when they are asked for help."""
+    """All verbs and subcommands, found through their help."""
     taken: list[Taken] = []
     below: list[str] = []
 
@@ -56,8 +56,8 @@ def verbs() -> tuple[Taken, ...]:
         below.extend(helps)
 
     with (
-        mock.patch("prge.cli.settings.show_settings", keep_settings),
-        mock.patch("prge.cli.subcommands.show_verbs", keep_verbs),
+        mock.patch("prge.cli.settings.print_settings_help", keep_settings),
+        mock.patch("prge.cli.subcommands.print_verbs_help", keep_verbs),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
@@ -70,41 +70,41 @@ def verbs() -> tuple[Taken, ...]:
 
 
 def written() -> Iterator[tuple[Taken, str, Output]]:
-    """All settings, of all verbs, that name an output file or folder."""
+    """All settings of all verbs that name an output file or folder."""
     for taken in verbs():
         for name, output in output_settings(taken.settings).items():
             yield taken, name, output
 
 
-def test_the_type_of_every_path_that_a_verb_takes_says_whether_it_is_read_or_written() -> None:
+def test_every_path_setting_is_an_input_or_an_output() -> None:
     progs = {taken.prog.removeprefix("prge ") for taken in verbs()}
     assert {verb for verb in VERBS if verb not in ("android", "fleet", "rows")} <= progs
     assert {"android bundle", "fleet serve", "rows forget"} <= progs
     unknown = {
         (taken.prog, name)
         for taken in verbs()
-        for name, kind in taken.kinds.items()
-        if contains_path_type(kind)
+        for name, field_type in taken.kinds.items()
+        if contains_path_type(field_type)
         and not {name} & {*input_settings(taken.settings), *output_settings(taken.settings)}
     }
     assert unknown == ELSEWHERE
 
 
-# Texts of settings that a folder keeps and that name no place on a machine.
+# Stored text settings that don't name a path.
 WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles", "target_modules", "when"}
 WORDS |= {"adapt_layers", "date", "name", "server"}
 
 
-def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> None:
-    """What a folder's settings name is followed within bounds: see prge/formats/stored_settings.py."""
+def test_every_stored_text_setting_is_classified() -> None:
+    """Paths in a folder's settings are restricted, see prge/formats/stored_settings.py."""
     here = [each for each in verbs() if "android" not in each.prog]
     kept = [each for each in here if {"STORED", "KEPT"} & {*dir(each.settings)}]
     assert {each.prog for each in kept} >= {"prge run", "prge tune", "prge fleet join"}
     texts = {
         name
         for taken in kept
-        for name, kind in taken.kinds.items()
-        if not contains_path_type(kind) and not choices(kind) and "str" in str(kind)
+        for name, field_type in taken.kinds.items()
+        if not contains_path_type(field_type) and not list_choices(field_type) and "str" in str(field_type)
     }
     assert texts - {*PATH_LIKE_SETTINGS} == texts & WORDS
 
@@ -141,7 +141,7 @@ def _folder(path: Path) -> None:
 
 
 def _folder_of_names(*names: str) -> Callable[[Path], None]:
-    """A folder with files that somebody gave the names that verbs use."""
+    """A folder with foreign files that have the names that verbs use."""
 
     def make(path: Path) -> None:
         for name in names:
@@ -172,39 +172,39 @@ THERE: Mapping[str, Callable[[Path], None]] = {
 
 
 def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Mode and bytes of all in a folder."""
-    found = {}
+    """Return modes and contents of all files in a folder."""
+    result = {}
     for path in sorted(folder.rglob("*")):
         mode, content = path.lstat().st_mode, b""
         if stat.S_ISLNK(mode):
             content = os.fsencode(os.readlink(path))
         elif stat.S_ISREG(mode):
             content = path.read_bytes()
-        found[str(path.relative_to(folder))] = mode, content
-    return found
+        result[str(path.relative_to(folder))] = mode, content
+    return result
 
 
 def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
-    """Words for all that a verb must be given beside the setting at hand."""
+    """Return words for all required settings except the given one."""
     items = {item.name: item for item in dataclasses.fields(taken.settings)}
     names = [name for name, item in items.items() if is_required(item)]
     for choice in getattr(taken.settings, "ONE_OF", ()):
         names += [] if set(choice) & {*names, written} else [choice[0]]
     words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
     for name in names:
-        kind = taken.kinds[name]
+        field_type = taken.kinds[name]
         if name == written:
             continue
         value: object
-        if choices(kind):
-            value = choices(kind)[0]
+        if list_choices(field_type):
+            value = list_choices(field_type)[0]
         elif name == "bundle":
             value = given / "bundle"
         elif name in output_settings(taken.settings):
             value = given / "other"
-        elif contains_path_type(kind) and name in ("run", "runs", "source", "folder"):
+        elif contains_path_type(field_type) and name in ("run", "runs", "source", "folder"):
             value = given / "run"
-        elif contains_path_type(kind) or is_list_type(kind):
+        elif contains_path_type(field_type) or is_list_type(field_type):
             value = given / "rows.jsonl"
         else:
             value = given / "model"
@@ -219,8 +219,8 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
 def test_a_refused_command_changes_nothing_where_it_would_write(
     taken: Taken, name: str, output: Output, has_inputs: bool, tmp_path: Path
 ) -> None:
-    for kind, make in THERE.items():
-        work = tmp_path / kind.replace(" ", "-")
+    for variant, make in THERE.items():
+        work = tmp_path / variant.replace(" ", "-")
         work.mkdir()
         given = tmp_path / f"given-{work.name}"
         given.mkdir()
@@ -241,10 +241,10 @@ def test_a_refused_command_changes_nothing_where_it_would_write(
         ]
         ended = prge(*words, check=False, cwd=given)
         after = _content(tmp_path)
-        assert {key: after.get(key) for key in before} == before, (kind, ended)
-        assert "Traceback" not in ended.stderr, (kind, ended)
+        assert {key: after.get(key) for key in before} == before, (variant, ended)
+        assert "Traceback" not in ended.stderr, (variant, ended)
         if ended.returncode == 0:
-            assert (taken.prog, name) in ACCEPTED, (kind, ended)
+            assert (taken.prog, name) in ACCEPTED, (variant, ended)
             continue
-        assert ended.returncode == 2, (kind, ended)
-        assert after == before, (kind, ended)
+        assert ended.returncode == 2, (variant, ended)
+        assert after == before, (variant, ended)

@@ -1,4 +1,4 @@
-"""What the first tier leaves to `scripts/test.sh --all`."""
+"""Marks of the second tier of tests, which `scripts/test.sh --all` runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def second_tier(*cases: Any) -> list[Any]:
-    """Cases of a parametrized test that only run with everything."""
+    """Return parametrized cases that run only with all tests."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole)
         for case in cases

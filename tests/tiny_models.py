@@ -69,7 +69,7 @@ _ENCODER = {**_COMMON, "type_vocab_size": 2}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _ENCODER),
     "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
-    # One layer, used three times.
+    # One layer that is used three times.
     "albert": ("AlbertConfig", {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 3}),
     # The first layer lacks a norm; a window on both sides.
     "modernbert": (
@@ -90,7 +90,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
-# Encoders whose scores know how far tokens are apart.
+# Encoders with relative positions in their attention scores.
 RELATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": (
         "DebertaV2Config",
@@ -106,8 +106,8 @@ RELATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpnet": ("MPNetConfig", _COMMON),
 }
-# Mixtures of experts: routers that choose before a softmax or behind it, with sums of what was chosen or a
-# bias for the choice, an expert that all tokens have.
+# Mixtures of experts: routers that select before or after the softmax, with normalized sums or a selection
+# bias, and shared experts.
 _EXPERTS = {**_GROUPED, "intermediate_size": 48, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 2}),
@@ -126,7 +126,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 8,
         },
     ),
-    # Attention with sinks, in windows and without.
+    # Attention with sinks, with and without sliding windows.
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -138,7 +138,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    # All experts see all tokens, times shares that are 0 for most.
+    # All experts process all tokens, with weights that are mostly 0.
     "llama4": (
         "Llama4TextConfig",
         {
@@ -160,7 +160,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Decoders with several values alive between layers, of which the last two use keys and values of the others.
+# Decoders with several live values between layers; the last two layers use keys and values of others.
 _SHARING = {
     **_GEMMA,
     "num_hidden_layers": 4,
@@ -189,7 +189,7 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
-    # Attention whose weights several layers share, and the embedding as well, in front of a state space.
+    # Attention whose weights, and the embedding, are shared by several layers, before a state space.
     "zamba2": (
         "Zamba2Config",
         {
@@ -204,10 +204,10 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# One whose layers have names that PEFT has no usual choice among.
+# A model whose layer names are not among PEFT's defaults.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "persimmon": ("PersimmonConfig", _COMMON),
-    # Biases by places, and squares of all positions.
+    # Position biases, and matrices of all position pairs.
     "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "gpt_neo": (
         "GPTNeoConfig",
@@ -223,7 +223,7 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
-# Those that look at the tokens before through a memory of fixed size, beside or in place of attention.
+# Decoders with a recurrent state of fixed size, next to attention or instead of it.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
@@ -268,7 +268,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
         },
     ),
-    # Each number of a key decays for itself.
+    # Every channel of a key has its own decay.
     "kimi_linear": (
         "KimiLinearConfig",
         {
@@ -284,7 +284,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    # Its convolution is a module, and its memory decays by gates.
+    # Its convolution is a module, and gates control the decay of its state.
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
         {
@@ -308,7 +308,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# One layer of each, the one that is harder to get right.
+# One layer of each model: the one that is harder to get right.
 SHALLOW: dict[str, dict[str, Any]] = {
     **{architecture: {"num_hidden_layers": 1} for architecture in [*DECODERS, *ENCODERS]},
     "gpt2": {"n_layer": 1},
@@ -320,7 +320,7 @@ SHALLOW: dict[str, dict[str, Any]] = {
 
 
 def make_config(architecture: str, **changes: Any) -> Any:
-    """The transformers configuration of a tiny model."""
+    """Return the transformers configuration of a tiny model."""
     import transformers
 
     known = {**DECODERS, **SHARING, **RECURRENT, **ENCODERS, **RELATIVE, **EXPERTS, **UNUSUAL}
@@ -329,14 +329,14 @@ def make_config(architecture: str, **changes: Any) -> Any:
 
 
 def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes: Any) -> Any:
-    """A tiny model in float32 with every parameter random, norms and biases included."""
+    """Return a tiny model in float32 with all parameters random, including norms and biases."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
-    model = kind.from_config(config, attn_implementation="eager").eval()
+    model_class = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
+    model = model_class.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = torch.nn.Identity()
     randomize(model)
@@ -344,7 +344,7 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
 
 
 def randomize(model: Any) -> None:
-    """Give every parameter random numbers, in place, norms and biases included."""
+    """Set every parameter to random values in place, including norms and biases."""
     import torch
 
     with torch.no_grad():
@@ -359,7 +359,7 @@ def randomize(model: Any) -> None:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level tokenizer of words and letters; knows `<pad>`, `<s>`, `</s>` and adds none."""
+    """Return a byte-level tokenizer of words and letters; it knows `<pad>`, `<s>`, `</s>` and adds none."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -367,11 +367,11 @@ def make_tokenizer() -> Any:
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters]
     merges = []
     for word in ("\u0120yes", "\u0120no"):
-        pieces = list(word)
-        while len(pieces) > 1:
-            merges.append((pieces[0], pieces[1]))
-            pieces[:2] = [pieces[0] + pieces[1]]
-            tokens.append(pieces[0])
+        parts = list(word)
+        while len(parts) > 1:
+            merges.append((parts[0], parts[1]))
+            parts[:2] = [parts[0] + parts[1]]
+            tokens.append(parts[0])
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -382,7 +382,7 @@ def make_tokenizer() -> Any:
 
 
 def save_model(folder: Path, architecture: str, seed: int = 0, **changes: Any) -> Path:
-    """A folder with a tiny model and its tokenizer, as `save_pretrained` writes them."""
+    """Write a tiny model and its tokenizer into a folder with `save_pretrained`."""
     make_model(architecture, seed, **changes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -1,7 +1,8 @@
-"""A tiny model of any text type that transformers has: its own configuration, shrunk by rules about names.
+"""Make a tiny model of any text model type of transformers by shrinking its configuration.
 
-Nothing is written for one type. A number of a configuration is a size, and has at most what its name says; a
-list with an entry for each layer keeps a layer of every kind.
+Rules about names of settings apply to all types; nothing is written for one type. A number in a configuration
+is a size, whose name determines its maximum; a list with an entry for each layer keeps one layer of every
+type.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 from tests.tiny_models import VOCABULARY, WIDTH, WINDOW, randomize
 
 LAYERS, POSITIONS, INNER = 2, 64, 96
-# Of an inner layer whose activation leaves 5 in 100 numbers: with so few of 96 PyTorch's own gradients in
-# float32 differ by up to 2e-4 of the largest from those in double precision, with 1,024 by 1e-5.
+# Width of an inner layer whose activation keeps 5 in 100 values: with only 96 values, PyTorch's own gradients
+# in float32 differ by up to 2e-4 of the largest from those in double precision; with 1,024, by 1e-5.
 _SPARSE, _INNER_IF_SPARSE = "activation_sparsity_pattern", 1024
-# The first that a name matches as a whole says how large the number may be.
+# The first pattern that matches the whole name sets the maximum.
 _LARGEST = (
     (r"chunk_size_feed_forward|.*_(offset|size_divisible_by)", 1),
     (r"(num_(hidden_|encoder_|decoder_)?|n_|(en|de)coder_)?layers?|num_blocks|num_layers_per_stack", LAYERS),
@@ -47,8 +48,8 @@ _LARGEST = (
 )
 _LAYER_COUNTS = _LARGEST[1][0]
 _MOST_LAYERS = 6
-# What a number is instead, of configurations whose numbers belong together; "sizes": so are those that are
-# None; "times": how often the chosen layers come.
+# Replacements for numbers of configurations that depend on each other. "sizes": also replace values that are
+# None; "times": how often the chosen layers repeat.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"head_dim": 16},
@@ -70,7 +71,7 @@ _SPECIAL = ("pad", "bos", "eos")
 
 
 def text_types() -> dict[str, bool]:
-    """Every text model type of transformers' own tables, and whether it is a decoder."""
+    """Return every text model type of transformers' tables, and whether it is a decoder."""
     from transformers.models.auto import modeling_auto as tables
 
     masked, causal = tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES, tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -79,39 +80,39 @@ def text_types() -> dict[str, bool]:
 
 
 def make_tiny(model_type: str, seed: int = 0) -> Any:
-    """A tiny model of a type, in float32, every parameter random.
+    """Return a tiny model of a type in float32 with random parameters.
 
     Raises:
-        ValueError: no configuration that the rules make is one of a model that answers.
+        ValueError: no shrunk configuration gives a model that runs.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
     reason = ""
-    kind = AutoModelForCausalLM if text_types()[model_type] else AutoModel
+    model_class = AutoModelForCausalLM if text_types()[model_type] else AutoModel
     for config in tiny_configs(model_type):
         try:
             torch.manual_seed(seed)
             chosen = config()
             chosen.architectures = []
-            if kind is AutoModelForCausalLM and getattr(chosen, "is_decoder", None) is False:
+            if model_class is AutoModelForCausalLM and getattr(chosen, "is_decoder", None) is False:
                 chosen.is_decoder = True
             if chosen.is_encoder_decoder and model_type in ENCODERS:
                 # The encoder alone, such as T5's, which embeds sentences.
-                chosen.is_encoder_decoder, kind = False, AutoModelForTextEncoding
-            model = kind.from_config(chosen, attn_implementation="eager").eval()
+                chosen.is_encoder_decoder, model_class = False, AutoModelForTextEncoding
+            model = model_class.from_config(chosen, attn_implementation="eager").eval()
             randomize(model)
             tokens = torch.arange(3, 12)[None]
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             with torch.no_grad():
                 model(input_ids=tokens, **more)
         except ImportError:
-            # Of a library for other parts than the text's.
+            # An error of a library for parts other than the text part.
             text = chosen.get_text_config()
             if text is not chosen:
                 return make_tiny(text.model_type, seed)
-        except Exception as error:  # a class may raise whatever its parts raise
+        except Exception as error:  # a class may raise any exception of its parts
             reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             continue
         if getattr(model, "pooler", None) is not None:
@@ -121,7 +122,7 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
 
 
 def make_classifier(model_type: str, classes: int, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model of a type with a head for so many classes, every parameter random."""
+    """Return a tiny model of a type with a classification head and random parameters."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -137,10 +138,11 @@ def make_classifier(model_type: str, classes: int, seed: int = 0, **changes: Any
 
 
 def family(model_type: str, model: Any) -> str:
-    """What a type has apart from attention and layers for all tokens; without such decoder or encoder.
+    """Return the family of a type, by its layers that are neither attention nor token-wise.
 
-    A recurrent decoder keeps a state whose size doesn't depend on how many tokens it has read. What
-    transformers calls a causal language model and isn't one is neither.
+    Without such layers it is decoder or encoder. A recurrent decoder has a state whose size doesn't depend on
+    how many tokens it has read. A type that transformers calls a causal language model, but isn't one, is
+    neither.
     """
     config = model.config
     if config.is_encoder_decoder:
@@ -157,7 +159,7 @@ def family(model_type: str, model: Any) -> str:
 
 
 def _has_other_parts(model_type: str, config: Any) -> bool:
-    """Whether a model reads images or sounds too."""
+    """Return whether a model also reads images or audio."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
     is_part = config.get_text_config(decoder=True) is not config and model_type not in ENCODERS
@@ -165,10 +167,10 @@ def _has_other_parts(model_type: str, config: Any) -> bool:
 
 
 def _keeps_state(model: Any) -> bool:
-    """Whether a decoder that goes on with a text needs more of it than keys and values of each token."""
+    """Return whether a decoder needs more than keys and values of each token to continue a text."""
     import torch
 
-    # Fewer tokens than a sliding window, which has a bound too, keeps.
+    # Fewer tokens than a sliding window keeps; the window has a maximum too.
     short, longer = (torch.arange(3, 3 + count)[None] for count in (WINDOW - 3, WINDOW - 2))
     with torch.no_grad():
         kept, more = (
@@ -179,7 +181,7 @@ def _keeps_state(model: Any) -> bool:
 
 
 def _own_tensors(model: Any) -> list[Any]:
-    """Tensors that modules keep and that are neither parameters nor buffers."""
+    """Return tensors of modules that are neither parameters nor buffers."""
     import torch
 
     values = (value for module in model.modules() for value in vars(module).values())
@@ -191,7 +193,7 @@ def _shapes(values: Any) -> list[tuple[int, ...]]:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors that an object of transformers holds, at any depth; parameters are none of them."""
+    """Yield the tensors in an object of transformers at any depth, without parameters."""
     import torch
 
     if isinstance(value, torch.nn.Parameter | torch.nn.Module):
@@ -211,7 +213,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _reads_ahead(model: Any) -> bool:
-    """Whether what a decoder says of a token depends on tokens that come later."""
+    """Return whether a decoder's outputs for a token depend on later tokens."""
     import torch
 
     tokens = torch.arange(3, 12)[None].repeat(2, 1)
@@ -222,7 +224,7 @@ def _reads_ahead(model: Any) -> bool:
 
 
 def tiny_configs(model_type: str) -> Iterator[Any]:
-    """Functions that make a configuration, the likeliest first."""
+    """Return functions that make a configuration, the most likely one first."""
     from transformers import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[model_type]
@@ -232,35 +234,35 @@ def tiny_configs(model_type: str) -> Iterator[Any]:
 
 
 def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a tiny configuration of the same class."""
+    """Return settings of a tiny configuration of the same class."""
     from transformers import PretrainedConfig
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     layers = _chosen_layers(given) * changes.get("times", 1)
     for name, value in given.items():
         if name in changes:
-            found[name] = changes[name]
+            result[name] = changes[name]
         elif isinstance(value, PretrainedConfig):
-            found[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
+            result[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = _size(name, value, given)
+            result[name] = _size(name, value, given)
         elif name.endswith("token_id") and isinstance(value, list):
-            found[name] = _size(name, value[0], given)
+            result[name] = _size(name, value[0], given)
         elif value is None and "sizes" in changes and _largest(name) is not None:
-            found[name] = _largest(name)
+            result[name] = _largest(name)
         elif _is_by_layer(value, given) and with_lists:
-            found[name] = [_entry(name, value[place], given) for place in layers]
+            result[name] = [_entry(name, value[index], given) for index in layers]
         elif name == "attention_types":
-            found[name] = [[pattern, 1] for pattern, _ in value]
+            result[name] = [[pattern, 1] for pattern, _ in value]
     count, shared = _layer_count(given), given.get("num_kv_shared_layers") or 0
-    found |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
-    return found | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
+    result |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
+    return result | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
 
 
 def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
     if name.endswith(("token_id", "token_index")):
-        special = next((place for place, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
+        special = next((index for index, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
         return value if value < VOCABULARY else special
     if name == "vocab_size":
         return VOCABULARY
@@ -268,7 +270,7 @@ def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
         return value
     largest = _largest(name)
     if largest == WINDOW and value == given.get("max_position_embeddings"):
-        # It has all positions in it, and some models look at it here or there alone.
+        # It contains all positions, and some models read single ones.
         largest = POSITIONS
     if largest == INNER and _SPARSE in given:
         largest = _INNER_IF_SPARSE
@@ -291,7 +293,7 @@ def _layer_count(given: Mapping[str, Any]) -> int:
 
 
 def _is_by_layer(value: Any, given: Mapping[str, Any]) -> bool:
-    """Whether it is a list with an entry for each layer; one of places has them all apart."""
+    """Return whether a value is a list with an entry for each layer; entries of index lists differ."""
     if not isinstance(value, list) or len(value) < 2 or len(value) != _layer_count(given):
         return False
     return value != sorted(set(value)) if all(isinstance(each, int) for each in value) else True
@@ -303,14 +305,16 @@ def _entry(name: str, value: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _chosen_layers(given: Mapping[str, Any]) -> list[int]:
-    """Places of a layer of every kind, in order; two at least. Where layers share keys, they come twice."""
+    """Return indices of one layer of every type in order, at least two, and twice if layers share keys."""
     lists = [value for value in given.values() if _is_by_layer(value, given)]
     patterns = [
         len(given.get("block_types") or ()),
         *(len(each[0]) for each in given.get("attention_types", ())),
     ]
-    kinds = list(zip(*(map(str, each) for each in lists), strict=True))
-    first = sorted({kind: place for place, kind in reversed([*enumerate(kinds)])}.values())[:_MOST_LAYERS]
-    more = [place for place in range(max(LAYERS, *patterns)) if place not in first]
+    layer_types = list(zip(*(map(str, each) for each in lists), strict=True))
+    first = sorted({layer_type: index for index, layer_type in reversed([*enumerate(layer_types)])}.values())[
+        :_MOST_LAYERS
+    ]
+    more = [index for index in range(max(LAYERS, *patterns)) if index not in first]
     chosen = sorted([*first, *more[: max(0, LAYERS - len(first), max(patterns) - len(first))]])
     return chosen * 2 if given.get("num_kv_shared_layers") else chosen

@@ -1,4 +1,4 @@
-"""Verbs as a user calls them, in this process: starting another with PyTorch takes seconds."""
+"""Call verbs as a user does, but in this process: starting another one with PyTorch takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def prge(
     *words: object, check: bool = True, cwd: Path | None = None, input: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """One verb of the command line, and what it and its children said."""
+    """Run one verb and return its exit code and output, including its children's."""
     command = list(map(str, words))
     with (
         tempfile.TemporaryFile("w+") as given,
@@ -39,7 +39,7 @@ def prge(
 
 
 def _called(command: list[str], cwd: Path | None) -> int:
-    """The exit code of a verb, which leaves folder, environment and signals as they are."""
+    """Run a verb and return its exit code; restore folder, environment and signals."""
     here, terminate = Path.cwd(), signal.getsignal(signal.SIGTERM)
     os.chdir(cwd or here)
     try:
@@ -52,7 +52,7 @@ def _called(command: list[str], cwd: Path | None) -> int:
 
 @contextmanager
 def _standard(name: str, stream: IO[str]) -> Iterator[None]:
-    """Let a standard file be this one, for children and the engine too."""
+    """Replace a standard stream, also for children and the engine."""
     number = ("stdin", "stdout", "stderr").index(name)
     kept = os.dup(number)
     os.dup2(stream.fileno(), number)

@@ -1,4 +1,4 @@
-"""A tiny model with its bundle and rows: what most tests of real programs share."""
+"""A tiny model with its bundle and rows, shared by most tests of real programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export(model: Path, bundle: Path, *words: object) -> Path:
 
 
 def bits(run: Path) -> list[bytes]:
-    """Journal and result of a run."""
+    """Return the bytes of a run's journal and adapter."""
     return [(run / name).read_bytes() for name in ("journal.jsonl", "final/adapter_model.safetensors")]
 
 

@@ -1,1 +1,1 @@
-"""A phone over adb: the runtime that is brought to it, and runs on it."""
+"""Training and serving on a phone over adb: the runtime, files, jobs, and verbs that run there."""

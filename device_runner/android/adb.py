@@ -1,4 +1,4 @@
-"""adb calls: each with a timeout, words that need quoting quoted, and what fails told as a DeviceError."""
+"""Calls of adb with timeouts and quoting, whose failures are DeviceErrors."""
 
 from __future__ import annotations
 
@@ -16,34 +16,44 @@ from prge.errors import DeviceError
 QUICK_SECONDS = 60.0
 COPY_SECONDS = 3600.0
 _MARK = "prge-exit-code="
-_SERVER = "adb's server on this computer does not work: `adb kill-server`, then `adb devices` says more"
-_NOT_THERE = "connect the phone, unlock it, allow USB debugging; `adb devices` must list it as device"
+_SERVER = (
+    "The adb server on this computer doesn't work. Run `adb kill-server`, then `adb devices` for details."
+)
+_NOT_THERE = "Connect the phone, unlock it, and allow USB debugging. `adb devices` must list it as `device`."
 
 
 @dataclass(frozen=True)
 class AdbOutput:
-    """What a command on the device printed, and its exit code."""
+    """The output and exit code of a command on the device."""
 
     code: int
     output: str
     errors: str
 
     @property
-    def said(self) -> str:
-        """The last line that it printed as an error, or else at all."""
+    def last_line(self) -> str:
+        """The last line of the error output, or else of the output, or else the exit code."""
         lines = (self.errors.strip() or self.output.strip()).splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
 
 class Adb:
-    """adb for one device; `serial` is what `adb devices` calls it."""
+    """adb for one device.
+
+    Attributes:
+        serial: name of the device in the list of `adb devices`.
+    """
 
     def __init__(self, serial: str | None = None, quick_seconds: float = QUICK_SECONDS) -> None:
-        """Find the device and wait for nothing: a network device that was lost is connected again.
+        """Find the device, without waiting for one; reconnect a lost device of the network.
+
+        Args:
+            serial: the device; None: that of ANDROID_SERIAL, or the only one.
+            quick_seconds: timeout of calls that copy nothing.
 
         Raises:
-            DeviceError: there is no adb or it fails, no such device, none at all, more than one, or it is not
-                ready.
+            DeviceError: adb is missing or fails, there is no such device, there are several to choose from,
+                or the device is not ready.
         """
         self.executable = find_adb()
         self.quick_seconds = quick_seconds
@@ -58,44 +68,54 @@ class Adb:
         if state != "device":
             raise _not_ready(self.serial, state, states, connecting)
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
-        """Run a shell script on the device; its exit code is in the answer, its files are its user's alone.
+    def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
+        """Run a shell script on the device and return its output and exit code.
+
+        Only adb's user can read files that the script makes.
 
         Args:
-            script: what to run; others on the device can read it while it runs.
-            seconds: that it may take.
-            said: its standard input, which they can't read.
+            script: the script, which other users of the device can see while it runs.
+            seconds: timeout; None: `quick_seconds`.
+            stdin: standard input of the script, which other users can't see.
 
         Raises:
             DeviceError: the device was lost or did not answer in time.
         """
-        # adb's own exit code 1 looks like a command's: only what really ended prints the mark.
-        done = self._call(
+        # adb's own exit code 1 looks like that of a script, so a script that ended prints the mark.
+        process = self._call(
             ["shell", f"(\numask 077\n{script}\n)\ncode=$?; echo; echo {_MARK}$code"],
             seconds or self.quick_seconds,
-            said=said.encode(),
+            stdin=stdin.encode(),
         )
-        output, mark, code = done.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
-        errors = done.stderr.decode(errors="replace")
+        output, mark, code = process.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
+        errors = process.stderr.decode(errors="replace")
         if not mark or not code.strip().isdigit():
             raise self._lost(errors)
         return AdbOutput(int(code), output, errors)
 
-    def check(self, script: str, doing: str, seconds: float | None = None, said: str = "") -> str:
-        """Run a shell script that must succeed, and return what it printed.
+    def check(self, script: str, doing: str, seconds: float | None = None, stdin: str = "") -> str:
+        """Run a shell script that must succeed, and return its output.
+
+        Args:
+            script: as for `shell`, like `seconds` and `stdin`.
+            doing: what the script does, for the error message, such as "reading metrics".
 
         Raises:
-            DeviceError: it did not; `doing` says what it was for.
+            DeviceError: the script failed, or the device was lost.
         """
-        answer = self.shell(script, seconds, said)
-        if answer.code:
-            raise failed(doing, answer.said)
-        return answer.output
+        result = self.shell(script, seconds, stdin)
+        if result.code:
+            raise failed(doing, result.last_line)
+        return result.output
 
     def attach(self, script: str, reads: bool) -> int:
-        """Run a shell script with this process's output, and input if it `reads`; its exit code.
+        """Run a shell script connected to this process's output, and return its exit code.
 
-        In a terminal it has one too, which Ctrl-C goes through.
+        In a terminal, the script has a terminal too, and Ctrl-C reaches it.
+
+        Args:
+            script: the script.
+            reads: whether the script reads this process's standard input.
         """
         terminal = sys.stdin.isatty() and sys.stdout.isatty()
         command = [self.executable, "-s", self.serial, "shell", "-t" if terminal else "-T", script]
@@ -106,10 +126,10 @@ class Adb:
             raise self._not_started(error) from None
 
     def push(self, local: Path, remote: str) -> None:
-        """Copy a file to the device, or what is in a folder into a folder that is there.
+        """Copy a file to the device, or the content of a folder into an existing folder.
 
         Raises:
-            DeviceError: the device was lost, or can't keep it.
+            DeviceError: the device was lost, or can't store the files.
         """
         source = _local(local) + ("/." if local.is_dir() else "")
         self._copy(["push", source, remote], f"copying {local} to {remote}")
@@ -118,132 +138,150 @@ class Adb:
         """Copy a file or folder from the device; raises DeviceError."""
         self._copy(["pull", remote, _local(local)], f"copying {remote} to {local}")
 
-    def forward(self, here: int, there: int) -> int:
-        """Let this computer reach the device's port of loopback at its own, by default a free one; that one.
+    def forward(self, computer_port: int, device_port: int) -> int:
+        """Forward a loopback port of this computer to one of the device, and return the computer's port.
+
+        Args:
+            computer_port: port of this computer; 0: a free one.
+            device_port: port of the device's loopback.
 
         Raises:
-            DeviceError: it is in use.
+            DeviceError: the computer's port is in use.
         """
-        if here and self.forwards().get(here) == there:
-            return here
-        done = self._call(["forward", "--no-rebind", f"tcp:{here}", f"tcp:{there}"], self.quick_seconds)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        if computer_port and self.forwards().get(computer_port) == device_port:
+            return computer_port
+        process = self._call(
+            ["forward", "--no-rebind", f"tcp:{computer_port}", f"tcp:{device_port}"], self.quick_seconds
+        )
+        if process.returncode:
+            reason = process.stderr.decode(errors="replace").strip() or f"exit code {process.returncode}"
             raise DeviceError(
-                f"port {here} of this computer can't lead to the phone: {said}",
-                remedy="give another one with --computer-port; 0 takes a free one",
+                f"Cannot forward port {computer_port} of this computer to the phone: {reason}",
+                remedy="Give another port with --computer-port; 0 takes a free one.",
                 code="port-not-forwarded",
             )
-        return here or int(done.stdout)
+        return computer_port or int(process.stdout)
 
     def forwards(self) -> dict[int, int]:
-        """Ports of this computer that lead to the device, and the device's ports."""
-        listed = self._listed(["forward", "--list"])
-        rows = [line.replace("tcp:", "").split() for line in listed.splitlines()]
+        """Return the device's ports by the ports of this computer that are forwarded to them."""
+        output = self._output(["forward", "--list"])
+        rows = [line.replace("tcp:", "").split() for line in output.splitlines()]
         return {int(row[1]): int(row[2]) for row in rows if row[:1] == [self.serial] and _are_ports(row[1:])}
 
-    def unforward(self, here: int) -> None:
-        """Let a port of this computer lead to the device no more."""
-        self._call(["forward", "--remove", f"tcp:{here}"], self.quick_seconds)
+    def unforward(self, computer_port: int) -> None:
+        """Stop forwarding a port of this computer to the device."""
+        self._call(["forward", "--remove", f"tcp:{computer_port}"], self.quick_seconds)
 
     def reverse(self, port: str) -> None:
-        """Let the device reach this computer's port of loopback at its own; raises DeviceError."""
-        done = self._call(["reverse", f"tcp:{port}", f"tcp:{port}"], self.quick_seconds)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-            raise failed(f"reversing port {port}", said)
+        """Forward a loopback port of the device to the same port of this computer; raises DeviceError."""
+        process = self._call(["reverse", f"tcp:{port}", f"tcp:{port}"], self.quick_seconds)
+        if process.returncode:
+            reason = process.stderr.decode(errors="replace").strip() or f"exit code {process.returncode}"
+            raise failed(f"reversing port {port}", reason)
 
-    def _copy(self, words: Sequence[str], doing: str) -> None:
-        done = self._call(words, COPY_SECONDS)
-        if done.returncode:
-            text = (done.stderr + b"\n" + done.stdout).decode(errors="replace")
+    def _copy(self, arguments: Sequence[str], doing: str) -> None:
+        """Run a command of adb that copies files; raises DeviceError."""
+        process = self._call(arguments, COPY_SECONDS)
+        if process.returncode:
+            text = (process.stderr + b"\n" + process.stdout).decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
-            said = (lines or text.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise failed(doing, said)
+            reason = (lines or text.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            raise failed(doing, reason)
 
     def _states(self) -> dict[str, str]:
-        rows = [line.split("\t") for line in self._listed(["devices"], select=False).splitlines()]
+        """Return the states of all devices by their serials."""
+        rows = [line.split("\t") for line in self._output(["devices"], select=False).splitlines()]
         return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
-    def _listed(self, words: Sequence[str], select: bool = True) -> str:
-        """What adb lists; raises DeviceError with what adb says where it fails."""
-        done = self._call(words, self.quick_seconds, select)
-        if done.returncode:
+    def _output(self, arguments: Sequence[str], select: bool = True) -> str:
+        """Return the output of a command of adb; raises DeviceError if adb fails."""
+        process = self._call(arguments, self.quick_seconds, select)
+        if process.returncode:
             raise DeviceError(
-                f"adb {' '.join(words)} failed: {_words_of(done)}", remedy=_SERVER, code="adb-failed"
+                f"adb {' '.join(arguments)} failed: {_message_of(process)}", remedy=_SERVER, code="adb-failed"
             )
-        return done.stdout.decode(errors="replace")
+        return process.stdout.decode(errors="replace")
 
     def _connect(self) -> str:
-        """Connect to a device of the network; what adb says of it."""
-        # A connection that has died on the other side stays listed until it is given up.
+        """Connect to a device of the network, and return adb's message."""
+        # adb keeps listing a connection that the other side has closed until it is disconnected.
         self._call(["disconnect", self.serial], self.quick_seconds, select=False)
-        return _words_of(self._call(["connect", self.serial], self.quick_seconds, select=False))
+        return _message_of(self._call(["connect", self.serial], self.quick_seconds, select=False))
 
     def _call(
-        self, words: Sequence[str], seconds: float, select: bool = True, said: bytes = b""
+        self, arguments: Sequence[str], seconds: float, select: bool = True, stdin: bytes = b""
     ) -> subprocess.CompletedProcess[bytes]:
-        command = [self.executable, *(["-s", self.serial] if select else []), *words]
+        """Run adb, for this device if `select`, and return the ended process; raises DeviceError."""
+        command = [self.executable, *(["-s", self.serial] if select else []), *arguments]
         try:
-            return subprocess.run(command, input=said, capture_output=True, timeout=seconds, check=False)
+            return subprocess.run(command, input=stdin, capture_output=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             raise DeviceError(
-                f"adb {words[0]} did not end within {seconds:.0f} seconds",
-                remedy="is the phone still connected? A run on it goes on: `prge android status`",
+                f"adb {arguments[0]} did not end within {seconds:.0f} seconds.",
+                remedy="Check that the phone is connected. A run on it continues: `prge android status`.",
                 code="adb-too-slow",
             ) from None
         except OSError as error:
             raise self._not_started(error) from None
 
     def _not_started(self, error: OSError) -> DeviceError:
+        """Return the error of an adb that the system can't start."""
         return DeviceError(
-            f"{self.executable} can't be started: {error.strerror or error}", code="program-not-started"
+            f"Cannot start {self.executable}: {error.strerror or error}", code="program-not-started"
         )
 
     def _lost(self, errors: str) -> DeviceError:
+        """Return the error of a device whose connection ended during a script."""
         lines = errors.strip().splitlines()
-        said = lines[-1] if lines else "it closed the connection"
+        reason = lines[-1] if lines else "it closed the connection"
         return DeviceError(
-            f"the device {self.serial} was lost: {said}", remedy=_NOT_THERE, code="device-lost"
+            f"Lost the connection to the device {self.serial}: {reason}",
+            remedy=_NOT_THERE,
+            code="device-lost",
         )
 
 
 def find_adb() -> str:
-    """Path of adb, or of what PRGE_ADB names.
+    """Return the path of adb, or of the program that PRGE_ADB names.
 
     Raises:
-        DeviceError: it is not installed.
+        DeviceError: the program is not installed.
     """
     name = os.environ.get("PRGE_ADB") or "adb"
     path = shutil.which(name)
     if path is None:
         raise DeviceError(
-            f"{name} is not installed",
-            remedy="install Android's platform tools (Debian: apt install adb)",
+            f"{name} is not installed.",
+            remedy="Install Android's platform tools (Debian: apt install adb).",
             code="program-missing",
         )
     return path
 
 
 def quote(words: Sequence[object]) -> str:
-    """Words as the device's shell reads them back."""
+    """Return words joined and quoted for the device's shell."""
     return shlex.join(map(str, words))
 
 
-def failed(doing: str, said: str) -> DeviceError:
-    """The error of something that the device refused."""
+def failed(doing: str, reason: str) -> DeviceError:
+    """Return the error of a command that failed on the device.
+
+    Args:
+        doing: what the command does, such as "reading metrics".
+        reason: the message of the device.
+    """
     remedy = ""
-    if "no space left" in said.lower():
-        remedy = "free some storage on the phone; `prge android clean` removes what prge brought"
-    elif "permission denied" in said.lower():
-        remedy = "give a folder that adb's shell may write with --folder"
-    return DeviceError(f"{doing} failed: {said}", remedy=remedy, code="device-command-failed")
+    if "no space left" in reason.lower():
+        remedy = "Free some storage on the phone; `prge android clean` removes the files of prge."
+    elif "permission denied" in reason.lower():
+        remedy = "Give a folder that adb's shell can write to with --folder."
+    return DeviceError(f"{doing} failed: {reason}", remedy=remedy, code="device-command-failed")
 
 
-def _words_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    """What adb itself said, in one line."""
-    text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
-    return "; ".join(filter(None, map(str.strip, text.splitlines()))) or f"exit code {done.returncode}"
+def _message_of(process: subprocess.CompletedProcess[bytes]) -> str:
+    """Return the message of adb itself, in one line."""
+    text = (process.stderr.strip() or process.stdout.strip()).decode(errors="replace")
+    return "; ".join(filter(None, map(str.strip, text.splitlines()))) or f"exit code {process.returncode}"
 
 
 def _are_ports(words: Sequence[str]) -> bool:
@@ -251,35 +289,38 @@ def _are_ports(words: Sequence[str]) -> bool:
 
 
 def _only(states: dict[str, str]) -> str:
+    """Return the serial of the only device; raises DeviceError if there are none or several."""
     if len(states) == 1:
         return next(iter(states))
     if not states:
-        raise DeviceError("there is no device", remedy=_NOT_THERE, code="device-missing")
+        raise DeviceError("No device is connected.", remedy=_NOT_THERE, code="device-missing")
     raise DeviceError(
-        "there is more than one device: " + ", ".join(sorted(states)),
-        remedy="choose one with --serial",
+        "More than one device is connected: " + ", ".join(sorted(states)),
+        remedy="Choose one with --serial.",
         code="device-ambiguous",
     )
 
 
 def _not_ready(serial: str, state: str | None, states: dict[str, str], connecting: str) -> DeviceError:
-    """The error of a device that can't be used; `connecting` is what `adb connect` said."""
+    """Return the error of a device that can't be used; `connecting` is the message of `adb connect`."""
     if state is None:
         listed = ", ".join(sorted(set(states) - {serial})) or "none"
         why = f"; adb connect: {connecting}" if connecting else ""
         return DeviceError(
-            f"there is no device {serial}; connected: {listed}{why}", remedy=_NOT_THERE, code="device-missing"
+            f"There is no device {serial}. Connected devices: {listed}{why}",
+            remedy=_NOT_THERE,
+            code="device-missing",
         )
     remedies = {
-        "unauthorized": "unlock the phone and allow this computer in the dialogue that it shows",
-        "offline": "connect the phone again, or start `adb kill-server`",
+        "unauthorized": "Unlock the phone, and allow this computer in the dialog that it shows.",
+        "offline": "Connect the phone again, or run `adb kill-server`.",
     }
     return DeviceError(
-        f"the device {serial} is {state}", remedy=remedies.get(state, _NOT_THERE), code="device-not-ready"
+        f"The device {serial} is {state}.", remedy=remedies.get(state, _NOT_THERE), code="device-not-ready"
     )
 
 
 def _local(path: Path) -> str:
-    """A local path as adb reads it: it would take a leading dash for a flag."""
+    """Return a local path that adb can't mistake for a flag."""
     text = str(path)
     return text if text.startswith(("/", "./")) else f"./{text}"

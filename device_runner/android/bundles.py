@@ -1,4 +1,4 @@
-"""The bundles of a bench: made on the workstation by `prge export`, one after another, and kept there."""
+"""Exporting the bundles of a bench on the workstation, one after another, into a cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from prge.training.costs import format_bytes
 from prge.training.trials import Trial
 
 _SCHEME = "8da4w"
-_PARAMETER_BYTES = 2  # of random weights, in bfloat16
+_PARAMETER_BYTES = 2  # random weights are bfloat16
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """What a trial is taken of: the shape with random weights, or a folder or hub id with that shape."""
+    """The model of a trial: its shape with random weights, or a folder or hub id with this shape."""
 
     trial: Trial
     real: str | None = None
@@ -35,24 +35,24 @@ class BenchModel:
 
     @property
     def name(self) -> str:
-        """As `prge export --model` has it."""
+        """The value of `prge export --model`."""
         return self.real or f"random:{self.trial.shape}{':tiny' * self.tiny}"
 
     @property
     def label(self) -> str:
-        """The same for others, who don't care for a folder's place."""
+        """The name for published results, which shows no path of this machine."""
         return Path(self.name).name if Path(self.name).is_dir() else self.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of its export. Trials that differ in nothing else share a bundle."""
+        """Settings of the export; trials with equal settings share a bundle."""
         trial, layers = self.trial, self.trial.layers
         return {
             "model": self.name,
             "quantize": _SCHEME,
             "rank": trial.rank,
             "target_modules": layers if isinstance(layers, str) else list(layers),
-            # Others train both matrices.
+            # The published figures are of training both matrices.
             "adapter": "lora",
             "roles": list(trial.roles),
             "sequence_length": trial.tokens,
@@ -60,7 +60,7 @@ class BenchModel:
 
     @property
     def folder(self) -> str:
-        """The name of its bundle."""
+        """Name of the bundle's folder."""
         return f"{self.trial.shape}-{digest(json.dumps([self.settings, __version__]))[:12]}"
 
     def __eq__(self, other: object) -> bool:
@@ -71,19 +71,19 @@ class BenchModel:
 
 
 def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
-    """The bundle of each model, or why there is none.
+    """Return the bundle of each model, exported if need be, or the error of its export.
 
     Raises:
-        RunError: there is no room for those that are lacking.
+        RunError: the storage has too little room for the bundles to export.
     """
-    place = user_cache("bench") if cache is None else cache.absolute()
-    with as_run_error(place):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made: dict[BenchModel, Path | PrgeError] = {model: place / model.folder for model in models}
-    lacking = [model for model in made if not (place / model.folder / MANIFEST).is_file()]
+    folder = user_cache("bench") if cache is None else cache.absolute()
+    with as_run_error(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    bundles: dict[BenchModel, Path | PrgeError] = {model: folder / model.folder for model in models}
+    lacking = [model for model in bundles if not (folder / model.folder / MANIFEST).is_file()]
     if not lacking:
-        return made
-    _need_room(place, lacking)
+        return bundles
+    _check_storage(folder, lacking)
     from tqdm import tqdm
 
     with tqdm(lacking, desc="bundles", unit="bundle", disable=None) as bar:
@@ -92,37 +92,37 @@ def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[Bench
             if bar.disable:
                 print(f"bundle of {model.name}", flush=True)
             try:
-                settings = {**model.settings, "out": place / model.folder, "overwrite": True}
-                run_verb(*write_verb_config("export", settings, place / f"{model.folder}.yaml"), quiet=True)
+                settings = {**model.settings, "out": folder / model.folder, "overwrite": True}
+                run_verb(*write_verb_config("export", settings, folder / f"{model.folder}.yaml"), quiet=True)
             except PrgeError as error:
-                made[model] = error
-    return made
+                bundles[model] = error
+    return bundles
 
 
-def _need_room(place: Path, models: Sequence[BenchModel]) -> None:
-    """Tell what bundles take; raises RunError where there is less."""
+def _check_storage(folder: Path, models: Sequence[BenchModel]) -> None:
+    """Print the storage and time that exports take; raises RunError if the storage is too small."""
     if all(model.tiny for model in models):
         return
-    sizes, seconds, beside = [], 0.0, 0
+    sizes, seconds, temporary = [], 0.0, 0
     for model in models:
         print(f"estimating {model.name}", file=sys.stderr, flush=True)
         words = write_verb_config(
-            "estimate", {**model.settings, "json": True}, place / f"{model.folder}.yaml"
+            "estimate", {**model.settings, "json": True}, folder / f"{model.folder}.yaml"
         )
-        told = json.loads(output_of(*words))
-        sizes.append(told["weights_bytes"] + told["programs_bytes"])
-        seconds += told["export"]["seconds"]
-        if model.real is None:  # its weights are there while it is exported
-            beside = max(beside, _PARAMETER_BYTES * told["model"]["parameters"])
-    wanted, free = sum(sizes) + beside, shutil.disk_usage(place).free
+        estimate = json.loads(output_of(*words))
+        sizes.append(estimate["weights_bytes"] + estimate["programs_bytes"])
+        seconds += estimate["export"]["seconds"]
+        if model.real is None:  # the random weights are stored during the export
+            temporary = max(temporary, _PARAMETER_BYTES * estimate["model"]["parameters"])
+    needed, free = sum(sizes) + temporary, shutil.disk_usage(folder).free
     print(
-        f"{len(models)} bundles in {place}: {format_bytes(sum(sizes))}, and {format_bytes(beside)} for a while; "
-        f"about {format_duration(seconds)}",
+        f"{len(models)} bundles in {folder}: {format_bytes(sum(sizes))}, and temporarily "
+        f"{format_bytes(temporary)} more; about {format_duration(seconds)}",
         flush=True,
     )
-    if wanted > free:
+    if needed > free:
         raise RunError(
-            f"{place} has {format_bytes(free)} free, {format_bytes(wanted)} are needed",
-            remedy="free some storage, give another folder with --cache, or fewer trials with --only",
+            f"{folder} has {format_bytes(free)} free, but {format_bytes(needed)} are needed.",
+            remedy="Free some storage, give another folder with --cache, or choose fewer trials with --only.",
             code="storage-full",
         )

@@ -1,4 +1,4 @@
-"""`prge android <verb>`: from a workstation, train on a phone that adb reaches."""
+"""`prge android <verb>`: train on a phone from a workstation, through adb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from device_runner.android.push import send_bundle, send_run
 from device_runner.android.remote import RemoteVerb
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
-from device_runner.android.serving import ServeFlags, reach, reached, ways_to
+from device_runner.android.serving import ServeFlags, forwarded_ports, reconnect, server_url
 from device_runner.fleet.join import JoinSettings
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.settings import ServeSettings
@@ -37,7 +37,7 @@ Settings = TypeVar("Settings", bound=PhoneFlags)
 
 @dataclass(frozen=True)
 class AndroidDoctorSettings(PhoneFlags):
-    """Check whether a device can train."""
+    """Check whether a phone can train."""
 
     json: bool = False
     """Print one JSON object instead of text."""
@@ -45,89 +45,91 @@ class AndroidDoctorSettings(PhoneFlags):
 
 @dataclass(frozen=True)
 class PushSettings(PhoneFlags):
-    """Bring things to a device ahead of a run, which brings by itself all but the runtime.
+    """Copy files to a phone before a run. A run itself copies everything except the runtime.
 
-    Files that are there already, by their hashes, are not sent again.
+    Files that the phone already has, by their hashes, are not sent again.
     """
 
     paths: tuple[InputPath, ...]
     """Runtimes, bundles, folders of `prge tune`, and files of rows."""
     check: bool = False
-    """Compare the files there even if the folder was whole when it was sent."""
+    """Compare the files on the phone even if they were complete when they were sent."""
 
 
 @dataclass(frozen=True)
 class AndroidStatusSettings(PhoneFlags):
-    """Tell how runs stand."""
+    """Print the status of runs."""
 
     names: tuple[str, ...] = ()
-    """Runs; default: all."""
+    """Names of the runs; default: all."""
     json: bool = False
     """Print a JSON list instead of text."""
     wait: bool = False
-    """Wait until they have ended."""
+    """Wait until the runs have ended."""
 
 
 @dataclass(frozen=True)
 class NamedSettings(PhoneFlags):
-    """Which run."""
+    """The run that a verb is for."""
 
     name: str
-    """The run."""
+    """Name of the run."""
 
 
 @dataclass(frozen=True)
 class LogsSettings(NamedSettings):
-    """Print a run's log. It shows a training row."""
+    """Print the log of a run. The log shows a training row."""
 
     lines: int = 40
-    """Lines from its end."""
+    """Number of lines from the end of the log."""
     console: bool = False
-    """What the process printed, instead of log.txt."""
+    """Print the output of the process instead of log.txt."""
 
 
 @dataclass(frozen=True)
 class PullSettings(NamedSettings):
-    """Bring a run folder here: adapter, checkpoints, journal, figures."""
+    """Copy a run folder to this computer: adapter, checkpoints, journal, metrics."""
 
     out: OutputFolder | None = None
-    """Folder to make, or an older copy of the run to replace; default: the run's name."""
+    """Folder to create, or an older copy of the run to replace; default: the name of the run."""
     log: bool = False
-    """Bring log.txt too, which shows a training row."""
+    """Copy log.txt too, which shows a training row."""
     rows: bool = False
-    """Bring feedback.jsonl of a server too: what users asked and answered."""
+    """Copy feedback.jsonl of a server too, with prompts and corrections of users."""
 
 
 @dataclass(frozen=True)
 class StopSettings(NamedSettings):
-    """End a run after its step; it can be resumed."""
+    """Stop a run after its current step. You can resume the run later."""
 
     now: bool = False
-    """Kill it at once; it can be resumed then too."""
+    """Kill the run at once. You can still resume it later."""
     seconds: float = 120.0
-    """How long to wait for it."""
+    """Longest wait for the run to end, in seconds."""
 
 
 @dataclass(frozen=True)
 class CleanSettings(PhoneFlags):
-    """Remove from the device what was brought to it or made there."""
+    """Remove files of prge from the phone."""
 
     names: tuple[str, ...] = ()
-    """Runs to remove."""
+    """Names of the runs to remove."""
     data: bool = False
-    """Remove rows, bundles with their packed weights, and start adapters."""
+    """Remove rows, bundles with their packed weights, and initial adapters."""
     all: bool = False
-    """Remove everything of prge, runs included."""
+    """Remove all files of prge, including the runs."""
 
     def __post_init__(self) -> None:
         if not (self.names or self.data or self.all):
             raise ConfigError(
-                "nothing to remove:", ["name runs, or give --data or --all"], code="settings-unusable"
+                "There is nothing to remove:",
+                ["name runs, or give --data or --all"],
+                code="settings-unusable",
             )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one verb; see `prge android --help`."""
+    """Run a verb of `prge android` and return its exit code."""
     return run_action(argv, ACTIONS, "prge android", "Train on a phone that adb reaches.")
 
 
@@ -175,13 +177,13 @@ def _status(phone: Phone, settings: AndroidStatusSettings) -> int:
     if settings.json:
         print(json.dumps([asdict(job) for job in jobs], indent=2))
     else:
-        lines = [", ".join(filter(None, [job.text(), reached(phone, job)])) for job in jobs]
+        lines = [", ".join(filter(None, [job.text(), server_url(phone, job)])) for job in jobs]
         print("\n".join(lines) or "no runs")
     return 0
 
 
 def _logs(phone: Phone, settings: LogsSettings) -> int:
-    _known(phone, settings.name)
+    _check_exists(phone, settings.name)
     is_console = settings.console or phone.job(settings.name).port is not None
     file = ("jobs", settings.name, "console.txt") if is_console else ("runs", settings.name, LOG)
     words = quote([phone.path(*file)])
@@ -190,19 +192,19 @@ def _logs(phone: Phone, settings: LogsSettings) -> int:
 
 
 def _pull(phone: Phone, settings: PullSettings) -> int:
-    _known(phone, settings.name)
+    _check_exists(phone, settings.name)
     out = settings.out or Path(settings.name)
-    asked = {LOG: settings.log, FEEDBACK: settings.rows}
-    phone.pull_run(settings.name, out, [file for file in WITH_ROWS if not asked[file]])
+    is_wanted = {LOG: settings.log, FEEDBACK: settings.rows}
+    phone.pull_run(settings.name, out, [file for file in WITH_ROWS if not is_wanted[file]])
     print(out / "final" if (out / "final").is_dir() else out)
     return 0
 
 
 def _stop(phone: Phone, settings: StopSettings) -> int:
-    _known(phone, settings.name)
+    _check_exists(phone, settings.name)
     job = phone.stop(settings.name, settings.now, settings.seconds)
-    for here in ways_to(phone, job):
-        phone.adb.unforward(here)
+    for port in forwarded_ports(phone, job):
+        phone.adb.unforward(port)
     print(job.text())
     return 0
 
@@ -212,13 +214,15 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
     running = [name for name in names if phone.job(name).state == "running"]
     if running:
         raise DeviceError(
-            f"{running[0]} is running", remedy=f"prge android stop {running[0]}", code="job-running"
+            f"{running[0]} is running.",
+            remedy=f"Stop it with `prge android stop {running[0]}`.",
+            code="job-running",
         )
     if settings.all:
         phone.remove_all()
         return 0
     for name in settings.names:
-        _known(phone, name)
+        _check_exists(phone, name)
         phone.remove(phone.path("runs", name), phone.path("jobs", name))
     if settings.data:
         phone.remove(
@@ -230,7 +234,7 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
 def _on_phone(
     verb: str, settings_type: type[Settings], act: Callable[[Phone, Settings], int], *positional: str
 ) -> Callable[[list[str]], int]:
-    """A verb that reads its settings, connects to the phone, and acts there."""
+    """Return a verb that parses its settings, connects to the phone, and calls `act`."""
 
     def run(argv: list[str]) -> int:
         settings = parse_settings(settings_type, argv, f"prge android {verb}", positional)
@@ -243,20 +247,21 @@ def _fleet(argv: list[str]) -> int:
     return run_action(argv, {"join": _remote("join")}, "prge android fleet", "A phone as a fleet's device.")
 
 
-def _known(phone: Phone, name: str) -> None:
+def _check_exists(phone: Phone, name: str) -> None:
+    """Raise DeviceError unless the phone has a job or a run of this name."""
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
         raise phone.no_run(name)
 
 
 REMOTE = {
-    "run": RemoteVerb("run", RunSettings, "start a run on a phone, or go on with one", JobFlags, resume),
+    "run": RemoteVerb("run", RunSettings, "start or resume a run on a phone", JobFlags, resume),
     "eval": RemoteVerb("eval", EvaluateSettings, "score an adapter on rows, on a phone"),
-    "generate": RemoteVerb("generate", GenerateSettings, "write what a model answers, on a phone"),
-    "chat": RemoteVerb("chat", ChatSettings, "talk to a model, on a phone", reads=True),
+    "generate": RemoteVerb("generate", GenerateSettings, "generate text with a model, on a phone"),
+    "chat": RemoteVerb("chat", ChatSettings, "chat with a model, on a phone", reads=True),
     "serve": RemoteVerb(
-        "serve", ServeSettings, "start a server on a phone, or go on with one", ServeFlags, reach
+        "serve", ServeSettings, "start a server on a phone, or reconnect to one", ServeFlags, reconnect
     ),
-    "join": RemoteVerb("fleet join", JoinSettings, "let a phone take part in a fleet", JoinFlags),
+    "join": RemoteVerb("fleet join", JoinSettings, "let a phone join a fleet", JoinFlags),
 }
 
 
@@ -265,24 +270,24 @@ def _remote(name: str) -> Action:
 
 
 ACTIONS = {
-    "bundle": Action("build the folder that a phone needs, for arm64 or amd64", _bundle),
+    "bundle": Action("build the runtime of a phone, for arm64 or amd64", _bundle),
     "doctor": Action("check whether a phone can train", _on_phone("doctor", AndroidDoctorSettings, _doctor)),
     "push": Action(
-        "bring the runtime, bundles or rows to a phone", _on_phone("push", PushSettings, _push, "paths")
+        "copy a runtime, bundles or rows to a phone", _on_phone("push", PushSettings, _push, "paths")
     ),
     "run": _remote("run"),
-    "status": Action("tell how runs stand", _on_phone("status", AndroidStatusSettings, _status, "names")),
-    "logs": Action("print a run's log", _on_phone("logs", LogsSettings, _logs, "name")),
+    "status": Action(
+        "print the status of runs", _on_phone("status", AndroidStatusSettings, _status, "names")
+    ),
+    "logs": Action("print the log of a run", _on_phone("logs", LogsSettings, _logs, "name")),
     "eval": _remote("eval"),
     "generate": _remote("generate"),
     "chat": _remote("chat"),
     "serve": _remote("serve"),
-    "bench": Action(
-        "measure what others publish, on a phone", _on_phone("bench", BenchSettings, bench, "only")
-    ),
-    "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
-    "pull": Action("bring a run folder here", _on_phone("pull", PullSettings, _pull, "name")),
-    "stop": Action("end a run; it can be resumed", _on_phone("stop", StopSettings, _stop, "name")),
+    "bench": Action("benchmark a phone", _on_phone("bench", BenchSettings, bench, "only")),
+    "fleet": Action("`fleet join`: let a phone join a fleet", _fleet),
+    "pull": Action("copy a run folder to this computer", _on_phone("pull", PullSettings, _pull, "name")),
+    "stop": Action("stop a run, which you can resume later", _on_phone("stop", StopSettings, _stop, "name")),
     "clean": Action(
         "remove runs, rows or everything from a phone", _on_phone("clean", CleanSettings, _clean, "names")
     ),

@@ -1,9 +1,10 @@
 #!/system/bin/sh
-# job.sh JOB WORDS...: run Python of this runtime with WORDS. The folder JOB gets what tells the process from
-# another one with its number (stat, boot), and in the end its exit code (rc).
+# job.sh JOB WORDS...: run Python of this runtime with the arguments WORDS. The folder JOB gets the process
+# number (pid), what distinguishes the process from a later one with its number (stat, boot), and in the end
+# the exit code (rc).
 #
-# With PRGE_RESTARTS=N it is started again after a kill or a crash, at most N times in a row that last less than
-# a minute; not after an end of its own or a user's error, nor once JOB has a file `stop`. JOB/restarts counts.
+# With PRGE_RESTARTS=N, start Python again after a kill or a crash, at most N times in a row that each last less
+# than a minute; but not after a regular end or a user's error, nor if JOB has a file `stop`. JOB/restarts counts.
 umask 077
 J=$1
 shift
@@ -16,7 +17,7 @@ note() {
     echo "$1" >"$J/pid.new" && mv "$J/pid.new" "$J/pid"
 }
 
-# Seconds since the phone was started, which no change of its clock moves.
+# Seconds since the phone was started, which changes of its clock don't affect.
 uptime() {
     NOW=0
     { read -r NOW _ </proc/uptime; } 2>/dev/null
@@ -40,7 +41,7 @@ while :; do
     LEFT=$((LEFT - 1)) COUNT=$((COUNT + 1))
     echo "it ended with code $R and is started again"
     echo "$COUNT" >"$J/restarts"
-    # Who ends it now must find a process to end.
+    # `prge android stop` needs a process to signal during the pause.
     sleep 1 &
     note "$!"
     wait "$!"

@@ -1,4 +1,4 @@
-"""Verbs that go on on a phone without this computer: started, waited for, and `prge android run` itself."""
+"""Jobs on a phone that continue without this computer: starting them, waiting, and `prge android run`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from prge.cli.settings import parse_settings
 from prge.errors import DeviceError
 
 EARLY_SECONDS = 10.0
-# Between two lines of how a run stands that is waited for.
-TELL_SECONDS = 20.0
+# Time between two status lines while waiting.
+STATUS_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFlags(PhoneFlags):
-    """Go on with a run that was stopped or killed."""
+    """Resume a run that was stopped or killed."""
 
     resume: str = ""
-    """Alone, or with --wait: name of a run on the device to go on with, which was stopped or killed."""
+    """Name of a stopped or killed run on the device to resume; alone, or with --wait."""
     wait: bool = False
     """Wait until the run has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags(RemoteFlags, ResumeFlags):
-    """The run on the device: it goes on without cable and computer."""
+    """A run on the device, which continues without cable and computer."""
 
     POSITIONAL: ClassVar = ()
     NOT_GIVEN: ClassVar = ("change_estimator",)
@@ -42,26 +42,26 @@ class JobFlags(RemoteFlags, ResumeFlags):
     out: Path
     """Run folder to create on the device; its name is the name of the run."""
     again: bool = False
-    """Where the device has the run already, go on with it, and wait for it where it still runs."""
+    """If the device already has the run, resume it, or wait for it if it is still running."""
     pull: OutputFolder | None = None
-    """Wait until the run has ended, and bring its folder here; see `prge android pull`."""
+    """Wait until the run has ended, and copy its folder to this computer; see `prge android pull`."""
     remove: bool = False
-    """Beside --pull: remove the run from the device once it is here."""
+    """With --pull: remove the run from the device after the copy."""
 
-    def settings_there(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
         return {"out": Path(self.path("runs", self.out.name))}
 
     def execute(self, call: RemoteCall) -> int:
-        """Start the run; see RemoteFlags."""
+        """Start or resume the run; see RemoteFlags."""
         phone, name = call.phone, self.out.name
         job, waits = phone.job(name), self.wait or self.pull is not None
         if job.state != "running" and not phone.exists(phone.path("runs", name, "journal.jsonl"), "s"):
-            job = start_job(phone, name, call.send(call.bring(), phone.path("jobs", name)), waits)
+            job = start_job(phone, name, call.send(call.send_inputs(), phone.path("jobs", name)), waits)
         elif not self.again:
             raise DeviceError(
-                f"{phone.adb.serial} has a run {name} already",
-                remedy=f"go on with it: prge android run --resume {name}; or give another name with --out",
+                f"{phone.adb.serial} already has a run {name}.",
+                remedy=f"Resume it with prge android run --resume {name}, or give another name with --out.",
                 code="run-exists-on-device",
             )
         else:
@@ -78,37 +78,52 @@ class JobFlags(RemoteFlags, ResumeFlags):
 
 
 def resume(argv: list[str]) -> int:
-    """`prge android run --resume NAME`; returns the exit code, raises PrgeError."""
+    """Run `prge android run --resume NAME` and return its exit code; raises PrgeError."""
     flags = parse_settings(ResumeFlags, argv, "prge android run")
     phone = flags.phone()
     return report(phone, resume_run(phone, flags.resume, flags.wait))
 
 
 def resume_run(phone: Phone, name: str, wait: bool) -> Job:
-    """Go on with a run that was stopped or killed; raises DeviceError."""
+    """Resume a run that was stopped or killed, and return its status; raises DeviceError."""
     check_name(name)
     if phone.job(name).port is not None:
         raise DeviceError(
-            f"{name} is a server", remedy=f"prge android serve --resume {name}", code="job-is-server"
+            f"{name} is a server, not a run.",
+            remedy=f"Reconnect to it with prge android serve --resume {name}.",
+            code="job-is-server",
         )
     words = ["--resume", phone.path("runs", name)]
     if not phone.exists(phone.path("runs", name, "config.yaml"), "f"):
-        # Killed before its first record: begin it as it was begun.
+        # The run was killed before its first record, so it starts from the beginning.
         words = ["--config", phone.path("jobs", name, "settings.yaml")]
         if not phone.exists(words[1], "f"):
             raise DeviceError(
-                f"{phone.adb.serial} has no run {name} to go on with", code="run-missing-on-device"
+                f"{phone.adb.serial} has no run {name} that could be resumed.", code="run-missing-on-device"
             )
     return start_job(phone, name, ["-m", "prge.cli.main", "run", *words], wait)
 
 
 def start_job(phone: Phone, name: str, words: Iterable[str], wait: bool = False) -> Job:
-    """Start Python of the runtime as a job, and see how it begins or, to `wait`, ends; raises DeviceError."""
+    """Start Python of the runtime as a job, and watch its first seconds.
+
+    Args:
+        phone: the device.
+        name: name of the job.
+        words: arguments of Python.
+        wait: wait until the job has ended.
+
+    Returns:
+        The status of the job.
+
+    Raises:
+        DeviceError: the job can't be started, or the device was lost.
+    """
     job = phone.start(name, words)
     if wait:
         job = wait_for(phone, name)
     deadline = time.monotonic() + EARLY_SECONDS
-    # Bad input ends a run before it has a summary: say so at once, if it is quick.
+    # Bad input ends a run before it writes a summary; a short wait shows the user the error at once.
     while job.state == "running" and not job.summary and time.monotonic() < deadline:
         time.sleep(0.2)
         job = phone.job(name)
@@ -116,8 +131,8 @@ def start_job(phone: Phone, name: str, words: Iterable[str], wait: bool = False)
 
 
 def wait_for(phone: Phone, name: str, prints: bool = True) -> Job:
-    """The job once it has ended; a device that is lost meanwhile is looked for again for a while."""
-    lost, then = 0, time.monotonic()
+    """Wait until a job has ended, and return its status; reconnect to a lost device for a minute."""
+    lost, printed = 0, time.monotonic()
     while True:
         try:
             job = phone.job(name)
@@ -132,14 +147,18 @@ def wait_for(phone: Phone, name: str, prints: bool = True) -> Job:
             continue
         if job.state != "running":
             return job
-        if prints and time.monotonic() - then > TELL_SECONDS:
-            then = time.monotonic()
+        if prints and time.monotonic() - printed > STATUS_SECONDS:
+            printed = time.monotonic()
             print(job.text(), flush=True)
         time.sleep(1)
 
 
 def report(phone: Phone, job: Job) -> int:
-    """Print how a job stands; 0 if it goes on or has ended well, else its exit code, with its last words."""
+    """Print the status of a job, and the end of its output if it failed.
+
+    Returns:
+        0 if the job is running or has ended successfully, else its exit code.
+    """
     print(job.text())
     if job.state == "running" or job.code == 0:
         return 0

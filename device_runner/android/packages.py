@@ -1,8 +1,8 @@
-"""Packages that a runtime is made of: the newest of a Debian release, and wheels that prge is tested with.
+"""The packages of a runtime: the newest of a Debian release, and wheels that prge is tested with.
 
-They come through this machine's own pip and APT: `apt-get` with a private configuration that knows another
-architecture and release, so that nothing of the system is touched. APT checks the archive's signature, and by
-it the hash of every package. A lock names packages of an earlier runtime by version and hash instead.
+This machine's own pip and APT download them. `apt-get` gets a private configuration for the other
+architecture and release, so that the system stays unchanged. APT checks the archive's signature, and with it
+the hash of every package. A lock file names the packages of an earlier runtime by version and hash instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PIP = [
     *("--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", PYTHON),
     *("--abi", f"cp{PYTHON.replace('.', '')}", "--abi", "abi3", "--abi", "none"),
 ]
-# What this machine's own settings may have loosened.
+# This machine's own settings may be less strict.
 _STRICT = (
     "-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowWeakRepositories=false "
     "-o APT::Get::AllowUnauthenticated=false"
@@ -51,7 +51,7 @@ WHEELS = (
     "Jinja2==3.1.6 MarkupSafe==3.0.4 starlette==1.3.1 uvicorn==0.49.0 anyio==4.16.0 click==8.5.1 h11==0.16.0 "
     "idna==3.20"
 ).split()
-# What a device of a fleet needs besides: of what flwr asks for, the packages that its client imports.
+# More packages for a device of a fleet: of flwr's requirements, those that its client imports.
 FLEET_WHEELS = (
     "flwr==1.41.0 annotated-doc==0.0.7 annotated-types==0.8.0 certifi==2026.10.18 "
     "cffi==2.1.1 charset-normalizer==3.5.2 cryptography==50.0.2 fastapi==0.138.2 "
@@ -65,7 +65,7 @@ FLEET_WHEELS = (
 
 @dataclass(frozen=True)
 class Package:
-    """One package in one version, and the hash of its file."""
+    """A package in one version, and the SHA-256 of its file."""
 
     name: str
     version: str
@@ -74,100 +74,101 @@ class Package:
 
 @dataclass(frozen=True)
 class Archive:
-    """Where Debian's packages come from."""
+    """A Debian archive."""
 
     address: str | None = None
-    """Default: the Debian archive that this machine's APT uses."""
+    """URL of the archive; None: the archive that this machine's APT uses."""
     keys: Path | None = None
-    """File of the public keys that sign it; default: Debian's own."""
+    """File of the public keys that sign the archive; None: Debian's own."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """The packages that an earlier runtime was made of, by their names."""
+    """The packages of an earlier runtime, by their names."""
 
     path: Path
     debian: Mapping[str, Package]
     wheels: Mapping[str, Package]
 
     def named(self, names: Sequence[str], source: Literal["debian", "wheels"]) -> list[Package]:
-        """Its packages of these names; raises ConfigError where it lacks some."""
+        """Return the packages of these names; raises ConfigError if the lock lacks some."""
         packages: Mapping[str, Package] = getattr(self, source)
         if lacking := [name for name in names if name not in packages]:
             raise ConfigError(
-                "the lock lacks packages:",
+                "The lock lacks packages:",
                 [f"{self.path}: no {', '.join(lacking)}"],
-                remedy="take runtime.json of a runtime with the same flags, or leave --lock out",
+                remedy="Give the runtime.json of a runtime with the same flags, or leave --lock out.",
                 code="lock-lacks-packages",
             )
         return [packages[name] for name in names]
 
 
 def read_lock(path: Path, machine: Machine) -> Lock:
-    """The packages that a runtime.json names.
+    """Read the packages that a runtime.json names.
 
     Raises:
-        ConfigError: it names none, or they are for another machine.
+        ConfigError: the file names no packages, or they are for another machine.
     """
     try:
         content = read_json(path)
-        made_for, sources = content["machine"], content["packages"]
+        built_for, sources = content["machine"], content["packages"]
         debian, wheels = (
             {
-                name: Package(name, _text(facts["version"]), _text(facts["sha256"]))
+                name: Package(name, _safe_word(facts["version"]), _safe_word(facts["sha256"]))
                 for name, facts in sources[source].items()
             }
             for source in ("debian", "wheels")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            "the lock can't be used:",
+            "Cannot use the lock:",
             [f"{path}: {error if isinstance(error, OSError) else f'no packages of a runtime ({error})'}"],
-            remedy="give the runtime.json of a runtime that prge android bundle has built",
+            remedy="Give the runtime.json of a runtime that prge android bundle has built.",
             code="lock-unreadable",
         ) from None
-    if made_for != machine:
+    if built_for != machine:
         raise ConfigError(
-            "the lock can't be used:",
-            [f"{path} is for {made_for}, --machine is {machine}"],
+            "Cannot use the lock:",
+            [f"{path} is for {built_for}, --machine is {machine}"],
             code="lock-of-other-machine",
         )
     return Lock(path, debian, wheels)
 
 
-def _text(value: object) -> str:
-    """Of a version or a hash: they become words of a command line."""
+def _safe_word(value: object) -> str:
+    """Check a version or a hash, which becomes a word of a command line; raises ValueError."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+:~_-]*", value):
-        raise ValueError(f"{value!r} is no version or hash")
+        raise ValueError(f"{value!r} is not a version or a hash")
     return value
 
 
 def download_wheels(
     pinned: Sequence[str], machine: Machine, cache: Path, lock: Lock | None = None
 ) -> dict[Package, Path]:
-    """The wheel of each package, from the cache or through this Python's pip, which checks a lock's hashes.
+    """Return the wheel of each package, from the cache or downloaded by this Python's pip.
 
     Args:
-        pinned: names and versions, such as `numpy==2.4.6`; with a lock its versions count.
-        machine: Debian's name of it.
+        pinned: names and versions, such as `numpy==2.4.6`; a lock overrides the versions.
+        machine: Debian's name of the architecture.
         cache: folder to keep files in.
-        lock: where versions and hashes come from.
+        lock: versions and hashes, which pip checks; None: the pinned versions.
 
     Raises:
-        PrgeError: pip can't get one, or it is another file than the lock names.
+        PrgeError: pip can't download a wheel, or the file differs from the one that the lock names.
     """
     folder = private_folder(cache / "wheels" / machine)
-    lines, remedy = list(pinned), "is the package index there, and does it have these versions?"
+    lines = list(pinned)
+    remedy = "Check that the package index can be reached and has these versions."
     if lock is not None:
-        named = lock.named([line.partition("==")[0] for line in pinned], "wheels")
-        lines = [f"{item.name}=={item.version} --hash=sha256:{item.sha256}" for item in named]
-        remedy += " Leave --lock out to take those that prge is tested with"
+        locked = lock.named([line.partition("==")[0] for line in pinned], "wheels")
+        lines = [f"{item.name}=={item.version} --hash=sha256:{item.sha256}" for item in locked]
+        remedy += " Leave --lock out to use the versions that prge is tested with."
     if importlib.util.find_spec("pip") is None:
-        remedy = "this Python has no pip: install it with `python -m ensurepip`"
+        remedy = "This Python has no pip. Install it with `python -m ensurepip`."
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
-        asked = Path(scratch, "wheels.txt")
-        asked.write_text("\n".join(lines))
-        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), "--requirement", str(asked)]
+        requirements = Path(scratch, "wheels.txt")
+        requirements.write_text("\n".join(lines))
+        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), "--requirement", str(requirements)]
         words += ["--require-hashes"] * (lock is not None)
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
@@ -175,13 +176,14 @@ def download_wheels(
             _run([*words, "--no-index"])
         except PrgeError:  # the cache lacks some
             _run(words, remedy=remedy)
-        brought = {
-            _plain(path.name): path.replace(folder / path.name) for path in Path(scratch).glob("*.whl")
+        downloaded = {
+            _normalized(path.name): path.replace(folder / path.name) for path in Path(scratch).glob("*.whl")
         }
     wheels = {}
     for line in lines:
         name, _, version = line.partition(" ")[0].partition("==")
-        path = next(path for wheel, path in brought.items() if wheel.startswith(_plain(f"{name}-{version}-")))
+        prefix = _normalized(f"{name}-{version}-")
+        path = next(path for wheel, path in downloaded.items() if wheel.startswith(prefix))
         wheels[Package(name, version, file_sha256(path))] = path
     return wheels
 
@@ -189,18 +191,18 @@ def download_wheels(
 def download_debian(
     names: Sequence[str], machine: str, cache: Path, archive: Archive, lock: Lock | None = None
 ) -> dict[Package, Path]:
-    """The file of each Debian package, checked by APT's signatures or by a lock's hash.
+    """Return the file of each Debian package, checked by APT's signatures or by the hash of a lock.
 
     Args:
-        names: of the packages; their newest versions, unless there is a lock.
-        machine: Debian's name of it.
+        names: names of the packages; without a lock, the newest versions are taken.
+        machine: Debian's name of the architecture.
         cache: folder to keep files in.
-        archive: where they come from.
-        lock: where versions and hashes come from; nothing is asked for what lies in the cache then.
+        archive: the Debian archive.
+        lock: versions and hashes; the archive isn't contacted for locked packages in the cache.
 
     Raises:
-        PrgeError: there is no APT or no archive, it can't be reached, its signature is wrong, or it lacks
-            packages or the versions that the lock names.
+        PrgeError: this machine has no APT or no archive, the archive can't be reached, its signature is
+            wrong, or it lacks packages or the versions that the lock names.
     """
     folder = cache / "debian" / machine
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,15 +219,15 @@ def download_debian(
         lacking = [f"{item.name} {item.version}" for item in wanted if item not in offered]
         if lacking:
             raise PrgeError(
-                "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
-                remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for "
-                "the newest",
+                "The archive lacks these packages of the lock: " + ", ".join(lacking),
+                remedy="Name a mirror that keeps old versions with --debian-archive, or leave --lock out to "
+                "use the newest versions.",
                 code="archive-lacks-versions",
             )
         if lacking := sorted(set(names) - {package.name for package in wanted}):
             raise PrgeError(
-                f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
-                remedy="name another archive with --debian-archive",
+                f"The release {RELEASE} of the archive lacks packages: " + ", ".join(lacking),
+                remedy="Name another archive with --debian-archive.",
                 code="archive-lacks-packages",
             )
         files = _cached(wanted, folder)
@@ -233,20 +235,20 @@ def download_debian(
         if words:
             _apt(["apt-get", *_STRICT, "download", *words], environment, private)
             for path in sorted(private.glob("*.deb")):
-                # Copied first, for a local archive gives links: no other process sees a part of a file.
-                whole = Path(shutil.copyfile(path, private / "whole"))
-                whole.replace(folder / path.name)
+                # APT links to files of a local archive. A copy that is moved is never seen half-written.
+                copy = Path(shutil.copyfile(path, private / "whole"))
+                copy.replace(folder / path.name)
     return _cached(wanted, folder)
 
 
 def unpack_debian(files: Iterable[Path], folder: Path) -> None:
-    """Unpack Debian packages into one tree."""
+    """Unpack Debian packages into one folder."""
     for path in files:
         _run(["dpkg-deb", "-x", str(path), str(folder)])
 
 
 def _cached(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
-    """Of those packages that lie in a folder, the file with the hash."""
+    """Return the files of the packages that a folder has with the right hash."""
     return {
         package: path
         for package in packages
@@ -256,7 +258,7 @@ def _cached(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
 
 
 def _offered(names: Sequence[str], environment: Mapping[str, str], every_version: bool) -> list[Package]:
-    """What the archive has of packages; those that it doesn't know are left out."""
+    """Return the versions of packages in the archive, the newest or all; unknown packages are left out."""
     words = ["apt-cache", *([] if every_version else ["--no-all-versions"]), "show", *names]
     packages = []
     for stanza in _apt(words, environment).split("\n\n"):
@@ -267,22 +269,26 @@ def _offered(names: Sequence[str], environment: Mapping[str, str], every_version
 
 
 def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) -> dict[str, str]:
-    """Environment of an APT of its own: another release and architecture, its lists in `folder`."""
+    """Configure APT for another release and architecture, with its lists in `folder`.
+
+    Returns:
+        The environment variables that make APT use this configuration.
+    """
     keys = archive.keys or _KEYS
     if not keys.is_file():
         raise PrgeError(
-            f"there is no file {keys} with the keys that sign the archive",
-            remedy="apt install debian-archive-keyring, or name a file with --debian-keys",
+            f"There is no file {keys} with the keys that sign the archive.",
+            remedy="Run `apt install debian-archive-keyring`, or name a file with --debian-keys.",
             code="archive-keys-missing",
         )
     address = archive.address or configured_archive()
     for name in ("lists/partial", "cache/archives/partial", "keys"):
         (folder / name).mkdir(parents=True)
     (folder / "status").touch()
-    # By a folder, since an option of a source takes no path with a space; the name tells the format.
+    # A folder, since APT's options of a source allow no spaces in paths. APT takes the format from the name.
     content = keys.read_bytes()
     (folder / "keys" / ("keys.asc" if content.startswith(b"-----") else "keys.gpg")).write_bytes(content)
-    # A lock's hashes tell what is right, whatever the age of an archive that stands still.
+    # With a lock, hashes are checked, so an archive that is no longer updated is fine.
     options = "[check-valid-until=no] " if is_locked else ""
     (folder / "sources.list").write_text(f"deb {options}{address} {RELEASE} main\n")
     (folder / "apt.conf").write_text(
@@ -296,34 +302,34 @@ def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) 
 
 
 def configured_archive() -> str:
-    """Address of the Debian archive that this machine's APT is set up with."""
+    """Return the address of the Debian archive that this machine's APT uses; raises PrgeError."""
     words = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)"]
-    told = _apt([*words, "Created-By: Packages", "Origin: Debian", "Component: main"], {})
-    addresses = [line.split()[1] for line in told.splitlines() if "-" not in line.split()[0]]
+    output = _apt([*words, "Created-By: Packages", "Origin: Debian", "Component: main"], {})
+    addresses = [line.split()[1] for line in output.splitlines() if "-" not in line.split()[0]]
     if not addresses:
         raise PrgeError(
-            "this machine's APT has no Debian archive",
-            remedy="name one with --debian-archive ADDRESS",
+            "The APT of this machine has no Debian archive.",
+            remedy="Name one with --debian-archive ADDRESS.",
             code="archive-not-configured",
         )
     return addresses[0]
 
 
-def _plain(name: str) -> str:
-    """A name that packages, and wheels' files, spell in several ways."""
+def _normalized(name: str) -> str:
+    """Return the name of a package or wheel with one spelling of case and separators."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _apt(words: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> str:
-    """What APT prints; raises PrgeError, with a remedy that fits what is wrong with an archive."""
+    """Run APT and return its output; raises PrgeError, whose remedy depends on the problem of the archive."""
     try:
         return _run(words, environment, folder)
     except PrgeError as error:
-        remedy = error.remedy or "is the network there? --debian-archive names another archive"
+        remedy = error.remedy or "Check the network, or name another archive with --debian-archive."
         if re.search("sign|GPG", error.what):
             remedy = (
-                "nothing of it is used: take a Debian archive, or name the keys that sign yours with "
-                "--debian-keys FILE"
+                "Nothing of the archive is used. Name a Debian archive, or the keys that sign yours with "
+                "--debian-keys FILE."
             )
         raise PrgeError(error.what, remedy=remedy, code=error.code) from None
 
@@ -334,42 +340,42 @@ def _run(
     folder: Path | None = None,
     remedy: str = "",
 ) -> str:
-    """What a command prints; raises PrgeError with its error if it fails.
+    """Run a command and return its output; raises PrgeError with the command's error if it fails.
 
     Args:
-        words: the command; its paths are absolute where `folder` is given.
-        environment: variables besides this process's own.
-        folder: where it works.
-        remedy: of a failure.
+        words: the command; its paths are absolute if `folder` is given.
+        environment: variables in addition to this process's own.
+        folder: working folder; None: this process's.
+        remedy: remedy of the error.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False, cwd=folder,
             env={**os.environ, **(environment or {}), "LC_ALL": "C.UTF-8"},
         )  # fmt: skip
     except OSError as error:
         raise PrgeError(
-            f"{words[0]} can't be started: {error.strerror or error}",
-            remedy="a runtime is built on Debian or a relative of it, with apt-get and dpkg-deb",
+            f"Cannot start {words[0]}: {error.strerror or error}",
+            remedy="Build the runtime on Debian, or a system based on it, with apt-get and dpkg-deb.",
             code="program-not-started",
         ) from None
     except subprocess.TimeoutExpired:
         raise PrgeError(
-            f"{words[0]} did not end within {SECONDS} seconds", remedy=remedy, code="program-too-slow"
+            f"{words[0]} did not end within {SECONDS} seconds.", remedy=remedy, code="program-too-slow"
         ) from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        told = [line for line in lines if line.startswith(("E:", "ERROR", "W: GPG"))] or lines
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
+        errors = [line for line in lines if line.startswith(("E:", "ERROR", "W: GPG"))] or lines
         verbs = {"pip", "update", "download", "show", "indextargets", "-x"}
-        called = " ".join([Path(words[0]).name, *(word for word in words[1:] if word in verbs)])
+        command = " ".join([Path(words[0]).name, *(word for word in words[1:] if word in verbs)])
         raise PrgeError(
-            f"{called} failed: {told[0] if told else f'exit code {done.returncode}'}",
+            f"{command} failed: {errors[0] if errors else f'exit code {process.returncode}'}",
             remedy=remedy,
             code="program-failed",
         )
-    return done.stdout
+    return process.stdout
 
 
 def digest(text: str) -> str:
-    """Hexadecimal SHA-256 of a text."""
+    """Return the hexadecimal SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

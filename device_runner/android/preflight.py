@@ -1,4 +1,4 @@
-"""`prge android doctor`: what a device has, and what is missing before it can train."""
+"""`prge android doctor`: checks whether a device can train."""
 
 from __future__ import annotations
 
@@ -34,62 +34,68 @@ print(json.dumps(facts()))
 
 
 def examine(phone: Phone) -> Iterator[Check]:
-    """All checks, one after the other; raises DeviceError where the device is lost."""
+    """Yield the results of all checks, one after another; raises DeviceError if the device is lost."""
     shell = phone.adb.shell
     model = shell("getprop ro.product.model").output.strip() or "unknown model"
     release = shell("getprop ro.build.version.release").output.strip() or "unknown version"
     serial = phone.adb.serial
     yield Check("device", "ok", f"{serial}: {model}, Android {release}", value=serial)
-    # Without Android's own tools, as on other Linux, the kernel's answer has to do.
+    # Other Linux systems lack Android's getprop.
     abi = shell("getprop ro.product.cpu.abi").output.strip() or shell("uname -m").output.strip()
     machine = MACHINES.get(abi)
     if machine is None:
-        yield Check("machine", "missing", abi or "unknown", "only 64-bit ARM and x86 are supported")
+        yield Check("machine", "missing", abi or "unknown", "Only 64-bit ARM and x86 are supported.")
     else:
-        yield Check("machine", "ok", f"{abi}: takes a runtime for {machine}")
+        yield Check("machine", "ok", f"{abi}: needs a runtime for {machine}")
     yield _kernel(shell("uname -r").output.strip())
-    yield _space(phone)
+    yield _storage(phone)
     yield _folder(phone)
     yield from _runtime(phone, machine)
 
 
 def _kernel(release: str) -> Check:
+    """Check whether the kernel is new enough for the runtime's glibc."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers is None:
         return Check("kernel", "warn", release or "unknown")
     version = int(numbers[1]), int(numbers[2])
     if version < OLDEST_KERNEL:
         oldest = ".".join(map(str, OLDEST_KERNEL))
-        return Check("kernel", "missing", release, f"the runtime's glibc needs Linux {oldest} or newer")
+        return Check("kernel", "missing", release, f"The runtime's glibc needs Linux {oldest} or newer.")
     return Check("kernel", "ok", release)
 
 
-def _space(phone: Phone) -> Check:
+def _storage(phone: Phone) -> Check:
+    """Check whether the device has enough free storage."""
     free = phone.free_bytes()
     if free is None:
         return Check("storage", "warn", "unknown")
     space = f"{free // MIB} MiB free"
     if free < ENOUGH_BYTES:
         return Check(
-            "storage", "warn", space, f"{ENOUGH_BYTES // MIB} MiB and twice the model should be free"
+            "storage",
+            "warn",
+            space,
+            f"{ENOUGH_BYTES // MIB} MiB plus twice the size of the model should be free.",
         )
     return Check("storage", "ok", space)
 
 
 def _folder(phone: Phone) -> Check:
-    """Whether files can be kept in prge's folder and run from there."""
+    """Check whether prge's folder can store and run files."""
     folder = quote([phone.folder])
-    answer = phone.adb.shell(_TRY_FOLDER.format(folder=folder))
-    if answer.code == _RAN:
+    result = phone.adb.shell(_TRY_FOLDER.format(folder=folder))
+    if result.code == _RAN:
         return Check("folder", "ok", phone.folder)
-    if answer.code == _NOT_WRITTEN:
-        return Check("folder", "missing", answer.said, "give a folder that adb's shell may write: --folder")
-    remedy = "its file system may be mounted noexec: give another folder with --folder"
-    return Check("folder", "missing", f"keeps files and does not run them: {answer.said}", remedy)
+    if result.code == _NOT_WRITTEN:
+        remedy = "Give a folder that adb's shell can write to with --folder."
+        return Check("folder", "missing", result.last_line, remedy)
+    remedy = "Its file system may be mounted noexec. Give another folder with --folder."
+    return Check("folder", "missing", f"stores files but can't run them: {result.last_line}", remedy)
 
 
 def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
-    """Whether the runtime is there, its loader starts, and engine and driver can be imported."""
+    """Check whether the runtime is complete, its loader starts, and engine and driver can be imported."""
     try:
         phone.need_runtime()
     except DeviceError as error:
@@ -98,7 +104,7 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
     manifest = json.loads(phone.adb.check(f"cat {quote([phone.path('runtime', MANIFEST)])}", "reading it"))
     version = f"prge {manifest['prge']} for {manifest['machine']}"
     if machine is not None and manifest["machine"] != machine:
-        remedy = f"prge android bundle DIR --machine {machine}, then push it"
+        remedy = f"Run prge android bundle DIR --machine {machine}, then push it."
         yield Check("runtime", "missing", version, remedy)
         return
     try:
@@ -109,27 +115,27 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
     yield Check("runtime", "ok", version)
     loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")
     if loader.code:
-        remedy = "the device does not let adb's shell run programs of its own; is it a managed one?"
-        yield Check("loader", "missing", loader.said, remedy)
+        remedy = "The device doesn't let adb's shell run new programs. It may be a managed device."
+        yield Check("loader", "missing", loader.last_line, remedy)
         return
     yield Check("loader", "ok", loader.output.strip().splitlines()[0])
     try:
-        answer = json.loads(phone.python(_ENGINE).strip().splitlines()[-1])
+        facts = json.loads(phone.python(_ENGINE).strip().splitlines()[-1])
     except (DeviceError, ValueError, IndexError) as error:
-        yield Check("engine", "missing", str(error), "push the runtime again: prge android push --check")
+        yield Check("engine", "missing", str(error), "Push the runtime again: prge android push --check")
         return
-    where = answer["where"]
-    yield Check("engine", "ok", f"loads on {where['cpu']['model']}, {answer['threads']} threads")
-    memory, free = where["memory_bytes"], answer["free_bytes"]
+    where = facts["where"]
+    yield Check("engine", "ok", f"loads on {where['cpu']['model']}, {facts['threads']} threads")
+    memory, free = where["memory_bytes"], facts["free_bytes"]
     if memory and free:
         yield Check("memory", "ok", f"{free // MIB} MiB free of {memory // MIB} MiB", value=free)
     else:
         yield Check("memory", "warn", "unknown")
-    speed = answer["flops"] / 1e9
-    yield Check("speed", "ok", f"{speed:.3g} GFLOP/s in float32, one thread of numpy", value=answer["flops"])
-    for name, reading in answer["sensors"].items():
+    speed = facts["flops"] / 1e9
+    yield Check("speed", "ok", f"{speed:.3g} GFLOP/s in float32, one thread of numpy", value=facts["flops"])
+    for name, reading in facts["sensors"].items():
         if reading["value"] is None:
             yield Check(name, "warn", f"can't be read: {reading['reason']}")
         else:
-            found = f"{reading['value']} ({reading['source']})"
-            yield Check(name, "ok", found, value=reading["value"])
+            shown_value = f"{reading['value']} ({reading['source']})"
+            yield Check(name, "ok", shown_value, value=reading["value"])

@@ -1,4 +1,4 @@
-"""What is brought to a phone: bundles, adapters, folders of `prge tune`, rows, and settings of verbs."""
+"""Sending bundles, adapters, folders of `prge tune`, rows, and settings of verbs to a phone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from prge.formats.tune_folder import Tuning
 
 
 def send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
-    """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
+    """Send the files that a bundle's manifest names, and return the bundle's folder on the phone.
+
+    The name of the folder is a part of the bundle's hash.
+    """
     bundle = open_bundle(folder)
     folder = bundle.folder
     for block in bundle.chain.blocks:
@@ -36,7 +39,12 @@ def send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
 
 
 def send_adapter(phone: Phone, source: Path) -> str:
-    """Bring the PEFT folder of what a user names as an adapter; its folder there."""
+    """Send the PEFT folder of an adapter, and return its folder on the phone.
+
+    Args:
+        phone: the device.
+        source: a PEFT folder, run, checkpoint, or folder of `prge tune`.
+    """
     folder = find_adapter(source)
     remote = phone.path("adapters", digest(str(folder.resolve()))[:12])
     phone.send_folder(folder, remote)
@@ -44,13 +52,25 @@ def send_adapter(phone: Phone, source: Path) -> str:
 
 
 def send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
-    """Bring what a tuning's run ended with, as a run of the tuning's name, for a bundle that is there."""
+    """Send the final adapter of a tuning as a run with the tuning's name.
+
+    Args:
+        phone: the device.
+        tuning: the tuning.
+        bundle: path of its bundle on the phone.
+
+    Returns:
+        The folder of the run on the phone.
+
+    Raises:
+        DeviceError: the phone has another run of that name, or was lost.
+    """
     check_name(tuning.name)
     remote = phone.path("runs", tuning.name)
     if phone.exists(f"{remote}/{JOURNAL}", "f"):
         raise DeviceError(
-            f"{phone.adb.serial} has a run {tuning.name} of its own",
-            remedy=f"rename {tuning.folder}, or remove the run with `prge android clean`",
+            f"{phone.adb.serial} already has a run {tuning.name}.",
+            remedy=f"Rename {tuning.folder}, or remove the run with `prge android clean`.",
             code="run-exists-on-device",
         )
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
@@ -62,16 +82,22 @@ def send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
 
 
 def send_tuning(phone: Phone, tuning: Tuning, rows: bool = False) -> str:
-    """Bring a tuning as a tuning: bundle, adapter and, if something is to learn there, `rows`; its folder."""
+    """Send a folder of `prge tune` with its bundle and adapter, and return its folder on the phone.
+
+    Args:
+        phone: the device.
+        tuning: the tuning.
+        rows: also send training and development rows, which a server that learns needs.
+    """
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
         folder = Path(name)
         shutil.copytree(tuning.adapter, folder / "run" / FINAL)
         config = json.dumps({"bundle": send_bundle(phone, tuning.bundle)}) + "\n"
-        # Signed as the phone would: whoever reaches it by adb may write all that prge has there.
+        # The phone's prge follows only paths that it has signed. adb's user may sign for it.
         (folder / CONFIG).write_bytes(sign(config, CONFIG, _key_of(phone)))
         (folder / DECISIONS).write_text("{}")
         if rows:
-            # By its journal a run is known as one, and rounds go on with its settings.
+            # A journal marks the folder as a run, whose settings the server learns with.
             shutil.copy(tuning.run / CONFIG, folder / "run")
             (folder / "run" / JOURNAL).touch()
             (folder / "rows").mkdir()
@@ -84,51 +110,57 @@ def send_tuning(phone: Phone, tuning: Tuning, rows: bool = False) -> str:
 
 
 def _key_of(phone: Phone) -> bytes:
-    """The key that prge on the phone knows its own settings by, made where there is none; see run.sh."""
+    """Return the key with which the phone's prge signs its settings; make one if there is none.
+
+    run.sh sets the folder of the key.
+    """
     path = phone.path("config", *KEY.parts)
-    answer = phone.adb.shell(f"cat {quote([path])}")
-    key = parse_key(answer.output.encode()) if answer.code == 0 else None
+    result = phone.adb.shell(f"cat {quote([path])}")
+    key = parse_key(result.output.encode()) if result.code == 0 else None
     if key is None:
         key = new_key()
-        phone.make(path.rpartition("/")[0])
+        phone.make_folder(path.rpartition("/")[0])
         phone.write(f"{key.decode()}\n", path)
     return key
 
 
-def rows_there(phone: Phone, where: Paths, flag: str, part: Part, on_device: bool) -> Paths:
-    """The paths on the device of rows that a user names: those that are there, or are brought now.
+def rows_on_device(phone: Phone, sources: Paths, flag: str, part: Part, on_device: bool) -> Paths:
+    """Return the paths of rows on the device, after sending the rows that are on this computer.
 
     Args:
         phone: the device.
-        where: rows, `on_device` or here.
-        flag: that names them.
+        sources: paths of the rows, on this computer or on the device.
+        flag: the flag that names the rows, for error messages.
         part: which file of a folder.
-        on_device: whether they are there.
+        on_device: whether the rows are on the device already.
     """
     if not on_device:
-        return send_rows(phone, where, part)
-    for path in list_paths(where):
+        return send_rows(phone, sources, part)
+    for path in list_paths(sources):
         if not path.is_absolute() or not phone.exists(str(path), "r"):
             raise DeviceError(
-                f"{flag}: {phone.adb.serial} has no readable {path}",
-                remedy="give an absolute path on the device, or leave --data-on-device out",
+                f"{flag}: {phone.adb.serial} has no readable {path}.",
+                remedy="Give an absolute path on the device, or leave --data-on-device out.",
                 code="rows-missing-on-device",
             )
-    return where
+    return sources
 
 
-def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
-    """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
-    files = find_row_files(where, part)
+def send_rows(phone: Phone, sources: Paths, part: Part) -> Paths:
+    """Send rows to the device, and return their paths there.
+
+    Rows that only a library can read, such as parquet, are converted to jsonl.
+    """
+    files = find_row_files(sources, part)
     if missing := [path for path in files if not path.exists()]:
         raise DeviceError(
-            f"there is no file {missing[0]}",
-            remedy="rows on the phone need --data-on-device",
+            f"There is no file {missing[0]}.",
+            remedy="To use rows on the phone, give --data-on-device.",
             code="file-missing",
         )
     sent = tuple(
         Path(phone.send_file(path) if path in files and not _is_table(path) else _as_jsonl(phone, path, part))
-        for path in files or list_paths(where)
+        for path in files or list_paths(sources)
     )
     return sent if len(sent) > 1 else sent[0]
 
@@ -138,17 +170,17 @@ def _is_table(path: Path) -> bool:
 
 
 def _as_jsonl(phone: Phone, path: Path, part: Part) -> str:
-    """Bring the rows of a parquet file, or of a data set of the hub, as jsonl; its path on the device."""
+    """Send a parquet file or a data set of the hub as jsonl, and return the path on the device."""
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, f"{path.stem if _is_table(path) else part}.jsonl")
+        converted = Path(folder, f"{path.stem if _is_table(path) else part}.jsonl")
         rows = read_source(path, part).rows
         lines = (json.dumps(json_fields(row.fields)) + "\n" for row in rows)
-        written.write_text("".join(lines), encoding="utf-8")
-        return phone.send_file(written)
+        converted.write_text("".join(lines), encoding="utf-8")
+        return phone.send_file(converted)
 
 
 def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
-    """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
-    phone.make(folder)
+    """Write the settings of a verb to a folder of the phone, and return the flags that read them."""
+    phone.make_folder(folder)
     phone.write(format_yaml(settings), f"{folder}/settings.yaml")
     return ["--config", f"{folder}/settings.yaml"]

@@ -1,12 +1,12 @@
-"""`prge android bundle`: the folder that a phone needs to run the driver, and nothing else.
+"""`prge android bundle`: build the folder that a phone needs to run the driver.
 
-    run.sh, job.sh   start Python through the loader below; job.sh leaves a process number and an exit code
-    lib/             loader and C libraries, the engine's libraries, and prge's interface over them
+    run.sh, job.sh   start Python through the loader below; job.sh records a process number and an exit code
+    lib/             loader and C libraries, the engine's libraries, and prge's interface to them
     py/, site/       Python, its packages, the driver
-    runtime.json     machine, packages with versions and hashes, sha256 of every other file; TREE is the hash
-                     of all. It is a lock too, by which another build takes the same packages
+    runtime.json     machine, packages with versions and hashes, SHA-256 of every other file; TREE is the hash
+                     of all. Another build can use it as a lock, for the same packages
 
-Nothing of the phone's own user space is used but a shell: a glibc of its own comes along.
+The runtime needs nothing of the phone's own user space except a shell: it has its own glibc.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _LIBRARIES = (
     # The server's packages import ssl, which they don't use.
     "libssl.so.3 libcrypto.so.3 libzstd.so.1"
 ).split()
-# Parts of Python that the driver never imports, or whose libraries stay at home.
+# Parts of Python that the driver never imports, or whose libraries the runtime lacks.
 _LEFT_OUT = frozenset(
     "test idlelib ensurepip pydoc_data lib2to3 tkinter turtledemo sqlite3 venv __pycache__ __phello__ "
     "unittest curses dbm xmlrpc wsgiref".split()
 )
 _LEFT_OUT_EXTENSIONS = ("_hashlib", "_sqlite3", "_curses", "_dbm", "_gdbm", "_tkinter", "readline",
                         "_test", "_xxtestfuzz", "xxlimited", "nis", "_crypt")  # fmt: skip
-# Of encrypted connections; it brings a library of 5 MB into every process.
+# Needed for encrypted connections; loads a library of 5 MB into every process.
 _FLEET_EXTENSIONS = ("_hashlib",)
 _DRIVER_LEFT_OUT = ("android", "__pycache__")
 
@@ -74,22 +74,22 @@ class BundleSettings:
     """Build the folder that a phone needs to run the driver."""
 
     out: OutputFolder
-    """Folder to make."""
+    """Folder to create."""
     machine: Machine = "arm64"
-    """What it is for: arm64 for phones, amd64 for tests and emulators."""
+    """Architecture: arm64 for phones, amd64 for tests and emulators."""
     fleet: bool = False
-    """Put in what `prge android fleet join` needs: Flower and its packages."""
+    """Include Flower and its packages, which `prge android fleet join` needs."""
     compiler: str | None = None
     """C++ compiler for the machine; default: aarch64-linux-gnu-g++ or x86_64-linux-gnu-g++."""
     lock: InputFile | None = None
-    """runtime.json of another runtime: take its packages, by version and hash; default: the newest of
-    Debian's release, and the wheels that prge is tested with."""
+    """runtime.json of another runtime, whose packages to use, by version and hash; default: the newest
+    packages of Debian's release, and the wheels that prge is tested with."""
     debian_archive: str | None = None
-    """Address of a Debian archive; default: the one that this machine's APT uses."""
+    """Address of a Debian archive; default: the archive that this machine's APT uses."""
     debian_keys: InputFile | None = None
     """File of the public keys that sign the archive; default: Debian's."""
     cache: OutputFolder | None = None
-    """Folder of downloads; default: ~/.cache/prge/android."""
+    """Folder for downloads; default: ~/.cache/prge/android."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +102,33 @@ class Runtime:
 
     @property
     def megabytes(self) -> float:
-        """Size of all its files."""
+        """Size of all files, in units of 10^6 bytes."""
         return sum(path.stat().st_size for path in files_of(self.folder)) / MEGABYTE
 
 
 def build_runtime(settings: BundleSettings) -> Runtime:
-    """Build a runtime folder; it appears whole or not at all, and is the same for the same packages, driver.
+    """Build a runtime folder, whole or not at all.
+
+    Equal packages and an equal driver give equal bytes.
 
     Raises:
         RunError: the folder exists.
-        PrgeError: packages can't be had, or the compiler is missing or fails.
+        PrgeError: packages can't be downloaded, or the compiler is missing or fails.
     """
     if settings.out.exists():
         raise RunError(
-            f"{settings.out} exists", remedy="remove it, or give another folder", code="folder-exists"
+            f"{settings.out} already exists.",
+            remedy="Remove it, or give another folder.",
+            code="folder-exists",
         )
     compiler = settings.compiler or f"{_TRIPLETS[settings.machine]}-g++"
     if shutil.which((shlex.split(compiler) or [""])[0]) is None:
         raise EngineError(
-            f"there is no compiler {compiler} for {settings.machine}",
-            remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler",
+            f"There is no compiler {compiler} for {settings.machine}.",
+            remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler.",
             code="compiler-missing",
         )
-    # Absolute: programs that are called work in folders of their own.
+    # Absolute paths, since the programs that are called have other working folders.
     cache, out = (settings.cache or default_cache()).absolute(), settings.out.absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     machine, fleet = settings.machine, settings.fleet
@@ -134,29 +138,29 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     wheels = download_wheels(WHEELS + FLEET_WHEELS * fleet, machine, cache, lock)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as work:
-        system, made = Path(work) / "system", Path(work) / "made"
+        system, folder = Path(work) / "system", Path(work) / "made"
         system.mkdir()
         unpack_debian(debian.values(), system)
-        _take_libraries(system, made / "lib", machine)
-        _take_python(system, made / "py", fleet)
+        _copy_libraries(system, folder / "lib", machine)
+        _copy_python(system, folder / "py", fleet)
         for package, wheel in wheels.items():
             if package.name == "executorch":
-                _take_engine(wheel, Path(work) / "engine", made, compiler)
+                _add_engine(wheel, Path(work) / "engine", folder, compiler)
             else:
-                _take_wheel(wheel, made / "site")
-        _take_driver(made / "site")
+                _unpack_wheel(wheel, folder / "site")
+        _copy_driver(folder / "site")
         for name in ("run.sh", "job.sh"):
-            shutil.copyfile(HERE / name, made / name)
-        tree = _seal(made, machine, {"debian": debian, "wheels": wheels})
-        made.rename(out)
+            shutil.copyfile(HERE / name, folder / name)
+        tree = _seal(folder, machine, {"debian": debian, "wheels": wheels})
+        folder.rename(out)
     return Runtime(settings.out, machine, tree)
 
 
 def open_runtime(folder: Path) -> Runtime:
-    """A runtime folder whose files are what its manifest says.
+    """Open a runtime folder, and compare its files with the hashes of its manifest.
 
     Raises:
-        DeviceError: it is none, or was changed.
+        DeviceError: the folder is not a runtime, or was changed.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -164,30 +168,31 @@ def open_runtime(folder: Path) -> Runtime:
         tree = (folder / TREE).read_text().strip()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeviceError(
-            f"{folder} is no runtime: {error}",
-            remedy="build one: prge android bundle runtime",
+            f"{folder} is not a runtime: {error}",
+            remedy="Build one: prge android bundle runtime",
             code="runtime-unreadable",
         ) from None
     if _hashes(folder) != files or digest((folder / MANIFEST).read_text(encoding="utf-8")) != tree:
         raise DeviceError(
-            f"files of {folder} were changed",
-            remedy="build it again: prge android bundle",
+            f"Files of {folder} were changed.",
+            remedy="Build it again: prge android bundle",
             code="runtime-changed",
         )
     return Runtime(folder, machine, tree)
 
 
 def default_cache() -> Path:
-    """Where downloads are kept."""
+    """Return the default folder of downloads."""
     return user_cache("android")
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """Every file under a folder, in order of names."""
+    """Iterate over all files below a folder, sorted by path."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _take_libraries(system: Path, target: Path, machine: Machine) -> None:
+def _copy_libraries(system: Path, target: Path, machine: Machine) -> None:
+    """Copy the C libraries and the loader of Debian's packages."""
     target.mkdir(parents=True)
     for name in (*_LIBRARIES, _LOADERS[machine]):
         shutil.copyfile(_find(system, name, _TRIPLETS[machine]), target / name)
@@ -195,16 +200,18 @@ def _take_libraries(system: Path, target: Path, machine: Machine) -> None:
 
 
 def _find(system: Path, name: str, triplet: str) -> Path:
+    """Return the file of a library in Debian's unpacked packages; raises PrgeError."""
     for where in (f"usr/lib/{triplet}", f"lib/{triplet}", "usr/lib64", "usr/lib", "lib"):
         path = system / where / name
         if path.is_symlink() and os.readlink(path).startswith("/"):
             path = system / os.readlink(path).lstrip("/")
         if path.is_file():
             return path
-    raise PrgeError(f"none of Debian's packages has {name}", code="library-missing")
+    raise PrgeError(f"None of Debian's packages has the library {name}.", code="library-missing")
 
 
-def _take_python(system: Path, target: Path, fleet: bool) -> None:
+def _copy_python(system: Path, target: Path, fleet: bool) -> None:
+    """Copy Python and its standard library, without the parts that the driver doesn't need."""
     (target / "bin").mkdir(parents=True)
     shutil.copyfile(system / f"usr/bin/python{PYTHON}", target / "bin" / "python3")
     extensions = tuple(name for name in _LEFT_OUT_EXTENSIONS if not (fleet and name in _FLEET_EXTENSIONS))
@@ -214,11 +221,11 @@ def _take_python(system: Path, target: Path, fleet: bool) -> None:
         left_out = _LEFT_OUT & set(relative.parts) or relative.parts[0].startswith("config-")
         extension = relative.parts[0] == "lib-dynload" and path.name.startswith(extensions)
         if path.is_file() and not path.is_symlink() and not left_out and not extension:
-            _put(path, library / relative)
+            _copy_file(path, library / relative)
 
 
-def _take_wheel(wheel: Path, site: Path) -> None:
-    """Unpack a wheel, without tests, headers, and what only its index knows."""
+def _unpack_wheel(wheel: Path, site: Path) -> None:
+    """Unpack a wheel, without tests, headers, scripts and most metadata."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             path = PurePosixPath(name)
@@ -229,65 +236,65 @@ def _take_wheel(wheel: Path, site: Path) -> None:
             if ".dist-info/" in name and path.name != "METADATA":
                 continue
             if ".." in path.parts or path.is_absolute():
-                raise DeviceError(f"{wheel} is no wheel to unpack: it holds {name}", code="wheel-unusable")
+                raise DeviceError(f"{wheel} has the path {name}, which is unsafe.", code="wheel-unusable")
             (site / path).parent.mkdir(parents=True, exist_ok=True)
             (site / path).write_bytes(archive.read(name))
 
 
-def _take_engine(wheel: Path, work: Path, made: Path, compiler: str) -> None:
-    """The stock libraries of the executorch wheel, and prge's own compiled over them."""
+def _add_engine(wheel: Path, work: Path, folder: Path, compiler: str) -> None:
+    """Add the stock libraries of the executorch wheel, and compile prge's own library against them."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.startswith(("executorch/include/", "executorch/lib/")) and not name.endswith("/"):
                 archive.extract(name, work)
         metadata = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         for name in metadata:
-            archive.extract(name, made / "site")
+            archive.extract(name, folder / "site")
     package = work / "executorch"
     for name in LINKED:
-        shutil.copyfile(package / "lib" / f"lib{name}.so", made / "lib" / f"lib{name}.so")
-    # Headers write their own path into messages; folders' names must not make two builds differ.
+        shutil.copyfile(package / "lib" / f"lib{name}.so", folder / "lib" / f"lib{name}.so")
+    # Headers compile their own path into messages, which would make builds in other folders differ.
     sources = HERE.parent / "native"
     paths = f"'-ffile-prefix-map={work}=.' '-ffile-prefix-map={sources}=.'"
-    build(f"{compiler} {paths} -s", package, made / "lib" / LIBRARY, "$ORIGIN")
+    build(f"{compiler} {paths} -s", package, folder / "lib" / LIBRARY, "$ORIGIN")
 
 
 def driver_hash() -> str:
-    """Hash of the driver that a runtime built now would have."""
+    """Return the hash of the driver that is installed on this computer."""
     return digest("".join(f"{name} {file_sha256(path)}\n" for name, path in _driver().items()))
 
 
 def _driver() -> dict[str, Path]:
-    """Files of the driver by their names in a runtime."""
+    """Return the files of the driver by their paths in a runtime."""
     root = HERE.parents[1]
     paths = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
     names = {str(path.relative_to(root)): path for path in paths if path.is_file() and path.suffix != ".cpp"}
     return {name: names[name] for name in sorted(names) if not set(_DRIVER_LEFT_OUT) & set(Path(name).parts)}
 
 
-def _take_driver(site: Path) -> None:
-    """The driver's own packages, and what tells their version."""
+def _copy_driver(site: Path) -> None:
+    """Copy the driver's packages, and write the metadata with their version."""
     for name, path in _driver().items():
-        _put(path, site / name)
+        _copy_file(path, site / name)
     about = site / f"prge-{__version__}.dist-info" / "METADATA"
     about.parent.mkdir(parents=True)
     about.write_text(f"Metadata-Version: 2.1\nName: prge\nVersion: {__version__}\n")
 
 
-def _put(path: Path, target: Path) -> None:
+def _copy_file(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, target)
 
 
 def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Package]]) -> str:
-    """Write manifest and tree hash, and return the hash."""
+    """Write the manifest and the tree hash, set modes and times, and return the hash."""
     manifest = {
         "machine": machine,
         "prge": __version__,
         "driver": driver_hash(),
         "packages": {
-            source: {item.name: {"version": item.version, "sha256": item.sha256} for item in those}
-            for source, those in packages.items()
+            source: {item.name: {"version": item.version, "sha256": item.sha256} for item in items}
+            for source, items in packages.items()
         },
         "files": _hashes(folder),
     }
@@ -302,6 +309,7 @@ def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Packag
 
 
 def _hashes(folder: Path, but: Sequence[str] = (MANIFEST, TREE)) -> dict[str, str]:
+    """Return the SHA-256 of the files in a folder, by relative path."""
     return {
         str(path.relative_to(folder)): file_sha256(path)
         for path in files_of(folder)

@@ -1,9 +1,9 @@
-"""`prge android serve`: a server on a phone, detached, which this computer reaches by adb.
+"""`prge android serve`: a detached server on a phone, which this computer reaches through adb.
 
-It listens at the phone's own loopback, that all apps reach, too; therefore it has a key.
+The server listens on the phone's loopback, which all apps can reach, so clients need a key.
 
-    jobs/NAME/   settings.yaml, key (of adb's user alone), console.txt, port, restarts
-    runs/NAME/   feedback.jsonl, adapters.jsonl, rounds/, where feedback is kept or learnt from
+    jobs/NAME/   settings.yaml, key (readable by adb's user only), console.txt, port, restarts
+    runs/NAME/   feedback.jsonl, adapters.jsonl, rounds/, if the server stores feedback or learns from it
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from prge.formats.tune_folder import find_tuning
 
 KEY = "key"
 READY = "listening at"
-# For a model to be loaded.
+# Longest wait for the model to load.
 _READY_SECONDS = 600.0
 _LAST_LINES = 15
-# Exit codes of a server that was ended, or couldn't begin.
+# Exit codes of a server that was stopped, or could not start.
 _OWN_ENDS = (0, PrgeError.exit_code, INTERRUPTED)
 
 
@@ -41,138 +41,151 @@ class ReachFlags(PhoneFlags):
     """How this computer reaches the server."""
 
     name: str = "server"
-    """Of the job on the device, for `prge android status`, `stop`, `logs` and `pull`."""
+    """Name of the job on the device, for `prge android status`, `stop`, `logs` and `pull`."""
     computer_port: int | None = None
-    """Port of this computer's loopback that leads to the server's; 0: a free one. Default: the same."""
+    """Port of this computer's loopback that is forwarded to the server's port; 0: a free one. Default: the
+    same number."""
     open: bool = False
     """Open the server's page in this computer's browser."""
     resume: bool = False
-    """Alone, or with these: reach a server that was started before, and bring it back if it has ended. So
-    does the same command again."""
+    """Reconnect to a server that was started before, and start it again if it has ended; alone, or with the
+    flags of this group. Repeating the first command does the same."""
 
     @contextmanager
     def forwarded(self, phone: Phone, port: int) -> Iterator[int]:
-        """Port of this computer that leads to one of the phone; if it is new, it goes if the block fails."""
+        """Forward a port of this computer to a port of the phone, and yield this computer's port.
+
+        If the block raises DeviceError, a new forward is removed again.
+        """
         before = phone.adb.forwards()
-        here = phone.adb.forward(port if self.computer_port is None else self.computer_port, port)
+        computer_port = phone.adb.forward(port if self.computer_port is None else self.computer_port, port)
         try:
-            yield here
+            yield computer_port
         except DeviceError:
-            if here not in before:
-                phone.adb.unforward(here)
+            if computer_port not in before:
+                phone.adb.unforward(computer_port)
             raise
 
-    def report(self, job: Job, here: int, key: str = "") -> int:
-        """Print how the server is reached, by a port of this computer and a key that is new; 0."""
+    def report(self, job: Job, computer_port: int, key: str = "") -> int:
+        """Print the server's URLs and its new key, if there is one, and return the exit code 0."""
         print(job.text())
-        print(f"http://127.0.0.1:{here}/v1 on this computer, http://127.0.0.1:{job.port}/v1 on the phone")
+        print(
+            f"http://127.0.0.1:{computer_port}/v1 on this computer, "
+            f"http://127.0.0.1:{job.port}/v1 on the phone"
+        )
         if key:
             print(f"API key, shown this once: {key}")
-        if self.open and not webbrowser.open(f"http://127.0.0.1:{here}/"):
-            print(f"there is no browser to open: http://127.0.0.1:{here}/")
+        if self.open and not webbrowser.open(f"http://127.0.0.1:{computer_port}/"):
+            print(f"Cannot find a browser. Open http://127.0.0.1:{computer_port}/ yourself.")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(RemoteFlags, ReachFlags):
-    """The server on the device: it goes on without cable and computer."""
+    """A server on the device, which continues without cable and computer."""
 
     POSITIONAL: ClassVar = ("bundle",)
-    # Where it listens, and by which key, is settled; the page shows no runs.
+    # Address and key are fixed here, and the page shows no runs.
     NOT_GIVEN: ClassVar = ("host", "allowed_hosts", "api_key_file", "insecure", "runs")
 
     port: int = 8000
     """Port of the device's loopback."""
     learn: bool = False
-    """Learn between requests from feedback, which stays on the device until `prge android pull --rows`."""
+    """Learn from feedback between requests. The feedback stays on the device until you run
+    `prge android pull --rows`."""
     feedback: bool = False
-    """Keep feedback on the device, without learning from it."""
+    """Store feedback on the device without learning from it."""
 
-    def settings_there(self, given: Any) -> Mapping[str, Any]:
+    def device_settings(self, settings: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
         check_name(self.name)
         if not self.port:
-            problem = "--port is 0, must be a port that is known before"
+            problem = "--port is 0, must be a fixed port"
             raise ConfigError("these settings can't be used:", [problem], code="settings-unusable")
         own = Path(self.path("runs", self.name))
         return {
             "host": "127.0.0.1",
             "port": self.port,
             "api_key_file": Path(self.path("jobs", self.name, KEY)),
-            "model_name": given.model_name or given.bundle.resolve().name,
+            "model_name": settings.model_name or settings.bundle.resolve().name,
             "learn": own if self.learn else None,
             "feedback": own / FEEDBACK if self.feedback and not self.learn else None,
         }
 
     def execute(self, call: RemoteCall) -> int:
-        """Start a server, or reach the one that is there with these settings; see RemoteFlags."""
+        """Start the server, or reconnect to a running one with equal settings; see RemoteFlags."""
         phone, name = call.phone, self.name
         if phone.exists(phone.path("runs", name, JOURNAL)):
             raise DeviceError(
-                f"{name} is a run on {phone.adb.serial}",
-                remedy="give another --name",
+                f"{name} is a run on {phone.adb.serial}.",
+                remedy="Give another --name.",
                 code="run-exists-on-device",
             )
         bundle, tuning = call.settings.bundle, find_tuning(call.settings.bundle)
-        # What learns must not forget rows of a tuning.
+        # A server that learns repeats rows of the tuning, so as not to forget them.
         bundle = send_tuning(phone, tuning, rows=self.learn) if tuning else send_bundle(phone, bundle)
-        settings, job, key = call.bring(bundle=bundle), phone.job(name), ""
+        settings, job, key = call.send_inputs(bundle=bundle), phone.job(name), ""
         if settings["feedback"] is not None:
-            phone.make(phone.path("runs", name))
+            phone.make_folder(phone.path("runs", name))
         folder = phone.path("jobs", name)
         begun = phone.adb.shell(f"cat {quote([f'{folder}/settings.yaml'])}").output
         if job.state == "running" and begun != format_yaml(settings):
             raise DeviceError(
-                f"{name} is running on {phone.adb.serial} with other settings",
-                remedy=f"end it with `prge android stop {name}`, or give another --name and --port",
+                f"{name} is running on {phone.adb.serial} with other settings.",
+                remedy=f"Stop it with `prge android stop {name}`, or give another --name and --port.",
                 code="server-with-other-settings",
             )
-        with self.forwarded(phone, self.port) as here:
+        with self.forwarded(phone, self.port) as computer_port:
             if job.state != "running":
-                # A server that was killed or crashed comes back as the clients know it.
+                # A server that was killed or crashed keeps its key, which its clients know.
                 if job.port is None or job.code in _OWN_ENDS:
                     key = secrets.token_urlsafe()
-                    phone.make(folder)
+                    phone.make_folder(folder)
                     phone.write(key, f"{folder}/{KEY}")
                 call.send(settings, folder)
-                job = _started(phone, name, self.port)
-        return self.report(job, here, key)
+                job = _start_server(phone, name, self.port)
+        return self.report(job, computer_port, key)
 
 
-def reach(argv: list[str]) -> int:
-    """`prge android serve --resume [NAME]`; returns the exit code, raises PrgeError."""
+def reconnect(argv: list[str]) -> int:
+    """Run `prge android serve --resume [NAME]` and return its exit code; raises PrgeError."""
     flags = parse_settings(ReachFlags, argv, "prge android serve", ["name"])
     phone = flags.phone()
     job = phone.job(flags.name)
     if job.port is None:
         raise DeviceError(
-            f"{phone.adb.serial} has no server {flags.name!r}",
-            remedy="prge android status",
+            f"{phone.adb.serial} has no server {flags.name!r}.",
+            remedy="See its jobs with prge android status.",
             code="server-missing-on-device",
         )
-    with flags.forwarded(phone, job.port) as here:
+    with flags.forwarded(phone, job.port) as computer_port:
         if job.state != "running":
             phone.need_this_driver()
-            job = _started(phone, flags.name, job.port)
-    return flags.report(job, here)
+            job = _start_server(phone, flags.name, job.port)
+    return flags.report(job, computer_port)
 
 
-def reached(phone: Phone, job: Job) -> str:
-    """Where a server is reached from this computer, for `prge android status`."""
+def server_url(phone: Phone, job: Job) -> str:
+    """Return the URL of a server on this computer, for `prge android status`; empty for any other job."""
     if job.port is None or job.state != "running":
         return ""
-    for here in ways_to(phone, job):
-        return f"http://127.0.0.1:{here}/v1"
+    for computer_port in forwarded_ports(phone, job):
+        return f"http://127.0.0.1:{computer_port}/v1"
     return f"not forwarded: prge android serve --resume {job.name}"
 
 
-def ways_to(phone: Phone, job: Job) -> list[int]:
-    """Ports of this computer that lead to a server."""
-    return [here for here, there in phone.adb.forwards().items() if there == job.port]
+def forwarded_ports(phone: Phone, job: Job) -> list[int]:
+    """Return the ports of this computer that are forwarded to a server."""
+    forwards = phone.adb.forwards()
+    return [computer_port for computer_port, device_port in forwards.items() if device_port == job.port]
 
 
-def _started(phone: Phone, name: str, port: int) -> Job:
-    """The server once it listens, or still loads its model; raises DeviceError if it ends before."""
+def _start_server(phone: Phone, name: str, port: int) -> Job:
+    """Start a server, and wait until it listens, or for ten minutes.
+
+    Raises:
+        DeviceError: the server ends before it listens.
+    """
     console = quote([phone.path("jobs", name, "console.txt")])
     before = phone.adb.shell(f"wc -c <{console}").output.strip()
     begin = int(before) + 1 if before.isdigit() else 1
@@ -184,6 +197,6 @@ def _started(phone: Phone, name: str, port: int) -> Job:
         time.sleep(0.3)
         job = phone.job(name)
     if job.state != "running":
-        said = phone.adb.shell(f"tail -c +{begin} {console} | tail -n {_LAST_LINES}").output.strip()
-        raise DeviceError(f"{job.text()} before it listened:\n{said}", code="server-not-started")
+        output = phone.adb.shell(f"tail -c +{begin} {console} | tail -n {_LAST_LINES}").output.strip()
+        raise DeviceError(f"{job.text()} before it listened:\n{output}", code="server-not-started")
     return job

@@ -1,1 +1,1 @@
-"""Training on many devices: what they agree on, what they tell, and what a server makes of it."""
+"""Federated training of one adapter on many devices: agreement, messages, server and device."""

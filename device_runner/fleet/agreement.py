@@ -1,7 +1,7 @@
-"""What the devices of a fleet and its server agree on: how steps are taken, on which bundle, for which task.
+"""The agreement between a fleet's server and its devices: how to take steps, on which bundle, for which task.
 
-A device takes part only in what it knows by hash: the bundle is its own, the task is its owner's, and the
-plan is within its owner's policy. An agreement's hash is in every message.
+A device takes part only if it knows the hashes: the bundle is its own, the task is its owner's, and the plan
+is within its owner's policy. Every message carries the agreement's hash.
 """
 
 from __future__ import annotations
@@ -31,99 +31,102 @@ from prge.training.settings import LearningRateFlags, OptimizerFlags
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
-# Whole numbers of the noise's grid fit their words, and what they stand for a float32.
+# Within these bounds, grid values fit 64-bit integers and their products fit float32.
 _WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
 
 
 class FleetRecipe(Recipe):
-    """The recipe of a plan's steps."""
+    """The recipe of a plan's steps, with learning rates rounded to float32."""
 
     def learning_rates(self) -> Callable[[int], dict[str, float]]:
-        """Learning rates of a step, rounded to float32 as messages carry them."""
+        """Return a function from a step to its learning rates, rounded to float32 as messages carry them."""
         rates = super().learning_rates()
         return lambda step: {name: float(np.float32(rate)) for name, rate in rates(step).items()}
 
 
 @dataclass(frozen=True)
 class Plan(OptimizerFlags, LearningRateFlags):
-    """How a fleet learns."""
+    """How a fleet trains."""
 
     rounds: int = 20
     """Rounds; in each the server asks some devices."""
     local_steps: int = 10
-    """Steps that a device takes in a round before it answers."""
+    """Steps that a device takes per round."""
     examples: int = 4
-    """Examples of a step on a device."""
+    """Examples per step on a device."""
     loss_normalisation: LossNormalisation = "example"
-    """Of completions. example: the loss of a device's step is the mean of its examples' means over tokens;
-    token: the mean over all target tokens of that step. Every device counts the same either way."""
+    """How the loss of completions is averaged. example: the mean over a device's examples of each example's
+    mean over its tokens; token: the mean over all target tokens of the step. Every device has the same
+    weight."""
     estimator: EstimatorName = "tangent"
-    """tangent, antithetic, fzoo: devices send scalars. exact: they send the change of their adapter."""
+    """tangent, antithetic, fzoo: devices send projected gradients. exact: devices send the change of their
+    adapter."""
     queries: int = 4
-    """Random directions of a step; exact has none."""
+    """Random directions per step; exact has none."""
     share_directions: bool = False
-    """tangent: one direction a query for all examples of a step, so that a device sends --queries scalars a
-    step instead of --queries for each of its --examples. Noise needs it."""
+    """tangent: all examples of a step share one direction per query, so that a device sends --queries
+    projected gradients per step instead of --queries per example. Required by --noise."""
     epsilon: float = 1e-2
     """antithetic, fzoo: length of a perturbation."""
 
     clip: float = 0.0
-    """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
-    antithetic and fzoo. 0: no clipping; noise needs it."""
+    """Largest norm of an example's gradient (estimated by tangent, or exact), or of the step's gradient with
+    antithetic and fzoo. 0: no clipping. Required by --noise."""
     noise: float = 0.0
-    """Local differential privacy: every device adds discrete Gaussian noise to what it sends, of this
-    deviation in units of how far one row, or all of them by --unit owner, can change it; 0: none."""
+    """Local differential privacy: standard deviation of the discrete Gaussian noise that every device adds to
+    what it sends, relative to the sensitivity (how far one row can change it, or all rows with --unit owner).
+    0: no noise."""
     unit: Literal["row", "owner"] = "row"
-    """What noise hides: what one row of a device says, or what all of them say together; owner takes
-    --examples times the noise."""
+    """What the noise protects: one row of a device, or all rows of its owner together. owner needs --examples
+    times the noise."""
     delta: float = 1e-5
-    """Of the (epsilon, delta) that noise amounts to."""
+    """The delta of (epsilon, delta) differential privacy."""
     most_privacy_epsilon: float = 0.0
-    """A device stops where its privacy's epsilon would exceed this; 0: no bound but its owner's."""
+    """A device stops before its epsilon exceeds this; 0: only the owner's bound applies."""
 
     combine: Literal["mean", "trimmed", "median"] = "mean"
-    """Of the devices' scalars or changes. trimmed: of changes, number by number, the mean without the
-    smallest and the largest third; of scalars the mean of answers none of which is longer than the middle
-    one. median: number by number. trimmed and median withstand devices that lie while they are less than a
-    third."""
+    """How to aggregate the devices' results. mean; median: of each value; trimmed: for adapter changes, the
+    mean of each value without the smallest and the largest third; for projected gradients, the mean of
+    results clipped to the median length. trimmed and median withstand malicious devices if they are less than
+    a third."""
     outlier: float = 4.0
-    """Shorten answers that are this many times longer than the median of a round's answers."""
+    """Scale down results that are this many times longer than the round's median."""
     optimizer: OptimizerName = "adam"
     """sgd, momentum or adam."""
     beta2: float = 0.98
-    """adam's second coefficient."""
+    """Second coefficient of adam."""
     learning_rate: float = 1e-2
     schedule: ScheduleName = "constant"
     warmup: int = 0
     """Steps of linear warm-up."""
 
     seed: int = 42
-    """Of directions, which all devices share, and of which devices a round asks."""
+    """Seed of the directions, which all devices share, and of the choice of devices per round."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.noise and not self.clip:
-            problems.append("--noise needs --clip: the noise is in units of what clipping leaves")
+            problems.append("--noise needs --clip: the noise is relative to the clipping norm")
         for name, (least, most) in _WITH_NOISE.items():
             if self.noise and not least <= (value := getattr(self, name)) <= most and value:
                 problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
-            problems.append("--noise needs --share-directions: else there is noise for each example")
+            problems.append("--noise needs --share-directions: otherwise each example has noise of its own")
         if self.noise and self.estimator in estimators_with_setting("epsilon") and self.examples != 1:
             problems.append(
-                f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
-                "single examples are clipped by tangent and exact alone"
+                f"--noise with --estimator {self.estimator} needs --examples 1, but it is {self.examples}: "
+                "only tangent and exact clip each example"
             )
         if self.loss_normalisation == "token" and (self.noise or self.clip):
             problems.append(
-                "--loss-normalisation token takes neither --clip nor --noise: an example would count by what "
-                "others hold"
+                "--loss-normalisation token allows neither --clip nor --noise: an example's weight would "
+                "depend on other examples"
             )
         if self.warmup > self.steps:
-            problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
+            problems.append(f"--warmup is {self.warmup}, but there are only {self.steps} steps")
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "These settings cannot be used:",
                 problems,
                 remedy="see `prge fleet serve --help`",
                 code="settings-unusable",
@@ -131,24 +134,24 @@ class Plan(OptimizerFlags, LearningRateFlags):
 
     @property
     def sends_projected_gradients(self) -> bool:
-        """Whether devices send scalars; else the change of their adapter."""
+        """Whether devices send projected gradients; otherwise they send the change of their adapter."""
         return ESTIMATORS[self.estimator].has_directions
 
     @property
     def steps(self) -> int:
-        """Steps that a device takes if it takes part in every round."""
+        """Number of steps of a device that takes part in every round."""
         return self.rounds * self.local_steps
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a step's scalars: [queries], or of tangents [queries, examples]."""
+        """Shape of a step's projected gradients: [queries], or [queries, examples] with tangent."""
         if self.estimator != "tangent":
             return (self.queries,)
         return (self.queries, 1 if self.share_directions else self.examples)
 
     @property
     def recipe(self) -> FleetRecipe:
-        """That of a run which takes the plan's steps."""
+        """The recipe of a run that takes the plan's steps."""
         exact = self.estimator == "exact"
         return FleetRecipe(
             estimator=self.estimator,
@@ -172,16 +175,20 @@ class Plan(OptimizerFlags, LearningRateFlags):
         )
 
     def run_settings(self, bundle: Path, train: Paths, out: Path) -> RunSettings:
-        """The settings of `prge run` that take the plan's steps on a device's rows."""
+        """Return the settings of a `prge run` that takes the plan's steps on a device's rows."""
         return RunSettings(bundle=bundle, train=train, out=out, **self.recipe.to_record())
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A plan with what it is for: SHA-256 of the bundle, of the task (empty without one), of the start.
+    """A plan and what it applies to.
 
-    `name`: of one fleet, so that another with the same plan is another one. `start`: of the adapter and head
-    before the first step; empty where they are the bundle's own.
+    Attributes:
+        name: identifies the fleet among others with the same plan.
+        plan: how the fleet trains.
+        bundle: SHA-256 of the bundle.
+        task: SHA-256 of the task; empty without one.
+        start: SHA-256 of the adapter and head before the first step; empty if they are the bundle's own.
     """
 
     name: str
@@ -192,20 +199,20 @@ class Agreement:
 
     @cached_property
     def content(self) -> bytes:
-        """The same bytes for the same agreement."""
+        """The agreement as canonical JSON bytes: equal agreements have equal bytes."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
     def sha256(self) -> bytes:
-        """The beginning of the hash of its content, as messages carry it."""
+        """The first bytes of the SHA-256 of `content`, as messages carry them."""
         return hashlib.sha256(self.content).digest()[:HASH_BYTES]
 
     @classmethod
     def parse(cls, content: bytes) -> Agreement:
-        """Inverse of `content`.
+        """Parse the bytes of `content`.
 
         Raises:
-            ConfigError: it is none, or its settings can't be used.
+            ConfigError: the bytes are not an agreement, or its settings cannot be used.
         """
         try:
             if len(content) > MOST_AGREEMENT_BYTES:
@@ -214,11 +221,11 @@ class Agreement:
             plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan")
             agreement = cls(plan=plan, **fields)
             if not all(isinstance(value, str) for value in fields.values()):
-                raise ValueError("a hash is no text")
+                raise ValueError("a hash is not a string")
             return agreement
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                "what the server sent is no agreement:",
+                "The server sent an invalid agreement:",
                 [str(error)],
                 remedy="use the same version of prge on both sides",
                 code="agreement-unreadable",
@@ -226,7 +233,7 @@ class Agreement:
 
 
 def task_sha256(task: Task | None) -> str:
-    """Of a task's content; empty without one."""
+    """Return the SHA-256 of a task's content; empty without a task."""
     if task is None:
         return ""
     return hashlib.sha256(json.dumps(asdict(task), sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""`prge fleet <verb>`: many devices learn one adapter, and no row leaves any of them."""
+"""`prge fleet <verb>`: many devices train one adapter, and no row leaves any of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from prge.cli.settings import parse_settings
 from prge.cli.subcommands import Action, run_action
 from prge.errors import PrgeError
 
-# Verbs for which Flower, or what it brings, is imported.
+# Verbs that import Flower or one of its dependencies.
 NETWORKED = ("serve", "join", "keys")
 
 
 @dataclass(frozen=True)
 class KeysSettings:
-    """Make certificates and keys: for the server, and for each device a folder to bring there."""
+    """Create certificates and keys: for the server, and for each device a folder to copy there."""
 
     out: OutputFolder
-    """Folder for all of them; what is there already stays, so that devices can be added."""
+    """Folder for all keys; existing files stay, so that devices can be added later."""
     hosts: list[str] = field(default_factory=list)
     """Names and addresses by which devices reach the server. This machine's own always work."""
     devices: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class KeysSettings:
 
 @dataclass(frozen=True)
 class FleetStatusSettings:
-    """Tell how a fleet stands."""
+    """Show the status of a fleet."""
 
     folder: InputFolder
     """The server's folder of the fleet."""
@@ -46,15 +46,15 @@ class FleetStatusSettings:
 def main(argv: Sequence[str]) -> int:
     """Run one verb; see `prge fleet --help`."""
     return run_action(
-        argv, ACTIONS, "prge fleet", "Many devices learn one adapter, and no row leaves any of them.", _check
+        argv, ACTIONS, "prge fleet", "Train one adapter on many devices; no row leaves any of them.", _check
     )
 
 
 def _check(name: str) -> None:
-    """Refuse what needs Flower where there is none."""
+    """Refuse verbs that need Flower on a Python version that Flower does not support."""
     if sys.version_info < (3, 11) and name in NETWORKED:
         raise PrgeError(
-            f"prge fleet {name} needs Python 3.11 or newer, for Flower",
+            f"`prge fleet {name}` needs Python 3.11 or newer, because Flower does.",
             remedy=f"this is {platform.python_version()}",
             code="python-too-old",
         )
@@ -71,23 +71,23 @@ def _keys(argv: Sequence[str]) -> int:
     from device_runner.fleet.network.keys import DEVICES, SERVER, make_keys
 
     settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"])
-    made = make_keys(settings.out, settings.hosts, settings.devices)
+    created = make_keys(settings.out, settings.hosts, settings.devices)
     out = settings.out
-    if made.until is not None:
-        print(f"{out / SERVER}: for the server; its certificate holds until {made.until:%Y-%m-%d}")
+    if created.until is not None:
+        print(f"{out / SERVER}: for the server; its certificate is valid until {created.until:%Y-%m-%d}")
         print(f"  prge fleet serve --keys {out / SERVER} ...")
-    for name in made.devices:
-        print(f"{out / DEVICES / name}: bring it to the device {name}, and keep no copy")
+    for name in created.devices:
+        print(f"{out / DEVICES / name}: move it to the device {name}, and keep no copy")
         print(f"  prge fleet join --keys {name} ...")
-    if made.devices and made.until is None:
-        print(f"{out / SERVER}: has their public keys; bring it to the server and start that again")
+    if created.devices and created.until is None:
+        print(f"{out / SERVER}: has the devices' public keys; copy it to the server and restart the server")
     return 0
 
 
 ACTIONS = {
-    "serve": Action("begin a fleet, or go on with one: wait for devices and take its rounds", serve.main),
+    "serve": Action("start or resume a fleet: wait for devices and run its rounds", serve.main),
     "join": Action("take part in a fleet, on a device", joining.main),
-    "status": Action("tell how a fleet stands", _status),
-    "simulate": Action("train a fleet of simulated devices in one process, and count", simulate.main),
-    "keys": Action("make the certificates and keys of a server and its devices", _keys),
+    "status": Action("show the status of a fleet", _status),
+    "simulate": Action("train a fleet of simulated devices in one process", simulate.main),
+    "keys": Action("create the certificates and keys of a server and its devices", _keys),
 }

@@ -1,12 +1,13 @@
-"""The server's side of a fleet: which devices a round asks, and what comes of their answers.
+"""The server side of a fleet: choose devices for a round, check their results and aggregate them.
 
-    folder/   a run folder: journal.jsonl (steps that all devices replay, a line for every round),
+    folder/   a run folder: journal.jsonl (steps that all devices replay, one line per round),
               checkpoints/, final/; and agreement.json
 
-    devices -> tasks -> (the network) -> answers -> checked -> combined -> journal -> common adapter
+    devices -> tasks -> (the network) -> results -> checked -> aggregated -> journal -> global adapter
 
-Knows no network: tasks and answers are bytes. A server that is killed goes on from its journal with the same
-bits: a round is in it whole, or is asked for again, and devices repeat their answers.
+This module knows no network: tasks and results are bytes. A server that is killed resumes from its journal
+with the same bits: the journal holds a round completely, or the server asks for the round again and devices
+repeat their results.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from device_runner.fleet.aggregation import (
-    checked,
-    combined_scalars,
-    middle,
-    opposed_answers,
-    shortened_answers,
-    values_of,
+    aggregate,
+    aggregate_projected_gradients,
+    check_result,
+    count_values,
+    find_opposed_results,
+    shorten_outliers,
 )
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import (
@@ -38,8 +39,8 @@ from device_runner.fleet.messages import (
     TaskRefusedError,
     parse_reply,
 )
-from device_runner.fleet.privacy.reported import SPENT
-from device_runner.fleet.state import common_recipe, pack_state, replayer, take_steps
+from device_runner.fleet.privacy.reported import BUDGET_EXCEEDED
+from device_runner.fleet.state import apply_steps, global_recipe, pack_state, replay_estimator
 from device_runner.session.inputs import origin_of
 from device_runner.session.replay import advance, replay
 from prge.errors import ConfigError, RunError
@@ -55,21 +56,31 @@ from prge.training.estimators.directions import philox
 from prge.training.loop import loss_has_risen
 
 AGREEMENT = "agreement.json"
-# Rounds in a row that nobody answers.
+# Stop after this many consecutive rounds without enough results.
 MOST_SILENT_ROUNDS = 3
 _PICK_STREAM = 2**64 - 2
-# What a device knows that has answered otherwise than it was asked: it gets the common state.
-_NOTHING = -1
+# The step of a device whose state is unknown: its next task carries the full state.
+_NO_STATE = -1
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What became of a round: devices that answered, refused (and why), or said nothing.
+    """The outcome of a round: which devices answered, refused (with the reason), or were silent.
 
-    `shortened`: devices whose answers were too long. `loss`: in the middle of the devices', at the steps'
-    mean; none under noise. `privacy_epsilon`: the largest that a device says it has spent. `problem`: of the
-    result; `discarded` says that it changed nothing, for what devices say may cost a round and never the
-    fleet.
+    Attributes:
+        number: zero-based number of the round.
+        rounds: rounds of the plan.
+        refused: reasons by device.
+        silent: devices that sent nothing.
+        bytes_up: bytes of all results.
+        bytes_down: bytes of all tasks.
+        answered: devices whose results count.
+        shortened: devices whose results were scaled down because they were too long.
+        loss: median over devices, averaged over the steps; None with noise.
+        privacy_epsilon: the largest epsilon that a device reports.
+        problem: what is wrong with the aggregated result; empty if nothing is.
+        discarded: whether the round changed nothing. Bad results may cost a round, never the fleet.
+        evaluation: scores on the development rows, if they were due.
     """
 
     number: int
@@ -104,45 +115,48 @@ class RoundReport:
 
 @dataclass
 class _Device:
-    """What a server knows of a device.
+    """What the server knows about a device.
 
-    `step`: of the common state that it has, or _NOTHING. `introduced`: whether it has the agreement. `spent`:
-    whether it has no privacy left to spend. `spoken`: what speaks for it; see `opposed_answers`.
+    Attributes:
+        step: of the global state that the device has, or _NO_STATE.
+        has_agreement: whether the device has received the agreement.
+        is_spent: whether the device's privacy budget is spent.
+        trust: running agreement score; see `find_opposed_results`.
     """
 
     step: int
-    introduced: bool = False
-    spent: bool = False
-    spoken: float = 0.0
+    has_agreement: bool = False
+    is_spent: bool = False
+    trust: float = 0.0
 
 
 def begin_fleet(
     folder: Path, bundle: Bundle, agreement: Agreement, adapter: Adapter, head: Head | None = None
 ) -> None:
-    """Write what a fleet's folder begins with.
+    """Write the initial files of a fleet's folder.
 
     Args:
-        folder: without a journal yet.
-        bundle: the fleet's.
-        agreement: what its devices are held to.
-        adapter: to start from.
-        head: an encoder's.
+        folder: a folder without a journal.
+        bundle: the fleet's bundle.
+        agreement: what the devices are held to.
+        adapter: the initial adapter.
+        head: the initial classification head of an encoder.
 
     Raises:
-        RunError: the folder holds a run, or can't be written.
+        RunError: the folder holds a run, or cannot be written.
     """
     if not (folder / JOURNAL).is_file():
         check_new_run(folder, [AGREEMENT])
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = common_recipe(agreement.plan)
+    recipe = global_recipe(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
         if journal.first("start") is not None:
             raise RunError(
-                f"{folder} holds a run already",
-                remedy=f"go on with it: prge fleet serve --resume {folder}; or give another folder",
+                f"{folder} already holds a run.",
+                remedy=f"resume it with `prge fleet serve --resume {folder}`, or give another folder",
                 code="run-exists",
             )
-        # The start comes last: with it a fleet has begun, whole.
+        # Written last: a folder with this record has all of its initial files.
         journal.truncate(0)
         write_file(folder / AGREEMENT, agreement.content)
         if head is not None:
@@ -151,49 +165,51 @@ def begin_fleet(
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a folder is that of a fleet."""
+    """Whether a folder holds a fleet."""
     return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
 def read_agreement(folder: Path) -> Agreement:
-    """The agreement of a fleet's folder; raises RunError where this version of prge can't use it."""
+    """Read the agreement of a fleet's folder; raises RunError if this version of prge cannot use it."""
     try:
         return Agreement.parse((folder / AGREEMENT).read_bytes())
     except (OSError, ConfigError) as error:
         raise RunError(
-            f"{folder / AGREEMENT} is none of this version of prge: {error}",
-            remedy="go on with the version that began the fleet, or begin another in another folder",
+            f"{folder / AGREEMENT} is not from this version of prge: {error}",
+            remedy="use the version that started the fleet, or start a new fleet in another folder",
             code="agreement-of-other-version",
         ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsFlags:
-    """How rounds are taken."""
+    """How the server runs rounds."""
 
     per_round: int = 10
-    """Devices that a round asks."""
+    """Devices to ask per round."""
     least_answers: int = 1
-    """A round with fewer answers is asked for again."""
+    """Fewest results that complete a round; with fewer the server asks for the round again."""
     seconds: float = 600.0
-    """How long a round's answers are waited for."""
+    """Seconds to wait for the results of a round."""
     evaluate_every: int = 1
-    """Rounds between scores of development rows; 0: before the first and after the last alone."""
+    """Rounds between evaluations on the development rows; 0: only before the first and after the last
+    round."""
 
 
 class Coordinator:
-    """The server of a fleet, on a folder that `begin_fleet` made; a context manager.
+    """The server of a fleet, on a folder that `begin_fleet` wrote; a context manager.
 
-    `over` has the journal's records of the rounds that are over.
+    Attributes:
+        finished_rounds: the journal's records of the rounds that are over.
 
     Args:
         folder: of the fleet.
-        bundle: the fleet's.
-        flags: how rounds are taken.
-        score: scores development rows that the server has.
+        bundle: the fleet's bundle.
+        flags: how to run rounds.
+        score: evaluates a state on the server's development rows.
 
     Raises:
-        RunError: the folder is no fleet's, or its journal is damaged.
+        RunError: the folder holds no fleet, or its journal is damaged.
     """
 
     def __init__(
@@ -205,8 +221,8 @@ class Coordinator:
     ) -> None:
         if not has_begun(folder):
             raise RunError(
-                f"{folder} is no fleet's folder",
-                remedy="begin a fleet with `prge fleet serve`",
+                f"{folder} does not contain a fleet.",
+                remedy="start a fleet with `prge fleet serve`",
                 code="not-a-fleet",
             )
         self.folder = folder
@@ -217,20 +233,20 @@ class Coordinator:
         self.plan = self.agreement.plan
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
-                f"{folder} is a fleet of another bundle",
-                remedy="give the bundle that it was begun with",
+                f"{folder} is a fleet with another bundle.",
+                remedy="give the bundle that the fleet was started with",
                 code="bundle-differs",
             )
         self.journal = Journal(folder / JOURNAL)
-        self._undo_half_a_round()
-        self.over = [record for record in self.journal.records if record["kind"] == "round"]
-        self.estimator = replayer(self.plan)
-        self.state = self._state()
-        self._told: list[bytes] = []
+        self._truncate_unfinished_round()
+        self.finished_rounds = [record for record in self.journal.records if record["kind"] == "round"]
+        self.estimator = replay_estimator(self.plan)
+        self.state = self._restore_state()
+        self._encoded_rounds: list[bytes] = []
         self._devices: dict[int, _Device] = {}
-        for line in self.over:
-            self._take_note(line)
-        self._asked: dict[int, int] = {}
+        for line in self.finished_rounds:
+            self._update_devices(line)
+        self._task_sizes: dict[int, int] = {}
         self._silent_rounds = 0
         self.privacy_is_spent = False
 
@@ -242,185 +258,205 @@ class Coordinator:
 
     @property
     def round(self) -> int:
-        """Rounds that are over."""
-        return len(self.over)
+        """Number of rounds that are over."""
+        return len(self.finished_rounds)
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the longest answer of the plan."""
-        values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
+        """Size in bytes of the largest result that the plan allows."""
+        values, losses = count_values(self.plan, self.state.adapter.size), self.plan.local_steps
         zeros = np.zeros(max(values, losses), np.float32)
         return len(RoundResult(b"", 0, 0, 0, 0.0, zeros[:losses], zeros[:values]).to_bytes())
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are over, or no device may spend more of its privacy."""
+        """Whether all rounds are over, or no device has privacy budget left."""
         return self.round >= self.plan.rounds or self.privacy_is_spent
 
     def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
-        """The tasks of the next round for some of the devices that are there, by their names.
+        """Return the tasks of the next round, by device, for some of the available devices.
 
-        Scores what is due first: the start, or a round that was over when the server was killed.
+        Before that, evaluates the state if an evaluation is due: at the start, or after a round that was over
+        when the server was killed.
+
+        Args:
+            nodes: the devices that are available.
         """
         self._score_if_due()
-        chosen = self._chosen(nodes)
+        chosen = self._choose_devices(nodes)
         state = pack_state(self.state)
         tasks = {node: self._task(self._device(node), state).to_bytes() for node in chosen}
-        self._asked = {node: len(task) for node, task in tasks.items()}
+        self._task_sizes = {node: len(task) for node, task in tasks.items()}
         return tasks
 
-    def receive(self, answers: Mapping[int, bytes]) -> RoundReport:
-        """End a round with the answers that came: what is no answer to it is refused by name.
+    def receive(self, messages: Mapping[int, bytes]) -> RoundReport:
+        """End a round with the messages that arrived; messages without a valid result are refused by name.
 
-        What makes the common adapter absurd is discarded: devices go on from where they were.
+        A round that would make the global adapter diverge is discarded: devices continue from where they
+        were.
+
+        Args:
+            messages: by device.
 
         Raises:
-            RunError: nobody answered, several rounds in a row; or no space left.
+            RunError: too few devices answered several rounds in a row; or the disk is full.
         """
-        good, refused = self._sorted(answers)
-        silent = sorted(set(self._asked) - set(answers))
-        up, down = sum(map(len, answers.values())), sum(self._asked.values())
+        results, refused = self._check_messages(messages)
+        silent = sorted(set(self._task_sizes) - set(messages))
+        up, down = sum(map(len, messages.values())), sum(self._task_sizes.values())
         report = RoundReport(self.round, self.plan.rounds, refused, silent, up, down)
-        if len(good) < self.flags.least_answers:
+        if len(results) < self.flags.least_answers:
             self._count_silence(refused)
             return report
         self._silent_rounds = 0
-        before = {node: self._device(node).spoken for node in good}
-        opposed, spoken = opposed_answers(good, self.plan, before)
-        for node in opposed:
-            del good[node]
-            refused[node] = f"is against what the others say ({spoken[node]:.1f})"
-        good, shortened = shortened_answers(good, self.plan)
-        first, records = self.state.step, self._records(list(good.values()))
-        after, scored, problem = self._tried(records)
+        previous_trust = {node: self._device(node).trust for node in results}
+        opposed_nodes, trust = find_opposed_results(results, self.plan, previous_trust)
+        for node in opposed_nodes:
+            del results[node]
+            refused[node] = f"opposes the other devices' results (trust {trust[node]:.1f})"
+        results, shortened = shorten_outliers(results, self.plan)
+        first, records = self.state.step, self._records(list(results.values()))
+        new_state, scores, problem = self._try_steps(records)
         if not problem:
-            self.state = after
+            self.state = new_state
             for record in records:
                 self.journal.append(record)
         report = replace(
             report,
-            answered=sorted(good),
+            answered=sorted(results),
             shortened=shortened,
             loss=None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
             privacy_epsilon=max(
-                (answer.privacy_epsilon for answer in good.values() if np.isfinite(answer.privacy_epsilon)),
+                (
+                    result.privacy_epsilon
+                    for result in results.values()
+                    if np.isfinite(result.privacy_epsilon)
+                ),
                 default=0.0,
             ),
-            problem=problem or loss_has_risen(after.progress, common_recipe(self.plan).divergence_ratio),
+            problem=problem or loss_has_risen(new_state.progress, global_recipe(self.plan).divergence_ratio),
             discarded=bool(problem),
         )
-        self._end_round(report, first, spoken)
-        evaluation = self._score_if_due(scored)
-        self._keep()
+        self._end_round(report, first, trust)
+        evaluation = self._score_if_due(scores)
+        self._save_checkpoint()
         return replace(report, evaluation=evaluation)
 
     def first_state(self) -> TrainingState:
-        """The common state before the first step."""
+        """Return the global state before the first step."""
         return replay(self.journal, 0)
 
     def evaluation_after(self, record: Record) -> Record | None:
-        """Scores of development rows after a round that is over, if there are any."""
+        """Return the scores on the development rows after a finished round, or None."""
         steps = self.plan.local_steps if self.plan.sends_projected_gradients else 1
         return self.journal.evaluation(record["first"] + steps * (not record.get("discarded")))
 
     def best_state(self) -> TrainingState:
-        """The common state at the best step, or after the last one without development rows."""
+        """Return the global state at its best step; without development rows, after the last step."""
         state = self.state.copy()
         load_best(self.folder / CHECKPOINTS, state)
         return state
 
     def write_final(self) -> Path:
-        """Write the adapter of the best state as `final/`."""
+        """Write the adapter of the best state to `final/` and return that folder."""
         self._score_if_due()
         write_result(self.folder / FINAL, self.best_state(), self.bundle.adapter, overwrite=True)
         return self.folder / FINAL
 
     def _device(self, node: int) -> _Device:
-        """What is known of a device; a new one has the bundle's own adapter, if that is the start."""
-        return self._devices.setdefault(node, _Device(_NOTHING if self.agreement.start else 0))
+        """Return the entry of a device; a new device has the bundle's own adapter, if that is the start."""
+        return self._devices.setdefault(node, _Device(_NO_STATE if self.agreement.start else 0))
 
-    def _chosen(self, nodes: Sequence[int]) -> list[int]:
-        """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
-        there = sorted(node for node in nodes if not self._device(node).spent) or sorted(nodes)
-        order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
-        return sorted(there[index] for index in order[: self.flags.per_round])
+    def _choose_devices(self, nodes: Sequence[int]) -> list[int]:
+        """Choose the devices of the round; the same nodes give the same choice whenever it is repeated."""
+        available = sorted(node for node in nodes if not self._device(node).is_spent) or sorted(nodes)
+        order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(available)), kind="stable")
+        return sorted(available[index] for index in order[: self.flags.per_round])
 
     def _task(self, device: _Device, state: bytes) -> RoundTask:
-        """What a device is asked, with the least that brings it to where the round begins."""
-        step, history = self.state.step, self._history()
-        # State and missed rounds: nothing but the present state, the start, what the device has.
-        ways = [(state, b"")]
+        """Return a device's task, with the smallest payload that brings it to the start of the round."""
+        step, history = self.state.step, self._encode_history()
+        # Candidates of (state, missed rounds); the smallest one is sent.
+        candidates = [(state, b"")]
         if self.plan.sends_projected_gradients or step == 0:
-            # Compressed: the start is mostly zeros.
-            ways.append((self._start, b"".join(history)))
-        if device.step == step or (device.step != _NOTHING and self.plan.sends_projected_gradients):
-            ways.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
-        sent, missed = min(ways, key=lambda way: len(way[0]) + len(way[1]))
-        text = b"" if device.introduced else self.agreement.content
-        return RoundTask(self.agreement.sha256, self.round, step, self.flags.seconds, text, missed, sent)
+            # The initial state is mostly zeros, so that it is small when compressed.
+            candidates.append((self._start, b"".join(history)))
+        if device.step == step or (device.step != _NO_STATE and self.plan.sends_projected_gradients):
+            candidates.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
+        sent_state, missed = min(candidates, key=lambda candidate: len(candidate[0]) + len(candidate[1]))
+        agreement = b"" if device.has_agreement else self.agreement.content
+        return RoundTask(
+            self.agreement.sha256, self.round, step, self.flags.seconds, agreement, missed, sent_state
+        )
 
     @cached_property
     def _start(self) -> bytes:
-        """The state before the first step."""
+        """The packed state before the first step."""
         return pack_state(self.first_state())
 
-    def _history(self) -> list[bytes]:
-        """The rounds' steps, as messages carry them; none where devices send changes."""
+    def _encode_history(self) -> list[bytes]:
+        """Return the encoded steps of each round; empty if devices send adapter changes."""
         count = self.plan.local_steps
-        while self.plan.sends_projected_gradients and (first := len(self._told) * count) < self.state.step:
+        while (
+            self.plan.sends_projected_gradients
+            and (first := len(self._encoded_rounds) * count) < self.state.step
+        ):
             records = [self.journal.step(step) or {} for step in range(first, first + count)]
-            self._told.append(RoundSteps.of_records(records).to_bytes())
-        return self._told
+            self._encoded_rounds.append(RoundSteps.of_records(records).to_bytes())
+        return self._encoded_rounds
 
-    def _sorted(self, answers: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
-        """The answers that count, and why others don't; their devices get everything with the next task."""
-        good: dict[int, RoundResult] = {}
+    def _check_messages(self, messages: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
+        """Return the results that count, and the reasons why others do not.
+
+        A device with a refused result receives the agreement and the full state with its next task.
+        """
+        results: dict[int, RoundResult] = {}
         refused: dict[int, str] = {}
-        for node in sorted(answers):
+        for node in sorted(messages):
             try:
-                good[node] = self._good(node, answers[node])
+                results[node] = self._check_message(node, messages[node])
             except (TaskRefusedError, MessageError) as error:
                 refused[node] = str(error).partition("\n")[0]
                 device = self._device(node)
-                device.step, device.introduced = _NOTHING, False
-                device.spent |= refused[node].startswith(SPENT)
-        return good, refused
+                device.step, device.has_agreement = _NO_STATE, False
+                device.is_spent |= refused[node].startswith(BUDGET_EXCEEDED)
+        return results, refused
 
-    def _good(self, node: int, content: bytes) -> RoundResult:
-        """An answer that counts.
+    def _check_message(self, node: int, content: bytes) -> RoundResult:
+        """Decode and check a device's message.
 
         Raises:
-            TaskRefusedError, MessageError: why it doesn't.
+            TaskRefusedError, MessageError: the message is not a result that counts.
         """
-        said = parse_reply(content)
-        if isinstance(said, TaskRefusal):
-            raise TaskRefusedError(said.reason, code="device-refuses")
-        if node not in self._asked:
-            raise TaskRefusedError("wasn't asked", code="answer-unexpected")
-        if (said.number, said.step) != (self.round, self.state.step):
+        reply = parse_reply(content)
+        if isinstance(reply, TaskRefusal):
+            raise TaskRefusedError(reply.reason, code="device-refuses")
+        if node not in self._task_sizes:
+            raise TaskRefusedError("was not asked", code="answer-unexpected")
+        if (reply.number, reply.step) != (self.round, self.state.step):
             raise TaskRefusedError(
-                f"late: an answer of round {said.number + 1}, not of {self.round + 1}", code="answer-late"
+                f"late: a result of round {reply.number + 1}, not of {self.round + 1}", code="answer-late"
             )
-        checked(said, self.agreement, self.state.adapter.size)
-        return said
+        check_result(reply, self.agreement, self.state.adapter.size)
+        return reply
 
-    def _records(self, answers: Sequence[RoundResult]) -> list[Record]:
-        """The journal's step records of a round."""
+    def _records(self, results: Sequence[RoundResult]) -> list[Record]:
+        """Return the journal's step records of a round."""
         plan, step = self.plan, self.state.step
-        # By the middle one of the devices: a word of one or two of them is nobody's.
-        losses = np.median([answer.losses.astype(np.float64) for answer in answers], 0)
-        values = np.array([answer.values for answer in answers])
+        # The median: a loss that one or two devices report has no influence.
+        losses = np.median([result.losses.astype(np.float64) for result in results], 0)
+        values = np.array([result.values for result in results])
         if plan.sends_projected_gradients:
             rates = plan.recipe.learning_rates()
             steps = RoundSteps(
                 step,
                 np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),
                 losses.astype(np.float32),
-                combined_scalars(values, plan).reshape(plan.local_steps, -1),
+                aggregate_projected_gradients(values, plan).reshape(plan.local_steps, -1),
             )
             return steps.records(self.round, plan.seed, plan.shape)
-        # Every device has as many examples, so nobody's weight is larger.
-        change = middle(values, plan)
+        # All devices take the same number of examples, so that all have the same weight.
+        change = aggregate(values, plan)
         return [
             {
                 "kind": "step",
@@ -433,95 +469,107 @@ class Coordinator:
             }
         ]
 
-    def _end_round(self, report: RoundReport, first: int, spoken: Mapping[int, float]) -> None:
-        """Write the round's line, which ends it, and take note of what its devices have now."""
+    def _end_round(self, report: RoundReport, first: int, trust: Mapping[int, float]) -> None:
+        """Write the journal's line of a round, which ends it, and update its devices."""
         facts = asdict(replace(report, refused={}))
         for name in ("number", "rounds", "evaluation"):
             del facts[name]
-        for name, by_node in (("refused", report.refused), ("spoken", spoken)):
+        for name, by_node in (("refused", report.refused), ("spoken", trust)):
             facts[name] = {str(node): each for node, each in by_node.items()}
         line = {"kind": "round", "step": report.number, "first": first, "time": time.time(), **facts}
-        self.over.append(self.journal.append(line))
-        self._take_note(line)
+        self.finished_rounds.append(self.journal.append(line))
+        self._update_devices(line)
 
-    def _take_note(self, line: Record) -> None:
-        """Keep what a round's line says of its devices."""
-        for node, spoken in line["spoken"].items():
-            self._device(int(node)).spoken = spoken
+    def _update_devices(self, line: Record) -> None:
+        """Update what is known about devices from the journal's line of a round."""
+        for node, trust in line["spoken"].items():
+            self._device(int(node)).trust = trust
         for node, reason in line["refused"].items():
-            # Who has no privacy left to spend says so for itself alone.
-            self._device(int(node)).spent |= reason.startswith(SPENT)
+            # Only the device itself knows that its privacy budget is spent.
+            self._device(int(node)).is_spent |= reason.startswith(BUDGET_EXCEEDED)
         for node in line["answered"]:
-            # It holds the common state of where the round began.
+            # The device holds the global state of the round's first step.
             device = self._device(node)
-            device.step, device.introduced, device.spent = line["first"], True, False
+            device.step, device.has_agreement, device.is_spent = line["first"], True, False
 
-    def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
-        """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
+    def _try_steps(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
+        """Apply steps to a copy of the state.
+
+        Returns:
+            The new state, its scores if an evaluation is due, and why the state is unusable; empty if it is
+            usable.
+        """
         state = self.state.copy()
-        if problem := take_steps(state, records, self.estimator):
+        if problem := apply_steps(state, records, self.estimator):
             return state, None, problem
         if self._score is None or not self._is_due(self.round + 1):
             return state, None, ""
-        scored = self._score(state)
-        began = self.journal.evaluation(0) or scored
-        most = common_recipe(self.plan).divergence_ratio * max(began["loss"], 1.0)
-        if not scored["loss"] <= most:
-            return state, None, f"the development loss would be {scored['loss']:.4g}"
-        return state, scored, ""
+        scores = self._score(state)
+        initial_scores = self.journal.evaluation(0) or scores
+        max_loss = global_recipe(self.plan).divergence_ratio * max(initial_scores["loss"], 1.0)
+        if not scores["loss"] <= max_loss:
+            return state, None, f"the development loss would be {scores['loss']:.4g}"
+        return state, scores, ""
 
     def _is_due(self, rounds: int) -> bool:
-        """Whether development rows are scored after so many rounds."""
+        """Whether an evaluation is due after this many rounds."""
         every = self.flags.evaluate_every or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:
-        """Score development rows if it is time to, unless the journal has that; nothing if it isn't."""
+        """Evaluate the state if an evaluation is due, unless the journal has its scores.
+
+        Args:
+            scored: scores of the present state, if they are known.
+
+        Returns:
+            The journal's record; empty if no evaluation is due.
+        """
         if self._score is None or not self._is_due(self.round):
             return {}
         record = self.journal.evaluation(self.state.step)
         if record is None:
             scored = scored or self._score(self.state)
             record = self.journal.append({"kind": "evaluation", "step": self.state.step, **scored})
-        # A kill may have come between the journal and what follows.
+        # Repeated on resume: a kill may have come between the journal and these updates.
         self.state.judge(record)
-        self._keep()
+        self._save_checkpoint()
         return record
 
-    def _keep(self) -> None:
+    def _save_checkpoint(self) -> None:
         template, gradients = self.bundle.adapter, self.plan.sends_projected_gradients
         keep_state(self.folder, self.state, template, self.journal, 0, gradients)
 
-    def _undo_half_a_round(self) -> None:
-        """Leave out steps of a round that a kill cut off."""
+    def _truncate_unfinished_round(self) -> None:
+        """Remove the steps of a round that a kill interrupted."""
         types = [record["kind"] for record in self.journal.records]
-        ended = max((index for index, each in enumerate(types) if each == "round"), default=-1)
-        if "step" in types[ended + 1 :]:
-            self.journal.truncate(types.index("step", ended + 1))
+        last_round = max((index for index, each in enumerate(types) if each == "round"), default=-1)
+        if "step" in types[last_round + 1 :]:
+            self.journal.truncate(types.index("step", last_round + 1))
 
-    def _state(self) -> TrainingState:
-        """The common state after the journal's steps."""
+    def _restore_state(self) -> TrainingState:
+        """Return the global state after the journal's steps."""
         state = self.first_state()
         load_latest(self.folder / CHECKPOINTS, state, newest=self.journal.steps)
         advance(state, self.journal, self.estimator, self.journal.steps)
         return state
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
-        """Take note of a round without answers.
+        """Count a round without enough results.
 
         Raises:
-            RunError: it is one too many, and not because privacy is spent.
+            RunError: too many such rounds in a row, and not because privacy budgets are spent.
         """
         self._silent_rounds += 1
-        # After some rounds those that could go on have gone.
+        # After several rounds, any device that could continue has been asked.
         patient = self._silent_rounds < MOST_SILENT_ROUNDS
-        nodes = self._devices if patient else self._asked
-        self.privacy_is_spent = bool(nodes) and all(self._device(node).spent for node in nodes)
+        nodes = self._devices if patient else self._task_sizes
+        self.privacy_is_spent = bool(nodes) and all(self._device(node).is_spent for node in nodes)
         if patient or self.privacy_is_spent:
             return
         reasons = "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
         raise RunError(
-            f"no round could be ended, {self._silent_rounds} times in a row: {reasons}",
-            remedy=f"go on when devices are there: prge fleet serve --resume {self.folder}",
+            f"No round was completed, {self._silent_rounds} times in a row: {reasons}",
+            remedy=f"when devices are available, resume with `prge fleet serve --resume {self.folder}`",
             code="devices-silent",
         )

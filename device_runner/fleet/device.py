@@ -1,11 +1,11 @@
-"""A device of a fleet: its folder, and what it answers to a server's task.
+"""A device of a fleet: its folder, and how it answers a server's task.
 
     device.yaml     its owner's settings: bundle, rows, task, policy
-    own.json        the seed of its rows' order, which nobody else has
-    ledger.jsonl    rounds begun and answered; what its privacy has cost follows from it (ledger.py)
-    fleets/<hash>/  of one agreement: its text, the common state, the round it is in
+    own.json        the secret seed of the order of its rows
+    ledger.jsonl    rounds begun and answered; the epsilon that was spent follows from it (ledger.py)
+    fleets/<hash>/  of one agreement: its content, the global state, the present round
 
-A device that is killed goes on in the step where it was; one that is asked twice answers the same bytes.
+A device that is killed resumes in the step where it was; a device that is asked twice answers the same bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.fleet.agreement import Agreement, task_sha256
-from device_runner.fleet.local_round import LocalTrainer, by_row, open_local, told
+from device_runner.fleet.local_round import LocalTrainer, by_row, encode_result, open_local
 from device_runner.fleet.messages import MessageError, RoundTask, TaskRefusal, TaskRefusedError
 from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
-from device_runner.fleet.privacy.reported import spent
+from device_runner.fleet.privacy.reported import budget_refusal
 from device_runner.fleet.state import (
     initial_state,
     pack_state,
+    replay_estimator,
     replay_steps,
-    replayer,
     start_sha256,
     unpack_state,
 )
@@ -56,28 +56,29 @@ from prge.training.settings import ExampleFlags
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
-# States that stay; a fleet that comes back after others sends its state again.
+# Agreements whose states are kept; a fleet that returns after more than these others sends its state again.
 KEPT_FLEETS = 4
 _DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class DeviceSettings(EngineFlags, ExampleFlags):
-    """What a device trains with; a server never sees it."""
+    """What a device trains with; a server never sees these settings."""
 
     bundle: BundleInput
-    """Folder that `prge export` wrote; the fleet's, by its hash."""
+    """Folder that `prge export` wrote; its hash must be that of the fleet's bundle."""
     train: TrainRows
     """The device's rows."""
     policy: InputFile | None = None
-    """YAML file with what the device's owner allows; default: scalars only, in the usual bounds."""
+    """YAML file with what the device's owner allows; default: projected gradients only, within the default
+    bounds."""
 
 
 def make_device(folder: Path, settings: DeviceSettings) -> None:
-    """Write what makes a folder a device's; its seed and its ledger stay if it is one already.
+    """Write the settings of a device to a folder; an existing seed and ledger stay.
 
     Raises:
-        PrgeError: the bundle, the task or the policy can't be used, or the folder can't be written.
+        PrgeError: the bundle, the task or the policy cannot be used, or the folder cannot be written.
     """
     open_bundle(settings.bundle)
     if settings.task:
@@ -91,12 +92,12 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
 
 
 def answer(folder: Path, content: bytes) -> bytes:
-    """A device's answer to a task; what it can't or mustn't do is an answer too.
+    """Return a device's message for a task: a result, or a refusal with its reason.
 
-    Errors of rows, files and settings name what is private: the server is told that there is one, no more.
+    Errors about rows, files and settings name private things: the server learns only that there was an error.
 
     Raises:
-        RunError: the folder is no device's, or can't be written.
+        RunError: the folder is not a device's, or cannot be written.
     """
     with run_lock(folder):
         try:
@@ -109,17 +110,17 @@ def answer(folder: Path, content: bytes) -> bytes:
         except PrgeError as error:
             with best_effort(sys.stderr):
                 print(f"{folder}: {error}", file=sys.stderr, flush=True)
-            return TaskRefusal("an error on the device, which tells it there").to_bytes()
+            return TaskRefusal("an error on the device, which printed it").to_bytes()
 
 
 class _Round:
-    """One round on a device."""
+    """One round on a device: checks the task, replays missed steps, trains, and stores the result."""
 
     def __init__(self, folder: Path, task: RoundTask) -> None:
         if not (folder / DEVICE).is_file():
             raise RunError(
-                f"{folder} is no device's folder",
-                remedy="make it one with `prge fleet join`",
+                f"{folder} is not the folder of a device.",
+                remedy="create one with `prge fleet join`",
                 code="not-a-device-folder",
             )
         self.folder = folder
@@ -130,7 +131,7 @@ class _Round:
         self.seconds = min(self.policy.most_seconds, task.seconds or self.policy.most_seconds)
         self.bundle = open_bundle(self.settings.bundle)
         self.fleet = folder / FLEETS / task.sha256.hex()
-        self.agreement = self._agreed()
+        self.agreement = self._read_agreement()
         self.plan = self.agreement.plan
 
     def answer(self) -> bytes:
@@ -139,53 +140,53 @@ class _Round:
         folder = self.fleet / f"{ROUND}-{task.number:06d}"
         line = ledger.line(task.sha256.hex(), task.number)
         if line is not None and (folder / ANSWER).is_file():
-            # A kill may have come between the file and the line.
-            ledger.answer(line)
+            # Repeated on resume: a kill may have come between the file and the ledger's line.
+            ledger.mark_answered(line)
             return (folder / ANSWER).read_bytes()
         if line is not None and ledger.is_answered(line):
             raise TaskRefusedError(
-                f"round {task.number + 1} was answered, and what was said is gone", code="answer-lost"
+                f"round {task.number + 1} was answered, but its result is gone", code="answer-lost"
             )
         self._check(ledger, line)
-        self._keep_agreement()
+        self._store_agreement()
         state = self._known_state()
         for older in self.fleet.glob(f"{ROUND}-*"):
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         settings = self._run_settings(folder)
-        stopped = self._stopper()
+        stopped = self._make_stopped()
         local, _ = open_local(self.plan, self.bundle, settings)
-        line, privacy_epsilon = self._counted(ledger, line, local)
-        if not self._catches_up(state, stopped):
+        line, privacy_epsilon = self._count_round(ledger, line, local)
+        if not self._catch_up(state, stopped):
             raise self._out_of_time()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
         seed = read_json(self.folder / OWN)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
-                learnt = local.steps(state, journal, seed, taken, stopped)
-            if learnt is None:
+                update = local.train(state, journal, seed, taken, stopped)
+            if update is None:
                 raise self._out_of_time()
-            content = told(self.agreement, task.number, state.step, privacy_epsilon, learnt)
+            content = encode_result(self.agreement, task.number, state.step, privacy_epsilon, update)
         except DivergenceError:
-            # Kept as an answer is: with noise drawn anew it might say something else.
-            content = TaskRefusal("its steps diverge: the learning rate is too high").to_bytes()
+            # Stored like a result: sampling new noise might lead to another outcome.
+            content = TaskRefusal("the steps diverge: the learning rate is too high").to_bytes()
         write_file(folder / ANSWER, content)
-        ledger.answer(line)
+        ledger.mark_answered(line)
         return content
 
     def _out_of_time(self) -> TaskRefusedError:
-        # Not how long it took, which rows have a say in.
-        return TaskRefusedError(f"out of time: it may take {self.seconds:g} s", code="round-out-of-time")
+        # The time that the round took is not revealed, because it depends on the rows.
+        return TaskRefusedError(f"out of time: a round may take {self.seconds:g} s", code="round-out-of-time")
 
-    def _agreed(self) -> Agreement:
-        """The agreement that the task names, from the task or from a round before."""
+    def _read_agreement(self) -> Agreement:
+        """Return the agreement that the task names, from the task or from an earlier round."""
         path = self.fleet / AGREEMENT
         content = self.task.agreement
         if not content:
             if not path.is_file():
                 raise TaskRefusedError(
-                    "an agreement that this device doesn't know; it needs its text", code="agreement-unknown"
+                    "an agreement that this device does not know; send its content", code="agreement-unknown"
                 )
             content = path.read_bytes()
         try:
@@ -194,18 +195,19 @@ class _Round:
             raise TaskRefusedError(str(error), code=error.code) from None
         if agreement.sha256 != self.task.sha256:
             raise TaskRefusedError(
-                "an agreement that doesn't have the hash that it is named by", code="agreement-of-other-hash"
+                "an agreement that does not have the hash in the task", code="agreement-of-other-hash"
             )
         task = load_bundle_task(self.bundle, self.settings.task)
         self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
-            ours = self.bundle.sha256
+            own_hash = self.bundle.sha256
             raise TaskRefusedError(
-                f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}", code="bundle-differs"
+                f"the fleet's bundle is {agreement.bundle[:12]}, mine is {own_hash[:12]}",
+                code="bundle-differs",
             )
         if agreement.task != task_sha256(task):
-            raise TaskRefusedError("the fleet's task is another one than mine", code="task-differs")
-        # Rounds that the server discarded have no steps.
+            raise TaskRefusedError("the fleet's task is not mine", code="task-differs")
+        # Discarded rounds have no steps, so that there may be fewer rounds with steps than rounds.
         rounds, rest = divmod(
             self.task.step, agreement.plan.local_steps if agreement.plan.sends_projected_gradients else 1
         )
@@ -216,8 +218,8 @@ class _Round:
             )
         return agreement
 
-    def _keep_agreement(self) -> None:
-        """Make room for a fleet that is new: of the others all but the newest lose their states.
+    def _store_agreement(self) -> None:
+        """Store the agreement of a new fleet; all but the newest fleets lose their states.
 
         The ledger keeps what they cost, and which of their rounds were answered.
         """
@@ -230,17 +232,23 @@ class _Round:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, ledger: Ledger, line: Record | None) -> None:
-        """Raise TaskRefusedError for what the owner doesn't allow; a round that goes on isn't another one."""
+        """Raise TaskRefusedError if the owner's policy forbids the round.
+
+        A resumed round does not count as another one.
+        """
         now = time.time()
         today = ledger.begun_since(now - _DAY) - (line is not None and line["time"] > now - _DAY)
         if objections := self.policy.objections(self.plan, now, today):
             raise TaskRefusedError("; ".join(objections), code="policy-forbids")
 
-    def _counted(self, ledger: Ledger, line: Record | None, local: LocalTrainer) -> tuple[Record, float]:
-        """The round's line, written before anything is computed, and what privacy has cost with it.
+    def _count_round(self, ledger: Ledger, line: Record | None, local: LocalTrainer) -> tuple[Record, float]:
+        """Write the round's line to the ledger, before anything is computed.
+
+        Returns:
+            The line, and the epsilon that the device has spent with it.
 
         Raises:
-            TaskRefusedError: it would cost more than is allowed, or the round was begun with other rows.
+            TaskRefusedError: epsilon would exceed its bound, or the round was begun with other rows.
         """
         plan, rows = self.plan, len(by_row(local.examples))
         entry: Record = {
@@ -257,18 +265,20 @@ class _Round:
         }
         if line is not None and {**line, "time": entry["time"]} != entry:
             raise TaskRefusedError("the round was begun with other rows", code="rows-differ")
-        said = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
-        most, own = self.policy.most_privacy_epsilon, 0.0
-        if most is not None:
-            own = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
-        if reason := spent(own, most or 0.0) or spent(said, plan.most_privacy_epsilon):
+        epsilon = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
+        max_epsilon, owner_epsilon = self.policy.most_privacy_epsilon, 0.0
+        if max_epsilon is not None:
+            owner_epsilon = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
+        if reason := budget_refusal(owner_epsilon, max_epsilon or 0.0) or budget_refusal(
+            epsilon, plan.most_privacy_epsilon
+        ):
             raise TaskRefusedError(reason, code="privacy-spent")
         if line is None:
             ledger.begin(entry)
-        return line or entry, said
+        return line or entry, epsilon
 
     def _known_state(self) -> TrainingState:
-        """A common state that the missed rounds follow, of what is kept and what the task brings.
+        """Return the global state that the missed rounds follow: of the task, the folder or the bundle.
 
         Raises:
             TaskRefusedError: there is none.
@@ -281,7 +291,7 @@ class _Round:
             state = unpack_state(task.state, self.plan, modules, width, classes)
             if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):
                 raise TaskRefusedError(
-                    "the state isn't the one that the fleet agreed to start with", code="state-differs"
+                    "the state is not the initial state of the agreement", code="state-differs"
                 )
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
@@ -289,15 +299,19 @@ class _Round:
             state = initial_state(self.plan, read_peft(self.bundle.adapter, modules))
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
-            has = "has no common state" if state is None else f"is at step {state.step}"
-            raise TaskRefusedError(f"{has}, needs that of step {task.step}", code="state-missing")
+            description = "has no common state" if state is None else f"is at step {state.step}"
+            raise TaskRefusedError(f"{description}, needs that of step {task.step}", code="state-missing")
         return state
 
-    def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
-        """Take the missed rounds, and keep where that leads; whether there was time for all."""
+    def _catch_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
+        """Replay the missed rounds, and store the resulting state.
+
+        Returns:
+            False if there was no time for all of them.
+        """
         plan, task = self.plan, self.task
         missed = task.missed_steps((plan.local_steps, int(np.prod(plan.shape))))
-        in_time = replay_steps(state, missed, plan, replayer(plan), task.number, stopped)
+        in_time = replay_steps(state, missed, plan, replay_estimator(plan), task.number, stopped)
         if in_time and state.step != task.step:
             raise MessageError(
                 f"steps to {state.step}, the round begins at {task.step}", code="steps-out-of-order"
@@ -306,7 +320,7 @@ class _Round:
         return in_time
 
     def _run_settings(self, folder: Path) -> RunSettings:
-        """Which rows; the plan has the rest."""
+        """Return the settings of the plan's steps with the device's rows and engine."""
         settings = self.plan.run_settings(self.settings.bundle, self.settings.train, folder)
         return replace(
             settings,
@@ -321,15 +335,15 @@ class _Round:
             memory=self.settings.memory,
         )
 
-    def _stopper(self) -> Callable[[], bool]:
-        """Whether to give up: the owner's gates are waited for, the time of a round is not exceeded."""
-        held = _Held(self.began + self.seconds)
+    def _make_stopped(self) -> Callable[[], bool]:
+        """Return a function that waits for the owner's conditions and says if the round's time is over."""
+        held = _RoundWait(self.began + self.seconds)
         gates = Gates(self.policy.conditions())
         return lambda: gates.hold(held)
 
 
-class _Held:
-    """Implements gates.Held: nobody is told, and the time of a round ends a wait."""
+class _RoundWait:
+    """Implements pauses.Held: prints nothing, and ends a wait when the round's time is over."""
 
     def __init__(self, until: float) -> None:
         self._until = until
@@ -340,13 +354,13 @@ class _Held:
         return time.monotonic() > self._until
 
     def note(self, text: str) -> None:
-        """Nobody is told."""
+        """Print nothing."""
 
     def on_wait(self, why: str) -> None:
-        """Nobody is told."""
+        """Record nothing."""
 
     def on_pause(self, seconds: float) -> None:
-        """Nobody is told."""
+        """Record nothing."""
 
 
 def _policy(settings: DeviceSettings) -> Policy:

@@ -1,4 +1,4 @@
-"""`prge fleet join`: a device takes part in a fleet."""
+"""`prge fleet join`: take part in a fleet, on a device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from prge.cli.settings import parse_settings, select_settings
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSettings(DeviceSettings):
-    """Take part in a fleet: wait for its server's tasks, and answer those that the policy allows.
+    """Take part in a fleet: wait for tasks from its server, and run those that the policy allows.
 
-    A folder that is a device's already has the settings that it was made with.
+    A folder that already is a device's keeps the settings that it was created with.
     """
 
     KEPT: ClassVar = DEVICE
@@ -26,11 +26,12 @@ class JoinSettings(DeviceSettings):
     server: str
     """HOST:PORT of the server."""
     folder: OutputFolder
-    """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
+    """Folder of the device: its state in each fleet, and the ledger of its privacy. Do not delete it."""
     keys: InputFolder | None = None
-    """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""
+    """The device's folder from `prge fleet keys`; with it, the device verifies the server and proves its
+    identity."""
     insecure: bool = False
-    """Instead of --keys: no encryption. To try things out."""
+    """Connect without encryption, instead of with --keys. For trying things out."""
 
     def __post_init__(self) -> None:
         check_keys(self.keys, self.insecure)

@@ -1,4 +1,4 @@
-"""A device's part of a round: steps of `prge run`, from the common adapter on, over the device's own rows."""
+"""The steps of a round on one device: those of `prge run`, on the global adapter and the device's rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import RoundResult
-from device_runner.fleet.privacy.reported import Draw, ReportingEstimator, system_noise
+from device_runner.fleet.privacy.reported import NoiseSampler, ReportingEstimator, system_noise
 from device_runner.session.inputs import read_inputs
 from device_runner.session.memory import budget_of_steps
 from device_runner.session.plan import plan_run
@@ -31,39 +31,48 @@ from prge.training.recipe import Recipe
 from prge.training.sampler import Sampler, row_order
 from prge.training.session import SessionData, SilentObserver, open_session
 
-# Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
-Learnt = tuple[FloatArray, FloatArray]
+# Losses f32 [K]; and projected gradients f32 [K * projected gradients per step] or an adapter change f32
+# [size].
+LocalUpdate = tuple[FloatArray, FloatArray]
 
 
 @dataclass(frozen=True)
 class LocalTrainer:
-    """What takes a plan's steps on a device's rows: `examples`, of a file with the SHA-256 `data`."""
+    """Takes a plan's steps on a device's rows.
+
+    Attributes:
+        plan: of the fleet.
+        engine: of the device's bundle.
+        examples: of the device's rows.
+        draw: samples noise.
+        data: SHA-256 of the file with the rows.
+    """
 
     plan: Plan
     engine: Engine
     examples: list[Example]
-    draw: Draw = system_noise
+    draw: NoiseSampler = system_noise
     data: str = ""
 
-    def steps(
+    def train(
         self,
         start: TrainingState,
         journal: Journal,
         rows_seed: int,
         taken: int,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> Learnt | None:
-        """Take a round's steps; what the journal holds of them already isn't measured again.
+    ) -> LocalUpdate | None:
+        """Take the steps of a round; steps that the journal already holds are not measured again.
 
         Args:
-            start: the common state where the round begins; it stays as it is.
+            start: the global state at the start of the round; it is not changed.
             journal: of this device in this round.
             rows_seed: of the order of this device's rows.
-            taken: steps that the device took before, from which on the order goes on.
+            taken: steps that the device took before; the order of the rows continues there.
             stopped: whether to give up.
 
         Returns:
-            What came of them; None if it was stopped.
+            The losses and the update; None if the steps were stopped.
 
         Raises:
             DivergenceError: see prge.training.loop.
@@ -88,17 +97,17 @@ class LocalTrainer:
 
 @dataclass(frozen=True)
 class _RoundStore:
-    """Implements Store for a round: its journal, and the common state that it begins with."""
+    """Implements Store for a round: its journal, and the global state that it begins with."""
 
     plan: Plan
     start: TrainingState
     journal: Journal
-    draw: Draw
+    draw: NoiseSampler
     checkpoint_every: int = 0
 
     @property
     def first_step(self) -> int:
-        """Steps before the round: the server takes one a round where devices send changes."""
+        """Steps before the round. If devices send changes, the server takes one step per round."""
         return (
             self.start.step
             if self.plan.sends_projected_gradients
@@ -106,7 +115,7 @@ class _RoundStore:
         )
 
     def estimator(self, recipe: Recipe) -> Estimator:
-        """See Store; what it measures is what is reported."""
+        """See Store; the estimator measures what the device reports."""
         return ReportingEstimator(recipe.new_estimator(), self.plan, self.draw)
 
     def resume(self, first: TrainingState) -> TrainingState:
@@ -118,36 +127,36 @@ class _RoundStore:
         return state
 
     def save(self, state: TrainingState) -> None:
-        """See Store; the journal is enough."""
+        """See Store; the journal suffices."""
 
 
 def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[LocalTrainer, OpenEngine]:
     """Read a device's rows and open the engine for the steps of a plan.
 
     Args:
-        plan: what the steps are.
-        bundle: the device's.
-        settings: of `prge run` for the plan's steps, with rows and engine.
+        plan: of the fleet.
+        bundle: of the device.
+        settings: of a `prge run` that takes the plan's steps, with the device's rows and engine.
 
     Raises:
-        PrgeError: the rows or the bundle can't be used.
+        PrgeError: the rows or the bundle cannot be used.
     """
     inputs = read_inputs(bundle, settings)
     warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
-            f"{describe_paths(settings.train)} can't be used by a fleet:",
-            ["its rows are preferences, which are compared with scores that no round carries"],
-            remedy="give rows of completions, or train on this device alone with `prge run`",
+            f"{describe_paths(settings.train)} cannot be used by a fleet:",
+            ["its rows are preferences, which need reference scores that rounds do not carry"],
+            remedy="give rows of completions, or train on this device only, with `prge run`",
             code="rows-of-preferences",
         )
     if not plan.sends_projected_gradients and plan.clip:
         check_single_sequences(inputs.train)
-    sized = plan_run(bundle, inputs.train, settings)
-    budget = budget_of_steps(bundle, [sized.shape], settings.memory, settings.engine, "this device")
+    run_plan = plan_run(bundle, inputs.train, settings)
+    budget = budget_of_steps(bundle, [run_plan.shape], settings.memory, settings.engine, "this device")
     opened = open_engine(
         bundle,
-        sized.role,
+        run_plan.role,
         threads=settings.threads,
         engine=settings.engine,
         loaded=None if budget is None else budget.loaded,
@@ -157,25 +166,27 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
     return LocalTrainer(plan, opened.engine, inputs.train, data=data), opened
 
 
-def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
-    """The answer to the task of a round, which began at a step.
+def encode_result(
+    agreement: Agreement, number: int, step: int, privacy_epsilon: float, update: LocalUpdate
+) -> bytes:
+    """Encode the result of a round.
 
     Args:
         agreement, number, step: of the task.
         privacy_epsilon: that the device has spent, with this round.
-        learnt: what came of the steps.
+        update: losses, and projected gradients or the change of the adapter.
     """
     examples = agreement.plan.examples * agreement.plan.local_steps
-    return RoundResult(agreement.sha256, number, step, examples, privacy_epsilon, *learnt).to_bytes()
+    return RoundResult(agreement.sha256, number, step, examples, privacy_epsilon, *update).to_bytes()
 
 
 def by_row(examples: Sequence[Example]) -> list[list[Example]]:
-    """The examples of each row of a file: several where a text was split into windows."""
+    """Group examples by the row that they come from; a text that was split into windows has several."""
     return [list(windows) for _, windows in groupby(examples, lambda example: example.row)]
 
 
 class _OwnRows(Sampler):
-    """A device's batches go on where its last round ended, whichever steps those were for the fleet."""
+    """Samples batches from where the device's last round ended, whichever global steps those were."""
 
     offset = 0
 
@@ -185,7 +196,7 @@ class _OwnRows(Sampler):
 
 
 class CyclicRows(_OwnRows):
-    """Rows in one order over and over, of which a step has none twice; a row's windows take turns."""
+    """Cycles through the rows in one order; a step has no row twice, and the windows of a row take turns."""
 
     def examples_at(self, step: int) -> list[Example]:
         """See Sampler.examples_at; fewer than that where there are fewer rows."""

@@ -1,10 +1,11 @@
-"""What a server and a device tell each other, as bytes; scalars are 4 bytes each.
+"""Messages between a fleet's server and its devices, as bytes; a projected gradient takes 4 bytes.
 
     RoundTask     server -> device   the agreement, what the device missed, which round
-    RoundResult   device -> server   scalars of its steps, or the change of its adapter, or why not
+    RoundResult   device -> server   projected gradients of the steps, or the change of the adapter
+    TaskRefusal   device -> server   why the device takes no part
 
-A message is a byte for its form and one for what it is, a struct, then arrays, all little-endian. Reading
-one checks every length: what comes from elsewhere makes an error with a reason, never anything else.
+A message is one byte for the format version, one for its type, a struct, then arrays, all little-endian.
+Reading a message checks every length: malformed bytes raise an error with a reason, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ _STEPS_HEAD, _TASK_HEAD, _ANSWER_HEAD = "<III", "<16sIIfIII", "<16sIIIfII"
 
 
 class MessageError(PrgeError):
-    """Bytes that are no message of this version."""
+    """Bytes that are not a message of this version."""
 
 
 class TaskRefusedError(PrgeError):
-    """Why a device takes no part in a round, or why its answer doesn't count."""
+    """Why a device takes no part in a round, or why its result does not count."""
 
 
 @dataclass(frozen=True)
 class RoundSteps:
-    """The steps that a round gave the common adapter, from the step `first` on; K of them.
+    """The K steps of the global adapter in one round.
 
-    `rates`, `losses`: f32 [K]. `scalars`: f32 [K, scalars of a step].
+    Attributes:
+        first: number of the first step.
+        rates: learning rates, f32 [K].
+        losses: f32 [K].
+        projected_gradients: f32 [K, projected gradients per step].
     """
 
     first: int
@@ -49,29 +54,37 @@ class RoundSteps:
     projected_gradients: FloatArray
 
     def to_bytes(self) -> bytes:
-        """The form that messages carry."""
+        """Encode the steps for a message."""
         head = struct.pack(_STEPS_HEAD, self.first, *self.projected_gradients.shape)
-        return head + b"".join(map(_floats, (self.rates, self.losses, self.projected_gradients)))
+        return head + b"".join(map(_encode_floats, (self.rates, self.losses, self.projected_gradients)))
 
     @classmethod
-    def read(cls, reader: Reader, shape: tuple[int, int] | None = None) -> RoundSteps:
-        """Inverse of `to_bytes`; nothing of another `shape`, steps and scalars of a step, is read."""
+    def read(cls, reader: MessageReader, shape: tuple[int, int] | None = None) -> RoundSteps:
+        """Decode what `to_bytes` encoded.
+
+        Args:
+            reader: at the first byte of the steps.
+            shape: number of steps and of projected gradients per step that the plan has; None: any.
+
+        Raises:
+            MessageError: the steps have another shape.
+        """
         first, count, size = reader.unpack(_STEPS_HEAD)
         if shape not in (None, (count, size)):
             raise MessageError(
-                f"a round of {count} steps of {size} scalars; the plan has {shape}",
+                f"a round of {count} steps of {size} projected gradients, but the plan has {shape}",
                 code="steps-of-other-shape",
             )
-        rates, losses = reader.floats(count), reader.floats(count)
-        return cls(first, rates, losses, reader.floats(count * size).reshape(count, size))
+        rates, losses = reader.read_floats(count), reader.read_floats(count)
+        return cls(first, rates, losses, reader.read_floats(count * size).reshape(count, size))
 
     def records(self, number: int, seed: int, shape: Sequence[int]) -> list[Record]:
-        """The journal's records of the steps, as `prge run` writes them.
+        """Return the steps as journal records, as `prge run` writes them.
 
         Args:
             number: of the round.
-            seed: of directions.
-            shape: of a step's scalars.
+            seed: of the directions.
+            shape: of a step's projected gradients.
         """
         return [
             {
@@ -88,7 +101,7 @@ class RoundSteps:
 
     @classmethod
     def of_records(cls, records: Sequence[Record]) -> RoundSteps:
-        """Inverse of `records`, for the records of one round."""
+        """Return the steps of one round from the journal's records; inverse of `records`."""
         rates, losses, scalars = (
             np.array([record[name] for record in records], np.float32)
             for name in ("learning_rate", "loss", "scalars")
@@ -98,11 +111,16 @@ class RoundSteps:
 
 @dataclass(frozen=True)
 class RoundTask:
-    """What a device is asked to do, and what it has to know first.
+    """What a device is asked to do, and the state that it needs for that.
 
-    `agreement`: its content, or b"" for one that the device knows; `sha256` its hash. `step`: where the round
-    begins. `missed`: the bytes of rounds that bring the device there, one after another; or `state`, arrays
-    as safetensors, of that step. `seconds`: how long an answer is waited for.
+    Attributes:
+        sha256: hash of the agreement.
+        number: of the round.
+        step: at which the round begins.
+        seconds: how long the server waits for a result.
+        agreement: its content; empty if the device has it.
+        missed: encoded steps of the rounds that the device missed, one after another.
+        state: arrays of that step as safetensors; empty if the device can replay the missed rounds.
     """
 
     sha256: bytes
@@ -114,41 +132,48 @@ class RoundTask:
     state: bytes = b""
 
     def missed_steps(self, shape: tuple[int, int] | None = None) -> Iterator[RoundSteps]:
-        """The missed rounds, each read when it is its turn; raises MessageError at one of another `shape`."""
-        reader = Reader(self.missed)
-        while reader.left:
+        """Iterate over the missed rounds, decoding each on demand; raises MessageError at another shape."""
+        reader = MessageReader(self.missed)
+        while reader.remaining:
             yield RoundSteps.read(reader, shape)
 
     def to_bytes(self) -> bytes:
-        """The message."""
+        """Encode the task as a message."""
         parts = (self.agreement, self.missed, self.state)
         fields = (self.sha256, self.number, self.step, self.seconds, *map(len, parts))
-        return _head(_TASK) + struct.pack(_TASK_HEAD, *fields) + b"".join(parts)
+        return _encode_header(_TASK) + struct.pack(_TASK_HEAD, *fields) + b"".join(parts)
 
     @classmethod
     def parse(cls, content: bytes) -> RoundTask:
-        """Inverse of `to_bytes`.
+        """Decode a task.
 
         Raises:
-            MessageError: it is no task.
+            MessageError: the bytes are not a task.
         """
-        reader = Reader(content)
-        if (found := reader.begin()) != _TASK:
-            raise MessageError(f"a message of type {found}, not a task", code="message-of-other-type")
+        reader = MessageReader(content)
+        if (message_type := reader.read_type()) != _TASK:
+            raise MessageError(f"a message of type {message_type}, not a task", code="message-of-other-type")
         sha256, number, step, seconds, *sizes = reader.unpack(_TASK_HEAD)
         if sizes[0] > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
-            raise MessageError("a task that no server writes", code="message-damaged")
-        task = cls(sha256, number, step, seconds, *map(reader.take, sizes))
-        reader.end()
+            raise MessageError("a task with values out of bounds", code="message-damaged")
+        task = cls(sha256, number, step, seconds, *map(reader.read_bytes, sizes))
+        reader.expect_end()
         return task
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a device learnt in a round, from the common adapter of step `step` on.
+    """What a device computed in a round.
 
-    `losses`: f32 [K]. `values`: its scalars f32 [K * scalars of a step], or the change of its adapter, f32
-    [size]. `privacy_epsilon`: what it has spent in all.
+    Attributes:
+        sha256: hash of the agreement.
+        number: of the round.
+        step: of the global adapter that the device started from.
+        examples: that its steps took.
+        privacy_epsilon: what the device has spent so far, with this round.
+        losses: f32 [K].
+        values: projected gradients, f32 [K * projected gradients per step], or the change of the adapter, f32
+            [adapter size].
     """
 
     sha256: bytes
@@ -160,16 +185,18 @@ class RoundResult:
     values: FloatArray
 
     def to_bytes(self) -> bytes:
-        """The message."""
+        """Encode the result as a message."""
         fields = (self.sha256, self.number, self.step, self.examples, self.privacy_epsilon)
         head = struct.pack(_ANSWER_HEAD, *fields, len(self.losses), len(self.values))
-        return _head(_DONE) + head + _floats(self.losses) + _floats(self.values)
+        return _encode_header(_DONE) + head + _encode_floats(self.losses) + _encode_floats(self.values)
 
     @classmethod
-    def read(cls, reader: Reader) -> RoundResult:
-        """Inverse of `to_bytes`, after what the message is."""
+    def read(cls, reader: MessageReader) -> RoundResult:
+        """Decode a result after its message type."""
         sha256, number, step, examples, epsilon, losses, values = reader.unpack(_ANSWER_HEAD)
-        return cls(sha256, number, step, examples, epsilon, reader.floats(losses), reader.floats(values))
+        return cls(
+            sha256, number, step, examples, epsilon, reader.read_floats(losses), reader.read_floats(values)
+        )
 
 
 @dataclass(frozen=True)
@@ -179,81 +206,83 @@ class TaskRefusal:
     reason: str
 
     def to_bytes(self) -> bytes:
-        """The message."""
-        return _head(_REFUSED) + shortened(self.reason, _LONGEST_TEXT).encode()
+        """Encode the refusal as a message."""
+        return _encode_header(_REFUSED) + shortened(self.reason, _LONGEST_TEXT).encode()
 
     @classmethod
-    def read(cls, reader: Reader) -> TaskRefusal:
-        """A reason of one printable line, cut to its most."""
-        text = reader.take(reader.left)[: 4 * _LONGEST_TEXT].decode(errors="replace")
+    def read(cls, reader: MessageReader) -> TaskRefusal:
+        """Decode a refusal after its message type; the reason becomes one short printable line."""
+        text = reader.read_bytes(reader.remaining)[: 4 * _LONGEST_TEXT].decode(errors="replace")
         return cls(shortened(printable(text.replace("\n", " ")), _LONGEST_TEXT))
 
 
 def parse_reply(content: bytes) -> RoundResult | TaskRefusal:
-    """What a device said.
+    """Decode a device's message.
 
     Raises:
-        MessageError: nothing that a device says.
+        MessageError: the bytes are neither a result nor a refusal.
     """
-    reader = Reader(content)
-    if (found := reader.begin()) not in (_DONE, _REFUSED):
-        raise MessageError(f"a message of type {found}, not an answer", code="message-of-other-type")
-    said: RoundResult | TaskRefusal = RoundResult.read(reader) if found == _DONE else TaskRefusal.read(reader)
-    reader.end()
-    return said
+    reader = MessageReader(content)
+    if (message_type := reader.read_type()) not in (_DONE, _REFUSED):
+        raise MessageError(f"a message of type {message_type}, not a reply", code="message-of-other-type")
+    reply: RoundResult | TaskRefusal = (
+        RoundResult.read(reader) if message_type == _DONE else TaskRefusal.read(reader)
+    )
+    reader.expect_end()
+    return reply
 
 
-class Reader:
-    """Takes a message apart from its beginning; raises MessageError where it ends too early or too late."""
+class MessageReader:
+    """Decodes a message from its first byte; raises MessageError if the message is too short or too long."""
 
     def __init__(self, content: bytes) -> None:
         if not isinstance(content, bytes) or len(content) > MOST_BYTES:
-            raise MessageError("a message that is no bytes, or too many", code="message-damaged")
+            raise MessageError("a message that is not bytes, or is too large", code="message-damaged")
         self._content = memoryview(content)
-        self._at = 0
+        self._offset = 0
 
     @property
-    def left(self) -> int:
-        """Bytes that are not taken yet."""
-        return len(self._content) - self._at
+    def remaining(self) -> int:
+        """Number of bytes that were not read yet."""
+        return len(self._content) - self._offset
 
-    def begin(self) -> int:
-        """Take the first two bytes; what the message is."""
-        form, found = self.unpack("<BB")
-        if form != FORM:
+    def read_type(self) -> int:
+        """Check the format version and return the message type."""
+        version, message_type = self.unpack("<BB")
+        if version != FORM:
             raise MessageError(
-                f"a message of form {form}, this version of prge speaks form {FORM}",
+                f"a message of form {version}, but this version of prge uses form {FORM}",
                 remedy="use the same version of prge on both sides",
                 code="message-of-other-version",
             )
-        return int(found)
+        return int(message_type)
 
-    def take(self, size: int) -> bytes:
-        """The next bytes."""
-        if size > self.left:
+    def read_bytes(self, size: int) -> bytes:
+        """Read the next `size` bytes."""
+        if size > self.remaining:
             raise MessageError(
-                f"a message that ends early: {self.left} bytes where {size} must be", code="message-damaged"
+                f"a message that ends early: {self.remaining} bytes instead of {size}", code="message-damaged"
             )
-        self._at += size
-        return bytes(self._content[self._at - size : self._at])
+        self._offset += size
+        return bytes(self._content[self._offset - size : self._offset])
 
     def unpack(self, form: str) -> tuple[Any, ...]:
-        """The next fields."""
-        return struct.unpack(form, self.take(struct.calcsize(form)))
+        """Read the next fields of a struct format."""
+        return struct.unpack(form, self.read_bytes(struct.calcsize(form)))
 
-    def floats(self, count: int) -> FloatArray:
-        """The next f32 [count]."""
-        return np.frombuffer(self.take(4 * count), "<f4").astype(np.float32)
+    def read_floats(self, count: int) -> FloatArray:
+        """Read the next `count` float32 values, f32 [count]."""
+        return np.frombuffer(self.read_bytes(4 * count), "<f4").astype(np.float32)
 
-    def end(self) -> None:
-        """Nothing may follow."""
-        if self.left:
-            raise MessageError(f"a message with {self.left} bytes too many", code="message-damaged")
-
-
-def _head(what: int) -> bytes:
-    return struct.pack("<BB", FORM, what)
+    def expect_end(self) -> None:
+        """Check that nothing follows."""
+        if self.remaining:
+            raise MessageError(f"a message with {self.remaining} extra bytes", code="message-damaged")
 
 
-def _floats(values: FloatArray) -> bytes:
+def _encode_header(message_type: int) -> bytes:
+    return struct.pack("<BB", FORM, message_type)
+
+
+def _encode_floats(values: FloatArray) -> bytes:
     return values.astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Rows dealt out to simulated devices: evenly, or by classes as unevenly as real devices have them."""
+"""Partition rows among simulated devices: evenly, or by class as unevenly as real devices have them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from prge.errors import ConfigError
 from prge.objectives.examples import Example
 
 
-def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> list[list[Example]]:
-    """Every example on one of the devices, each of which has one at least.
+def partition_examples(examples: Sequence[Example], devices: int, how: str, seed: int) -> list[list[Example]]:
+    """Assign every example to one of the devices; each device gets at least one.
 
     Args:
-        examples: all there are.
-        devices: how many.
-        how: `even`; or `dirichlet:A`, which deals out each class by shares from a Dirichlet distribution with
-            all parameters A: the smaller, the fewer classes a device has (Hsu et al. 2019, arXiv 1909.06335).
+        examples: all examples.
+        devices: number of devices.
+        how: `even`; or `dirichlet:A`, which splits each class by shares from a Dirichlet distribution with
+            all parameters A: the smaller A, the fewer classes a device has (Hsu et al. 2019, arXiv
+            1909.06335).
         seed: of the shares and the order.
 
+    Returns:
+        The examples of each device.
+
     Raises:
-        ConfigError: another word, fewer examples than devices, or examples without classes.
+        ConfigError: `how` is something else, there are fewer rows than devices, or the examples have no
+            classes.
     """
     rows = by_row(examples)
     if len(rows) < devices:
         raise _error(
-            "rows-too-few", f"there are {len(rows)} rows for {devices} devices", "give fewer --devices"
+            "rows-too-few", f"there are only {len(rows)} rows for {devices} devices", "give fewer --devices"
         )
     generator = np.random.Generator(np.random.Philox(seed))
     order = generator.permutation(len(rows))
@@ -43,22 +48,22 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
     if any(example.label is None for example in examples):
         raise _error(
             "classes-missing",
-            "--partition dirichlet deals out classes, the rows have none",
+            "--partition dirichlet needs rows with classes, but these have none",
             "give --partition even",
         )
-    # A row with a class is one example.
-    dealt: list[list[Example]] = [[] for _ in range(devices)]
+    # A row with a class is exactly one example.
+    parts_of_devices: list[list[Example]] = [[] for _ in range(devices)]
     for label in sorted({example.label for example in examples if example.label is not None}):
-        of_class = [row for row in order if examples[row].label == label]
+        class_rows = [row for row in order if examples[row].label == label]
         shares = generator.dirichlet(np.full(devices, concentration))
-        ends = np.round(np.cumsum(shares) * len(of_class)).astype(int)
+        ends = np.round(np.cumsum(shares) * len(class_rows)).astype(int)
         for device, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            dealt[device] += [examples[row] for row in of_class[begin:end]]
-    for own in dealt:
-        if not own:
-            own.append(max(dealt, key=len).pop())
-    return dealt
+            parts_of_devices[device] += [examples[row] for row in class_rows[begin:end]]
+    for part in parts_of_devices:
+        if not part:
+            part.append(max(parts_of_devices, key=len).pop())
+    return parts_of_devices
 
 
 def _error(code: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError("the rows can't be dealt out:", [problem], remedy=remedy, code=code)
+    return ConfigError("The rows cannot be partitioned:", [problem], remedy=remedy, code=code)

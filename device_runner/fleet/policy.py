@@ -1,4 +1,4 @@
-"""What the owner of a device allows a fleet to ask of it; kept on the device, in a YAML file.
+"""What the owner of a device allows a fleet to do on it; stored on the device, in a YAML file.
 
     estimators: [tangent, antithetic]
     most_steps: 50
@@ -7,7 +7,7 @@
     only_charging: true
     hours: 22-6
 
-A server can't change it: what its plan asks beyond it is refused with the line of the policy.
+A server cannot change the policy: the device refuses a plan that exceeds it, and names the setting.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ class Policy:
     """What the owner of a device allows."""
 
     estimators: list[EstimatorName] = field(default_factory=lambda: estimators_with_setting("queries"))
-    """How steps may get their gradient; with exact the device sends the change of its adapter, which says
-    much more of its rows than scalars."""
+    """Allowed estimators. With exact, the device sends the change of its adapter, which reveals much more
+    about its rows than projected gradients."""
     most_steps: int = 200
-    """Steps of a round."""
+    """Most steps per round."""
     most_examples: int = 64
-    """Examples of a step."""
+    """Most examples per step."""
     most_queries: int = 64
-    """Random directions of a step."""
+    """Most random directions per step."""
     most_seconds: float = 3600.0
-    """Of a round, with the steps that the device missed; it ends without an answer then."""
+    """Most seconds per round, including the replay of missed steps; then the round ends without a result."""
     most_rounds_a_day: int = 10_000
-    """Rounds that begin within 24 hours, however they end."""
+    """Most rounds that may begin within 24 hours, however they end."""
     hours: str = ""
     """Hours of the device's clock between which rounds may begin, such as 22-6; default: all."""
     most_rows: int | None = None
-    """Rows of the training file that a fleet may learn from: the first so many; default: all."""
+    """Use only the first so many rows of the training file; default: all."""
     least_noise: float = 0.0
     """Refuse plans with less --noise."""
     unit: Literal["row", "owner"] = "row"
-    """owner: refuse plans whose noise hides single rows alone, and count epsilon for all rows together."""
+    """owner: refuse plans whose noise protects only single rows, and compute epsilon for all rows
+    together."""
     most_privacy_epsilon: float | None = None
-    """Take no part in a round after which epsilon of local differential privacy would be higher; needs noise.
-    Counts all rounds of all fleets that the device ever began; after one without noise it is infinite."""
+    """Refuse a round after which epsilon of local differential privacy would be higher; needs noise. Counts
+    all rounds of all fleets that the device ever began; a round without noise makes epsilon infinite."""
     most_delta: float = 1e-5
-    """Refuse plans with noise whose epsilon is for a larger delta: it would say little."""
+    """Refuse plans with noise and a larger delta, whose epsilon would mean little."""
     only_charging: bool = False
-    """Wait while the battery is not charged."""
+    """Wait while the battery is not charging."""
     pause_below_battery: float | None = None
-    """Wait while the battery holds less than this many percent and is not charged."""
+    """Wait while the battery is below this many percent and not charging."""
     pause_above_celsius: float | None = None
     """Wait while the device is hotter than this."""
 
@@ -67,18 +68,21 @@ class Policy:
             problems.append(f"--hours is {self.hours!r}, must be like 22-6")
         if problems:
             raise ConfigError(
-                "the policy can't be used:", problems, remedy="mend the policy file", code="settings-unusable"
+                "The policy cannot be used:",
+                problems,
+                remedy="correct the policy file",
+                code="settings-unusable",
             )
 
     def objections(self, plan: Plan, now: float, rounds_today: int) -> list[str]:
-        """Why a device with this policy takes no part in a round of a plan; empty if it does.
+        """Return why a device with this policy refuses a round of a plan; empty if it takes part.
 
         Args:
             plan: what the server asks for.
             now: seconds since the epoch.
-            rounds_today: rounds of the last 24 hours.
+            rounds_today: rounds begun in the last 24 hours.
         """
-        asked = {
+        checks = {
             "estimators": (plan.estimator, plan.estimator in self.estimators),
             "most_steps": (plan.local_steps, plan.local_steps <= self.most_steps),
             "most_examples": (plan.examples, plan.examples <= self.most_examples),
@@ -94,8 +98,8 @@ class Policy:
         }
         objections = [
             f"the owner's policy has {name} {getattr(self, name)}, the plan asks for {value}"
-            for name, (value, allowed) in asked.items()
-            if not allowed
+            for name, (value, is_allowed) in checks.items()
+            if not is_allowed
         ]
         local = time.localtime(now)
         hours = Hours.parse(self.hours, "hours")
@@ -105,7 +109,7 @@ class Policy:
         return objections
 
     def conditions(self) -> list[Condition]:
-        """What a round waits for."""
+        """Return the conditions that a round waits for."""
         return WaitFlags(
             only_charging=self.only_charging,
             pause_below_battery=self.pause_below_battery,

@@ -1,4 +1,4 @@
-"""`prge fleet serve`: a fleet's rounds over the network, begun or gone on with."""
+"""`prge fleet serve`: run a fleet's rounds over the network, from the start or resumed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from prge.system.atomic import write_file
 from prge.system.terminal import best_effort
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
-# Of earlier versions' fleets.
-_GONE = frozenset({"directions", "largest", "most_epsilon", "average", "server_rate", "proximal", "guided"})
+# Settings of earlier versions that no longer exist.
+_REMOVED_SETTINGS = frozenset(
+    {"directions", "largest", "most_epsilon", "average", "server_rate", "proximal", "guided"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetServeSettings(ServerSettings):
-    """Begin a fleet, or go on with one: wait for devices, and take its rounds."""
+    """Start or resume a fleet: wait for devices, and run its rounds."""
 
     STORED: ClassVar = SETTINGS
 
     resume: InputFolder | None = None
-    """Folder of a fleet to go on with, by its own settings."""
+    """Folder of a fleet to resume, with its own settings."""
     wait_for: int = 2
-    """The first round waits until so many devices are there; later ones for --least-answers."""
+    """Devices to wait for before the first round; later rounds wait for --least-answers."""
     host: str = "127.0.0.1"
-    """Address to listen at; others than this machine reach 0.0.0.0 or ::."""
+    """Address to listen at; other machines can reach 0.0.0.0 or ::."""
     port: int = 9092
-    """Port to listen at; 0: a free one. It is printed."""
+    """Port to listen at; 0: a free one, which is printed."""
     keys: InputFolder | None = None
-    """The folder server/ of `prge fleet keys`: encryption, and only devices whose keys are in it."""
+    """The folder server/ from `prge fleet keys`: encrypts, and admits only devices whose keys it has."""
     insecure: bool = False
-    """Instead of --keys: no encryption, and anyone who reaches the address may join. To try things out."""
+    """Listen without encryption, instead of with --keys; anyone who reaches the address may join. For trying
+    things out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,11 +52,11 @@ class FleetServeSettings(ServerSettings):
 
     @classmethod
     def current(cls, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a file; raises RunError where an earlier version of prge wrote them."""
-        if gone := sorted(_GONE & stored.keys()):
+        """Check the settings of a file; raises RunError if an earlier version of prge wrote them."""
+        if removed := sorted(_REMOVED_SETTINGS & stored.keys()):
             raise RunError(
-                f"these settings are none of this version of prge, which has no {', '.join(gone)}",
-                remedy="go on with the version that began the fleet, or begin another in another folder",
+                f"These settings are from another version of prge; this version has no {', '.join(removed)}.",
+                remedy="use the version that started the fleet, or start a new fleet in another folder",
                 code="settings-of-other-version",
             )
         return dict(stored)
@@ -64,20 +67,21 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(FleetServeSettings, argv, "prge fleet serve")
     if settings.resume is None and (settings.out / SETTINGS).is_file():
         raise RunError(
-            f"{settings.out} holds a fleet already",
-            remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+            f"{settings.out} already holds a fleet.",
+            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
             code="run-exists",
         )
-    with watched_memory(settings.memory, _tell):
-        _tell(str(serve(settings)))
+    with watched_memory(settings.memory, _print):
+        _print(str(serve(settings)))
     return 0
 
 
 def serve(settings: FleetServeSettings) -> Path:
-    """Take a fleet's rounds, those that its folder doesn't have yet; returns the final adapter's folder.
+    """Run the remaining rounds of a fleet, and return the folder of the final adapter.
 
     Raises:
-        PrgeError: bad input, an address that can't be listened at, no answers round after round.
+        PrgeError: the input is invalid, the address cannot be listened at, or no device answers round after
+            round.
     """
     from device_runner.fleet.network.keys import ServerKeys
     from device_runner.fleet.network.rounds import run_rounds
@@ -86,40 +90,40 @@ def serve(settings: FleetServeSettings) -> Path:
     settings = settings.with_date()
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
-        kept = with_absolute_paths(replace(settings, resume=None))
-        write_settings(settings.out / SETTINGS, settings_to_yaml(kept))
+        stored_settings = with_absolute_paths(replace(settings, resume=None))
+        write_settings(settings.out / SETTINGS, settings_to_yaml(stored_settings))
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
-                _tell(f"listening at {link.address} for {whom}; Ctrl-C ends it")
+                _print(f"listening at {link.address} for {whom}; press Ctrl-C to stop")
                 names = link.names()
                 write_file(settings.out / NAMES, json.dumps(names).encode())
                 if coordinator.round:
-                    _tell(f"going on after round {coordinator.round} of {coordinator.plan.rounds}")
+                    _print(f"resuming after round {coordinator.round} of {coordinator.plan.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as post:
-                    run_rounds(post, coordinator, devices, lambda line: _tell(_named(line, names)))
+                    run_rounds(post, coordinator, devices, lambda line: _print(_with_names(line, names)))
         return coordinator.write_final()
 
 
 def check_keys(keys: Path | None, insecure: bool) -> None:
-    """Raise ConfigError unless one of these two settings is given."""
+    """Raise ConfigError unless exactly one of the two settings is given."""
     if (keys is None) != insecure:
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings cannot be used:",
             ["give --keys or --insecure, and not both"],
-            remedy="`prge fleet keys` makes keys for a server and its devices",
+            remedy="`prge fleet keys` creates keys for a server and its devices",
             code="settings-unusable",
         )
 
 
-def _named(line: str, names: Mapping[int, str]) -> str:
-    """A line with the names of devices in the place of their nodes."""
+def _with_names(line: str, names: Mapping[int, str]) -> str:
+    """Replace node ids in a line by the names of the devices."""
     for node, name in names.items():
         line = line.replace(str(node), name)
     return line
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     with best_effort(sys.stdout):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""A fleet's server: its settings, what it has of rows, and the coordinator that they make."""
+"""The settings of a fleet's server, its own rows, and how to open its coordinator."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from prge.training.settings import ExampleFlags
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
-    """What a fleet's server is begun with."""
+    """What a fleet's server is started with."""
 
     bundle: BundleInput
-    """Folder that `prge export` wrote; all devices have it."""
+    """Folder that `prge export` wrote; all devices have the same bundle."""
     out: OutputFolder
-    """The fleet's folder: a run folder, with its adapter in final/."""
+    """The fleet's folder: a run folder with the trained adapter in final/."""
     name: str | None = None
-    """Name of the fleet, which tells it from others with the same plan; default: a random one."""
+    """Name of the fleet, which distinguishes it from others with the same plan; default: a random one."""
     dev: DevRows | None = None
-    """Development rows that the server may have; the best step on them becomes the result."""
+    """Development rows on the server; the best step on them becomes the result."""
     dev_limit: int | None = None
     """Most development rows."""
     head_rows: TrainRows | None = None
-    """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
-    a few of every class are enough."""
+    """Encoders: labelled rows on the server that fit the classification head before the start; a few rows of
+    every class are enough."""
     head_limit: int | None = None
     """Most of these rows."""
     adapter: AdapterInput | None = None
-    """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
-    head."""
+    """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; for an encoder, it
+    needs a head."""
 
 
 @dataclass(frozen=True)
 class ServerRows:
-    """Rows that a server has, and the engine that scores them."""
+    """Rows on the server, and the engine that evaluates them."""
 
     bundle: Bundle
     task: Task | None
     opened: OpenEngine
 
     def examples(self, settings: ServerSettings, rows: Paths, part: Part, limit: int | None) -> list[Example]:
-        """Rows of a file."""
+        """Read rows of a file and build their examples."""
         source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = load_bundle_tokenizer(self.bundle)
         options = BuildOptions(
@@ -84,8 +84,8 @@ class ServerRows:
         warn_unread(report)
         return examples
 
-    def fitted_head(self, examples: list[Example]) -> Head:
-        """An encoder's head by labelled rows, at the bundle's own adapter."""
+    def fit_head(self, examples: list[Example]) -> Head:
+        """Fit an encoder's head to labelled rows, with the bundle's own adapter."""
         adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules)
         head = fit_heads(self.opened.engine, adapter, examples).head
         if head is None:
@@ -93,7 +93,7 @@ class ServerRows:
         return head
 
     def scorer(self, examples: list[Example]) -> Callable[[TrainingState], Record]:
-        """What scores a state on these rows."""
+        """Return a function that evaluates a state on these rows."""
 
         def score(state: TrainingState) -> Record:
             engine = self.opened.engine
@@ -103,14 +103,15 @@ class ServerRows:
 
 
 def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Coordinator:
-    """The coordinator of a fleet, begun in `settings.out` or gone on with.
+    """Open the coordinator of the fleet in `settings.out`, and start the fleet if there is none.
 
     Args:
         settings: of the server.
-        opened: engine of the bundle, if it is open; else one is opened where rows have to be scored.
+        opened: engine of the bundle, if it is already open; otherwise one is opened if rows have to be
+            evaluated.
 
     Raises:
-        PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
+        PrgeError: the bundle, rows or folder cannot be used, or the folder belongs to another fleet.
     """
     plan = select_settings(Plan, settings)
     bundle = open_bundle(settings.bundle)
@@ -123,8 +124,8 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
         head = _head(settings, bundle, task, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
         adapter = read_compatible_adapter(source, bundle.chain.modules, bundle.adapter)
-        own = settings.adapter is None and head is None
-        start = "" if own else start_sha256(initial_state(plan, adapter, head))
+        is_bundle_start = settings.adapter is None and head is None
+        start = "" if is_bundle_start else start_sha256(initial_state(plan, adapter, head))
         name = settings.name or secrets.token_hex(8)
         agreement = Agreement(name, plan, bundle.sha256, task_sha256(task), start)
         begin_fleet(settings.out, bundle, agreement, adapter, head)
@@ -132,23 +133,23 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
     if rows is not None and settings.dev is not None:
         score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))
     coordinator = Coordinator(settings.out, bundle, select_settings(RoundsFlags, settings), score)
-    theirs = coordinator.agreement
-    if (theirs.plan, theirs.task) != (plan, task_sha256(task)):
+    stored_agreement = coordinator.agreement
+    if (stored_agreement.plan, stored_agreement.task) != (plan, task_sha256(task)):
         raise ConfigError(
             f"{settings.out} is a fleet with another plan or task:",
             [
-                f"{name} was {getattr(theirs.plan, name)!r}, is {getattr(plan, name)!r}"
+                f"{name} was {getattr(stored_agreement.plan, name)!r}, is now {getattr(plan, name)!r}"
                 for name in vars(plan)
-                if getattr(theirs.plan, name) != getattr(plan, name)
+                if getattr(stored_agreement.plan, name) != getattr(plan, name)
             ],
-            remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
             code="plan-differs",
         )
     return coordinator
 
 
 def _engine(settings: ServerSettings, bundle: Bundle) -> OpenEngine:
-    """What scores rows on the server."""
+    """Open the engine that evaluates rows on the server."""
     shape = shape_of_scores(bundle, [])
     budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, "scoring rows")
     loaded = None if budget is None else budget.loaded
@@ -158,19 +159,19 @@ def _engine(settings: ServerSettings, bundle: Bundle) -> OpenEngine:
 def _head(
     settings: ServerSettings, bundle: Bundle, task: Task | None, rows: ServerRows | None
 ) -> Head | None:
-    """An encoder's head; ConfigError where nothing gives one."""
+    """Return an encoder's head; raises ConfigError if no setting provides one."""
     if not bundle.chain.is_encoder:
         return None
     if rows is not None and settings.head_rows is not None:
-        return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
+        return rows.fit_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
     head = None
     if task is not None:
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
         head = load_head(bundle, source, task, len(task.label_words))
     if head is None:
         raise ConfigError(
-            "an encoder's fleet needs a classification head and a task",
-            ["devices keep their rows, and the server has none to fit the head on"],
+            "A fleet with an encoder needs a classification head and a task:",
+            ["devices keep their rows, and the server has no rows to fit the head to"],
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
             code="head-missing",
         )

@@ -1,7 +1,7 @@
-"""`prge fleet simulate`: a fleet in one process, on one engine; what is sent is made, checked and counted.
+"""`prge fleet simulate`: a fleet in one process, on one engine; messages are encoded, checked and counted.
 
-Devices differ in their rows, seeds and how far they are; all else of a device is one and the same here. That
-devices which replay a journal end in the server's bits is not assumed but tested (tests/device_runner/fleet).
+Devices differ in their rows, seeds and progress; they share everything else. That devices which replay a
+journal reach the server's bits is tested, not assumed (tests/device_runner/fleet).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local_round import by_row, open_local, told
+from device_runner.fleet.local_round import by_row, encode_result, open_local
 from device_runner.fleet.messages import TaskRefusal
-from device_runner.fleet.partition import parts
-from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
+from device_runner.fleet.partition import partition_examples
+from device_runner.fleet.privacy.reported import EFFECTIVE_NOISE, budget_refusal, max_participations
 from device_runner.fleet.server import ServerRows, ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
 from prge.cli.inputs import TestRows, TrainRows
@@ -42,8 +42,8 @@ from prge.training.estimators.directions import philox
 from prge.training.privacy_accounting import epsilon_of
 
 _SEED_STREAM = 2**64 - 3
-# What a line of the curve has of a round's record.
-_TOLD = (
+# Fields of a round's record that an entry of the curve has.
+_CURVE_FIELDS = (
     *("answered", "refused", "shortened", "loss", "problem", "privacy_epsilon"),
     *("bytes_up", "bytes_down"),
 )
@@ -52,24 +52,24 @@ _IDENTITY = "simulation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ServerSettings):
-    """Train a fleet of simulated devices in this process, and count what it sends."""
+    """Train a fleet of simulated devices in this process, and count the bytes that it sends."""
 
     train: TrainRows
-    """Rows that are dealt out to the devices."""
+    """Rows to partition among the devices."""
     test: TestRows | None = None
-    """Rows that score the start and the result, once each."""
+    """Rows that evaluate the initial and the final state, once each."""
     train_start: int = 0
-    """Training rows to leave out at the file's beginning."""
+    """Training rows to skip at the beginning of the file."""
     train_limit: int | None = None
     """Most training rows."""
     test_limit: int | None = None
     """Most test rows."""
     devices: int = 100
-    """Simulated devices."""
+    """Number of simulated devices."""
     partition: str = "even"
-    """How rows are dealt out: even, or dirichlet:0.3, by classes and unevenly."""
+    """How to partition the rows: even, or dirichlet:0.3 (unevenly, by class)."""
     json: OutputFile | None = None
-    """File to write the figures to."""
+    """File to write the figures to, as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,32 +83,39 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) -> dict[str, Any]:
-    """Train, or go on where a simulation in the same folder was killed; returns what it took.
+def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]) -> dict[str, Any]:
+    """Train a simulated fleet, or resume a simulation that was killed in the same folder.
+
+    Args:
+        settings: of the simulation.
+        on_round: called with the report of each round.
+
+    Returns:
+        The figures of the simulation.
 
     Raises:
-        PrgeError: settings, rows or bundle can't be used, or the folder is of another simulation.
+        PrgeError: settings, rows or bundle cannot be used, or the folder belongs to another simulation.
     """
     simulation = Simulation(settings)
     with open_fleet(simulation.settings, simulation.opened) as fleet:
         simulation.resume(fleet)
         before = simulation.test(fleet.first_state())
         while not fleet.finished:
-            tell(simulation.run_round(fleet))
+            on_round(simulation.run_round(fleet))
         fleet.write_final()
         after = simulation.test(fleet.best_state())
         return {**simulation.figures(fleet), "before": before, "after": after}
 
 
 def _dated(settings: SimulateSettings) -> SimulateSettings:
-    """The settings with the date that the simulation of their folder began with, or with today's."""
+    """Return the settings with the date that the simulation of their folder began with, or with today's."""
     path = settings.out / _IDENTITY
     stored = read_json(path).get("date") if path.is_file() else None
     return replace(settings, date=settings.date or stored).with_date()
 
 
 class Simulation:
-    """The devices of a fleet: their rows and seeds, and one engine for all."""
+    """The devices of a simulated fleet: their rows and seeds, and one engine for all."""
 
     def __init__(self, settings: SimulateSettings) -> None:
         self.settings = settings = _dated(settings)
@@ -128,7 +135,9 @@ class Simulation:
             memory=settings.memory,
         )
         self.local, self.opened = open_local(plan, bundle, steps)
-        self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
+        self.device_examples = partition_examples(
+            self.local.examples, settings.devices, settings.partition, settings.seed
+        )
         names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos", "date")
         self.identity = {
             **{name: getattr(settings, name) for name in names},
@@ -139,65 +148,71 @@ class Simulation:
         self.rows = ServerRows(bundle, task, self.opened)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.seeds = [int(seed) for seed in seeds]
-        self.taken = [0] * settings.devices
+        self.steps_taken = [0] * settings.devices
         self.seconds: dict[int, Record] = {}
 
     def resume(self, fleet: Coordinator) -> None:
-        """Bring the devices to where the fleet's rounds have left them.
+        """Advance the devices to where the fleet's finished rounds have left them.
 
         Raises:
-            RunError: the folder is of a fleet with other devices.
+            RunError: the folder belongs to a fleet with other devices.
         """
         path = fleet.folder / _IDENTITY
         if fleet.round == 0:
             write_file(path, json.dumps(self.identity).encode())
         elif not path.is_file() or read_json(path) != self.identity:
             raise RunError(
-                f"{fleet.folder} is a fleet with other devices or rows",
+                f"{fleet.folder} is a fleet with other devices or rows.",
                 remedy="give another folder with --out",
                 code="rows-differ",
             )
-        for record in fleet.over:
+        for record in fleet.finished_rounds:
             for device in {*record["answered"], *record["silent"], *map(int, record["refused"])}:
-                self.taken[device] += self.plan.local_steps
+                self.steps_taken[device] += self.plan.local_steps
 
     def run_round(self, fleet: Coordinator) -> RoundReport:
-        """Ask the round's devices, and hand their answers to the server."""
+        """Run one round: simulate its devices, and hand their results to the server."""
         begin = time.perf_counter()
         tasks = fleet.tasks(range(len(self.seeds)))
-        middle, number = time.perf_counter(), fleet.round
-        answers = {device: said for device in tasks if (said := self._answer(fleet, device)) is not None}
-        after = time.perf_counter()
+        asked_at, number = time.perf_counter(), fleet.round
+        answers = {
+            device: message for device in tasks if (message := self._answer(fleet, device)) is not None
+        }
+        answered_at = time.perf_counter()
         report = fleet.receive(answers)
         self.seconds[number] = {
-            "device_seconds": (after - middle) / len(tasks),
-            "server_seconds": time.perf_counter() - after + middle - begin,
+            "device_seconds": (answered_at - asked_at) / len(tasks),
+            "server_seconds": time.perf_counter() - answered_at + asked_at - begin,
         }
         return report
 
     def _answer(self, fleet: Coordinator, device: int) -> bytes | None:
-        """What a device says; None from one whose steps diverge."""
-        examples, plan, before = self.dealt[device], self.plan, self.taken[device]
-        taken = self.taken[device] = before + plan.local_steps
+        """Return a device's message; None if its steps diverge."""
+        examples, plan, steps_before = self.device_examples[device], self.plan, self.steps_taken[device]
+        steps_taken = self.steps_taken[device] = steps_before + plan.local_steps
         privacy_epsilon = 0.0
         if plan.noise:
             rows = len(by_row(examples))
-            times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
-            privacy_epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
-        if reason := spent(privacy_epsilon, plan.most_privacy_epsilon):
+            participation_count = (
+                steps_taken
+                if plan.unit == "owner"
+                else max_participations(steps_taken, min(plan.examples, rows), rows)
+            )
+            privacy_epsilon = epsilon_of([(EFFECTIVE_NOISE * plan.noise, participation_count)], plan.delta)
+        if reason := budget_refusal(privacy_epsilon, plan.most_privacy_epsilon):
             return TaskRefusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
                 local = replace(self.local, examples=examples)
-                learnt = local.steps(fleet.state, journal, self.seeds[device], before)
+                update = local.train(fleet.state, journal, self.seeds[device], steps_before)
             except DivergenceError:
                 return None
-        if learnt is None:
+        if update is None:
             return None
-        return told(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon, learnt)
+        return encode_result(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon, update)
 
     def test(self, state: TrainingState) -> Record:
-        """Scores of the test rows; none without any."""
+        """Return the scores on the test rows; empty without test rows."""
         settings = self.settings
         if settings.test is None:
             return {}
@@ -206,22 +221,25 @@ class Simulation:
         )
 
     def figures(self, fleet: Coordinator) -> dict[str, Any]:
-        """A line for every round, by the journal, and totals; seconds are of this process's rounds."""
+        """Return one entry per round of the journal, and totals; seconds cover only this process's rounds."""
         curve = [
             {
                 "number": number,
-                **{name: record[name] for name in _TOLD},
+                **{name: record[name] for name in _CURVE_FIELDS},
                 "evaluation": fleet.evaluation_after(record) or {},
                 **self.seconds.get(number, {}),
             }
-            for number, record in enumerate(fleet.over)
+            for number, record in enumerate(fleet.finished_rounds)
         ]
         up, down = (sum(entry[name] for entry in curve) for name in ("bytes_up", "bytes_down"))
         answered = sum(len(entry["answered"]) for entry in curve)
         return {
             "plan": asdict(self.plan),
             **self.identity,
-            "rows": {"fewest": min(map(len, self.dealt)), "most": max(map(len, self.dealt))},
+            "rows": {
+                "fewest": min(map(len, self.device_examples)),
+                "most": max(map(len, self.device_examples)),
+            },
             "bytes_up": up,
             "bytes_down": down,
             "bytes_up_per_device_step": up / max(answered * self.plan.local_steps, 1),
@@ -235,7 +253,7 @@ class Simulation:
 
 
 def _lines(figures: Record) -> list[str]:
-    """The figures as a user reads them."""
+    """Format the figures for the terminal."""
     lines = [
         f"{name:<6} "
         + "  ".join(f"{key} {value:.4g}" for key, value in figures[name].items() if key != "value")
@@ -244,8 +262,8 @@ def _lines(figures: Record) -> list[str]:
     ]
     return [
         *lines,
-        f"up     {figures['bytes_up']:,} bytes, {figures['bytes_up_per_device_step']:.4g} a device and step",
+        f"up     {figures['bytes_up']:,} bytes, {figures['bytes_up_per_device_step']:.4g} per device step",
         f"down   {figures['bytes_down']:,} bytes",
-        f"a round takes a device {figures['device_seconds_per_round']:.3g} s, "
-        f"the server {figures['server_seconds_per_round']:.3g} s",
+        f"seconds per round: {figures['device_seconds_per_round']:.3g} on a device, "
+        f"{figures['server_seconds_per_round']:.3g} on the server",
     ]

@@ -1,4 +1,4 @@
-"""The common state of a fleet: what server and devices have after so many steps, and its form in messages."""
+"""The global state of a fleet, which server and devices share after each step, and its encoding."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from prge.training.estimators.protocol import Estimator
 from prge.training.recipe import Recipe
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
-# Floats hardly shrink; more effort is for nothing.
+# Floats hardly compress, so that a higher level only costs time.
 _LEVEL = 1
 _MOST_HEADER = 1 << 16
 
 
-def common_recipe(plan: Plan) -> Recipe:
-    """The recipe of the common steps.
+def global_recipe(plan: Plan) -> Recipe:
+    """Return the recipe of the global steps.
 
-    Where devices send changes, a round is one step, to where the server's average lies.
+    If devices send adapter changes, a round is one SGD step to the aggregated adapter.
     """
     return plan.recipe if plan.sends_projected_gradients else replace(plan.recipe, optimizer="sgd")
 
 
 def initial_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> TrainingState:
-    """The common state before the first step."""
-    return common_recipe(plan).new_state(adapter, Heads(head))
+    """Return the global state before the first step."""
+    return global_recipe(plan).new_state(adapter, Heads(head))
 
 
-def replayer(plan: Plan) -> Estimator:
-    """What makes the gradient of a common step again from its scalars."""
-    return common_recipe(plan).new_estimator()
+def replay_estimator(plan: Plan) -> Estimator:
+    """Return the estimator that restores the gradient of a global step from its projected gradients."""
+    return global_recipe(plan).new_estimator()
 
 
 def replay_steps(
@@ -55,10 +55,21 @@ def replay_steps(
     number: int,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Take the steps of rounds that a device missed, from where it is; False if it was stopped between two.
+    """Apply the steps of the rounds that a device missed.
+
+    Args:
+        state: is changed.
+        missed: steps of one round each.
+        plan: of the fleet.
+        estimator: restores gradients; see `replayer`.
+        number: of the present round.
+        stopped: whether to give up, asked before each round.
+
+    Returns:
+        False if the replay was stopped between two rounds.
 
     Raises:
-        MessageError: a round is missing, isn't of the plan, or leads to what isn't finite.
+        MessageError: a round is missing, does not follow the plan, or leads to a state that is not finite.
     """
     for steps in missed:
         if steps.first < state.step:
@@ -67,15 +78,16 @@ def replay_steps(
             return False
         if steps.first != state.step or not plan.sends_projected_gradients:
             raise MessageError(
-                f"steps from {steps.first} on, the state is at step {state.step}", code="steps-out-of-order"
+                f"steps from {steps.first} on, but the state is at step {state.step}",
+                code="steps-out-of-order",
             )
-        if problem := take_steps(state, steps.records(number, plan.seed, plan.shape), estimator):
+        if problem := apply_steps(state, steps.records(number, plan.seed, plan.shape), estimator):
             raise MessageError(f"steps from {steps.first} on after which {problem}", code="steps-not-finite")
     return True
 
 
-def take_steps(state: TrainingState, records: Iterable[Record], estimator: Estimator) -> str:
-    """Take common steps; what is no longer finite after them, in words, empty if all is."""
+def apply_steps(state: TrainingState, records: Iterable[Record], estimator: Estimator) -> str:
+    """Apply global steps to the state; returns what is no longer finite after them, or an empty string."""
     with np.errstate(over="ignore", invalid="ignore"):
         for record in records:
             gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
@@ -84,13 +96,13 @@ def take_steps(state: TrainingState, records: Iterable[Record], estimator: Estim
 
 
 def start_sha256(state: TrainingState) -> str:
-    """Of what a fleet begins with, where that isn't the bundle's own."""
+    """Return the SHA-256 of a fleet's initial adapter and head."""
     head = b"" if state.head is None else state.head.values.tobytes()
     return hashlib.sha256(state.adapter.values.tobytes() + head).hexdigest()
 
 
 def pack_state(state: TrainingState) -> bytes:
-    """A state as safetensors, compressed: where a fleet begins, most of it is zeros."""
+    """Encode a state as compressed safetensors; at the start of a fleet most of it is zeros."""
     arrays = {name: np.ascontiguousarray(array) for name, array in _arrays(state).items()}
     content = safetensors.numpy.save(arrays, {PROGRESS: json.dumps(asdict(state.progress))})
     return zlib.compress(content, _LEVEL)
@@ -99,32 +111,32 @@ def pack_state(state: TrainingState) -> bytes:
 def unpack_state(
     content: bytes, plan: Plan, modules: Sequence[AdaptedModule], width: int, classes: int
 ) -> TrainingState:
-    """Inverse of `pack_state`.
+    """Decode what `pack_state` encoded.
 
     Args:
-        content: what a message holds.
+        content: from a message.
         plan: of the fleet.
-        modules: of the device's bundle.
-        width: of an encoder's states.
-        classes: of its head; 0 without one.
+        modules: adapted modules of the device's bundle.
+        width: of an encoder's hidden states.
+        classes: of an encoder's head; 0 without one.
 
     Raises:
-        MessageError: it is no state of this fleet.
+        MessageError: the bytes are not a state of this fleet.
     """
     try:
         state = initial_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
-        wanted = _arrays(state)
-        content = _unpacked(content, most=sum(array.nbytes for array in wanted.values()) + _MOST_HEADER)
+        expected = _arrays(state)
+        content = _unpacked(content, most=sum(array.nbytes for array in expected.values()) + _MOST_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        said = json.loads(header["__metadata__"][PROGRESS])
-        step, losses = said["step"], (said["first_loss"], said["smoothed_loss"])
+        progress = json.loads(header["__metadata__"][PROGRESS])
+        step, losses = progress["step"], (progress["first_loss"], progress["smoothed_loss"])
         if type(step) is not int or step < 0 or not all(isinstance(loss, float | None) for loss in losses):
             raise ValueError(f"its step is {step!r}, its losses {losses!r}")
         shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        if shapes != {name: (target.shape, target.dtype) for name, target in wanted.items()}:
-            raise ValueError(f"arrays {sorted(arrays)} that don't fit")
-        for name, target in wanted.items():
+        if shapes != {name: (target.shape, target.dtype) for name, target in expected.items()}:
+            raise ValueError(f"its arrays {sorted(arrays)} do not fit")
+        for name, target in expected.items():
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} is not finite")
             target[:] = arrays[name]
@@ -133,20 +145,20 @@ def unpack_state(
         *(AttributeError, LookupError, TypeError, ValueError),
         *(safetensors.SafetensorError, zlib.error),
     ) as error:
-        raise MessageError(f"a state that doesn't fit the bundle: {error}", code="state-unusable") from None
+        raise MessageError(f"a state that does not fit the bundle: {error}", code="state-unusable") from None
 
 
 def _unpacked(content: bytes, most: int) -> bytes:
-    """What was compressed; ValueError where it would have more than `most` bytes."""
+    """Decompress bytes; raises ValueError if they would be more than `most` bytes."""
     reader = zlib.decompressobj()
-    found = reader.decompress(content, most)
+    decompressed = reader.decompress(content, most)
     if not reader.eof:
-        raise ValueError(f"it is cut off, or has more than {most} bytes")
-    return found
+        raise ValueError(f"it is truncated, or has more than {most} bytes")
+    return decompressed
 
 
 def _arrays(state: TrainingState) -> dict[str, Array]:
-    """The arrays of a state, which are its own."""
+    """Return the arrays of a state by name; they share its memory."""
     head = {} if state.head is None else {HEAD: state.head.values}
     optimizer = {f"optimizer.{name}": array for name, array in optimizer_arrays(state).items()}
     return {ADAPTER: state.adapter.values, **head, **optimizer}

@@ -1,4 +1,4 @@
-"""How a fleet stands, from the server's folder alone."""
+"""The status of a fleet, read from the server's folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from prge.formats.documents import DocumentError, read_json
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import FINAL, JOURNAL, is_held
 
-# Of an evaluation's record: what is no score.
+# Fields of an evaluation's record that are not scores.
 _NO_SCORES = ("kind", "step", "value", "examples")
 
 
 @dataclass
 class DeviceStatus:
-    """What a device has done: rounds that it answered, was silent in, and why it refused or was refused."""
+    """What a device did.
+
+    Attributes:
+        answered: number of rounds that it answered.
+        silent: number of rounds in which it sent nothing.
+        refused: why it refused rounds, or why its results were refused.
+    """
 
     answered: int = 0
     silent: int = 0
@@ -33,8 +39,21 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True)
-class Status:
-    """How a fleet stands. Bytes are of all rounds; `privacy_epsilon` is the largest that a device spent."""
+class FleetStatus:
+    """The status of a fleet.
+
+    Attributes:
+        folder: of the server.
+        state: done, running or stopped.
+        rounds: that are over.
+        of: rounds of the plan.
+        steps: of the global adapter.
+        devices: by name.
+        bytes_up, bytes_down: of all rounds.
+        loss: of the last round.
+        privacy_epsilon: the largest that a device has spent.
+        evaluation: the newest scores on the development rows.
+    """
 
     folder: str
     state: str
@@ -49,7 +68,7 @@ class Status:
     evaluation: dict[str, float]
 
     def text(self) -> str:
-        """Lines for a terminal."""
+        """Format the status for a terminal."""
         scores = ", ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
         lines = (
             f"{self.folder}: {self.state}, {self.rounds} of {self.of} rounds, {self.steps} steps",
@@ -62,16 +81,16 @@ class Status:
         return "\n".join(filter(None, lines))
 
 
-def read_status(folder: Path) -> Status:
-    """How the fleet of a server's folder stands; the server may run meanwhile.
+def read_status(folder: Path) -> FleetStatus:
+    """Read the status of a fleet from a server's folder, while the server may run.
 
     Raises:
-        RunError: it is no fleet's folder, or its journal is damaged.
+        RunError: the folder holds no fleet, or its journal is damaged.
     """
     if not (folder / JOURNAL).is_file():
         raise RunError(
-            f"{folder} is no fleet's folder",
-            remedy="give the --out of `prge fleet serve`",
+            f"{folder} does not contain a fleet.",
+            remedy="give the folder that was --out of `prge fleet serve`",
             code="not-a-fleet",
         )
     plan = read_agreement(folder).plan
@@ -86,7 +105,7 @@ def read_status(folder: Path) -> Status:
             _count(record, names, devices)
     state = "done" if (folder / FINAL).is_dir() else "running" if is_held(folder) else "stopped"
     scores = evaluations[-1] if evaluations else {}
-    return Status(
+    return FleetStatus(
         *(str(folder), state, len(rounds), plan.rounds, journal.steps, devices),
         bytes_up=sum(record["bytes_up"] for record in rounds),
         bytes_down=sum(record["bytes_down"] for record in rounds),
@@ -97,7 +116,7 @@ def read_status(folder: Path) -> Status:
 
 
 def _count(record: Record, names: dict[int, str], devices: dict[str, DeviceStatus]) -> None:
-    """Add what devices did in a round, by its line in the journal."""
+    """Add what devices did in a round, from the round's journal record."""
 
     def device(node: int) -> DeviceStatus:
         return devices.setdefault(names.get(node, str(node)), DeviceStatus())
@@ -111,12 +130,12 @@ def _count(record: Record, names: dict[int, str], devices: dict[str, DeviceStatu
 
 
 def _names(folder: Path) -> dict[int, str]:
-    """What devices are called whose keys the server knows, by the ids of their nodes."""
+    """Return the names of devices whose keys the server knows, by node id."""
     if not (folder / NAMES).is_file():
         return {}
     try:
         return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
     except (DocumentError, AttributeError, ValueError) as error:
         raise RunError(
-            f"{folder / NAMES} can't be read: {error}", remedy="remove it", code="file-unreadable"
+            f"{folder / NAMES} cannot be read: {error}", remedy="remove it", code="file-unreadable"
         ) from None

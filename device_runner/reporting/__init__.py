@@ -1,1 +1,1 @@
-"""What a run tells a person: its folder read as it is, what a report says of it, and what to type next."""
+"""Reports of training runs: reading run folders, blocks of a report, next steps, and trackers."""

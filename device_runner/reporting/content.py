@@ -1,4 +1,4 @@
-"""What a report says of runs, in which order: the result first, then how it came about, then what is next."""
+"""The blocks of a report of training runs: the result first, then how it was reached, then the next steps."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LONGEST_VALUE = 2000
 AXES = {"step": "steps", "rows": "rows computed", "seconds": "seconds"}
 _STATUS = {
     "completed": "It took all of its steps",
-    "stopped early": "It stopped early: development rows got no better",
+    "stopped early": "It stopped early because scores of development rows no longer improved",
     "running": "It is running",
-    "killed": "It was killed, or its machine went off: nothing is lost, it can go on",
-    "interrupted": "It was interrupted: it can go on",
-    "diverged": "It diverged, which ended it: start a new run with a lower learning rate",
-    "failed": "It failed; its log says why",
+    "killed": "It was killed, or its machine lost power. Nothing is lost, and you can resume it",
+    "interrupted": "It was interrupted, and you can resume it",
+    "diverged": "It diverged and ended. Start a new run with a lower learning rate",
+    "failed": "It failed; its log shows the reason",
 }
 
 
 def compose(runs: Sequence[RunFacts]) -> list[Block]:
-    """The blocks of a report."""
+    """Return the blocks of a report of one or several runs."""
     names = labels([run.folder for run in runs])
     if len(runs) == 1:
         return [Heading(f"Run {names[0]}", 1), *_run(runs[0], 2)]
@@ -50,7 +50,7 @@ def compose(runs: Sequence[RunFacts]) -> list[Block]:
 
 
 def _run(run: RunFacts, level: int) -> Iterator[Block]:
-    """Everything about one run."""
+    """Yield the blocks about one run, with section headings of this level."""
     yield Paragraph(_bottom_line(run))
     if run.problems:
         yield Bullets(tuple(run.problems))
@@ -62,6 +62,7 @@ def _run(run: RunFacts, level: int) -> Iterator[Block]:
 
 
 def _overview(runs: Sequence[RunFacts], names: Sequence[str]) -> Table:
+    """Return a table with one line for each run."""
     header = ("run", "estimator", "status", "steps", "before", "best", "seconds", "peak memory, MB")
     rows = []
     for run, name in zip(runs, names, strict=True):
@@ -82,7 +83,7 @@ def _overview(runs: Sequence[RunFacts], names: Sequence[str]) -> Table:
 
 
 def _together(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[Block]:
-    """All runs over each other, against each axis: training loss, and every metric that some of them have."""
+    """Yield charts that compare all runs: training loss and every metric, against each axis."""
     named = [(hue, *pair) for hue, pair in enumerate(zip(runs, names, strict=True))]
     for axis, label in AXES.items():
         loss = [Line(name, _smoothed(run, axis), hue) for hue, run, name in named]
@@ -97,33 +98,38 @@ def _together(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[Block]
 
 
 def _bottom_line(run: RunFacts) -> str:
-    """How it ended and what it brought, in two sentences."""
+    """Return a summary of how the run ended and of its best score."""
     planned = run.config.get("steps")
     of = f" of {planned:,}" if isinstance(planned, int) else ""
-    told = _STATUS.get(run.status, f"Its status is {shortened(run.status, 40)}")
-    taken = f"{run.steps:,}{of} steps in {format_duration(_seconds(run) or 0)}"
-    lines = [f"{told}. {taken}."]
+    status = _STATUS.get(run.status, f"Its status is {shortened(run.status, 40)}")
+    progress = f"{run.steps:,}{of} steps in {format_duration(_seconds(run) or 0)}"
+    lines = [f"{status}. {progress}."]
     before, best, final = run.before, run.best, run.final_step
     if best is not None:
         start = f"{_score(run, before)} before, " if before is not None else ""
-        place = ", which is in final/" if final == best["step"] else ""
+        in_final = ", which is in final/" if final == best["step"] else ""
         lines.append(
             f"{_title(run.score).capitalize()} on development rows: {start}{_score(run, best)} at best, "
-            f"after step {best['step']:,}{place}."
+            f"after step {best['step']:,}{in_final}."
         )
         if best["step"] == 0 and run.steps:
-            lines.append("No step was better than the start.")
+            lines.append("No step scored better than the adapter at the start.")
         for record in (best, run.evaluations[-1]):
             if fallen := displacement(record):
                 lines.append(f"At step {record['step']:,} {fallen}.")
                 break
         if cut := best.get("cut_examples"):
-            lines.append(f"{cut} of these rows are not whole: they were too long.")
+            lines.append(f"{cut} of these rows were truncated because they were too long.")
     return " ".join(lines)
 
 
 def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]:
-    """The pictures of one run; `word` says words of it in another language."""
+    """Yield the charts of one run.
+
+    Args:
+        run: the run.
+        word: translates the texts in the charts; by default they are in English.
+    """
     loss = [
         Line("", _points(run, "step", ["loss"]), 0, "faint"),
         Line(word("training rows, smoothed"), _smoothed(run), 0),
@@ -140,16 +146,17 @@ def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]
 
 
 def _result(run: RunFacts) -> Iterator[Block]:
+    """Yield a table of the first, the best and the last evaluation."""
     last = run.evaluations[-1] if run.evaluations else None
-    found: dict[int, tuple[str, ...]] = {}
+    rows: dict[int, tuple[str, ...]] = {}
     score = run.score
-    for called, record in (("before", run.before), ("best", run.best), ("last", last)):
-        if record is not None and record["step"] not in found:
+    for label, record in (("before", run.before), ("best", run.best), ("last", last)):
+        if record is not None and record["step"] not in rows:
             cells = [f"{record['step']:,}", _number(record["loss"])]
             cells += [_number(record.get(score))] if score != "loss" else []
             mark = "yes" if record["step"] == run.final_step else ""
-            found[record["step"]] = (called, mark or NONE, *cells)
-    if found:
+            rows[record["step"]] = (label, mark or NONE, *cells)
+    if rows:
         header = (
             "development rows",
             "in final/",
@@ -157,39 +164,42 @@ def _result(run: RunFacts) -> Iterator[Block]:
             "loss",
             *([_title(score)] if score != "loss" else []),
         )
-        yield Table(header, tuple(found.values()), labels=2)
+        yield Table(header, tuple(rows.values()), labels=2)
 
 
 def _samples(run: RunFacts) -> Iterator[Block]:
-    """What the model wrote before the first step and after the last one that it was asked at."""
+    """Yield prompts with the completions sampled before the first step and at the final step.
+
+    Where a prompt has no sample of the final step, its last one is shown.
+    """
     if not run.samples:
         return
-    after = run.final_step if run.final_step is not None else max(each["step"] for each in run.samples)
+    after = run.final_step if run.final_step is not None else max(sample["step"] for sample in run.samples)
     by_prompt: dict[str, dict[int, Record]] = {}
-    for each in run.samples:
-        by_prompt.setdefault(json.dumps(each["prompt"]), {})[each["step"]] = each
+    for sample in run.samples:
+        by_prompt.setdefault(json.dumps(sample["prompt"]), {})[sample["step"]] = sample
     pairs = [
-        (answers[0]["text"], answers[after if after in answers else max(answers)]["text"])
-        for answers in by_prompt.values()
-        if 0 in answers and max(answers) > 0
+        (by_step[0]["text"], by_step[after if after in by_step else max(by_step)]["text"])
+        for by_step in by_prompt.values()
+        if 0 in by_step and max(by_step) > 0
     ]
     if changes := describe_changes([first for first, _ in pairs], [last for _, last in pairs]):
         yield Paragraph(f"{changes.removeprefix('note: ').capitalize()}.")
-    for answers in list(by_prompt.values())[:MOST_SAMPLES]:
+    for by_step in list(by_prompt.values())[:MOST_SAMPLES]:
         yield Paragraph("Prompt:")
-        yield Quote(prompt_text(next(iter(answers.values()))["prompt"]))
-        for step in sorted({0, after if after in answers else max(answers)} & answers.keys()):
+        yield Quote(prompt_text(next(iter(by_step.values()))["prompt"]))
+        for step in sorted({0, after if after in by_step else max(by_step)} & by_step.keys()):
             yield Paragraph(f"{'Before' if step == 0 else f'After step {step:,}'}:")
-            yield Quote(shortened(answers[step]["text"], LONGEST_VALUE))
-        if "right" in (first := next(iter(answers.values()))):
-            yield Paragraph("Right:")
+            yield Quote(shortened(by_step[step]["text"], LONGEST_VALUE))
+        if "right" in (first := next(iter(by_step.values()))):
+            yield Paragraph("Reference:")
             yield Quote(shortened(first["right"], LONGEST_VALUE))
     if len(by_prompt) > MOST_SAMPLES:
         yield Paragraph(f"{len(by_prompt) - MOST_SAMPLES} more prompts are in samples.jsonl.")
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as its file had it: a text, or messages."""
+    """Return a prompt as plain text; messages have one line each, with their role."""
     if isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt):
         text = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in prompt)
     else:
@@ -198,26 +208,28 @@ def prompt_text(prompt: Any) -> str:
 
 
 def _decisions(run: RunFacts) -> Iterator[Block]:
+    """Yield a table of the settings that `prge tune` chose."""
     if run.decisions:
         rows = tuple((each.name, each.value, each.why) for each in run.decisions)
         yield Table(("decision", "value", "why"), rows, labels=3)
 
 
 def _method(run: RunFacts) -> Iterator[Block]:
+    """Yield what the estimators compute, and a table of model, weights and optimizer."""
     estimators = [name for name in _estimators(run) if name in ESTIMATORS]
     for name in dict.fromkeys(estimators):
         yield Paragraph(ESTIMATORS[name].meaning)
     if not estimators and isinstance(run.run.get("method"), str):
-        yield Paragraph(f"In PyTorch, by `prge baseline --method {run.run['method']}`.")
+        yield Paragraph(f"Trained in PyTorch by `prge baseline --method {run.run['method']}`.")
     model, quantization = mapping(run.run.get("model")), mapping(run.run.get("quantization"))
     yield _facts(
         {
             "estimator": ", then ".join(estimators),
             "model": model.get("name_or_path"),
             "model content": model.get("revision") or model.get("sha256"),
-            "weights of the model's file": mapping(model.get("source")).get("description"),
+            "weights in the model's file": mapping(model.get("source")).get("description"),
             "frozen weights": quantization.get("scheme") or ("fp32" if run.run else None),
-            "trained numbers": _count(run.train.get("trained_values")),
+            "trainable parameters": _count(run.train.get("trained_values")),
             "rows computed": _count(run.train.get("rows")),
             "learning rate": _number(run.config.get("learning_rate")),
             "optimizer": run.config.get("optimizer"),
@@ -226,13 +238,14 @@ def _method(run: RunFacts) -> Iterator[Block]:
 
 
 def _estimators(run: RunFacts) -> list[str]:
-    """What steps were taken with, in order: `--change-estimator` lets there be several."""
-    told = run.run.get("estimators")
-    names = [str(mapping(each).get("estimator")) for each in told] if isinstance(told, list) else []
+    """Return the estimators of the steps, in order; `--change-estimator` allows several."""
+    periods = run.run.get("estimators")
+    names = [str(mapping(period).get("estimator")) for period in periods] if isinstance(periods, list) else []
     return names or [str(run.config.get("estimator"))]
 
 
 def _costs(run: RunFacts) -> Iterator[Block]:
+    """Yield a table of memory, time and speed."""
     memory, steps = _memory(run), [each for each in run.metrics if each["event"] == "step"]
     training = (_seconds(run) or 0.0) - (_float(run.train.get("evaluation_seconds")) or 0.0)
     tokens = sum(_float(each.get("tokens")) or 0.0 for each in steps)
@@ -240,12 +253,14 @@ def _costs(run: RunFacts) -> Iterator[Block]:
     speed = tokens / training if training > 0 and tokens else None
     facts = {
         "peak memory of the process": _bytes(memory.get("peak_bytes")),
-        "of it beyond what was loaded": _bytes(memory.get("beyond_loaded_bytes")),
+        "of this, in addition to the loaded weights": _bytes(memory.get("beyond_loaded_bytes")),
         "time of steps": format_duration(training) if steps else None,
         "time of evaluations": _duration(run.train.get("evaluation_seconds")),
         "pauses": _duration(run.train.get("paused_seconds")),
         "speed": f"{_number(speed)} tokens of rows a second" if speed else None,
-        "of it in the engine": f"{min(1.0, engine / training):.0%}" if engine and training > 0 else None,
+        "share of the time in the engine": f"{min(1.0, engine / training):.0%}"
+        if engine and training > 0
+        else None,
         "engine": run.run.get("engine"),
         "threads": run.run.get("threads"),
     }
@@ -253,8 +268,9 @@ def _costs(run: RunFacts) -> Iterator[Block]:
 
 
 def _data(run: RunFacts) -> Iterator[Block]:
-    told = mapping(run.train.get("data"))
-    parts = {name: mapping(told.get(name)) for name in ("train", "dev") if mapping(told.get(name))}
+    """Yield a table of the training and development rows, and notes about them."""
+    data = mapping(run.train.get("data"))
+    parts = {name: mapping(data.get(name)) for name in ("train", "dev") if mapping(data.get(name))}
     if not parts:
         yield _facts(
             {
@@ -266,10 +282,10 @@ def _data(run: RunFacts) -> Iterator[Block]:
         return
     columns = ("rows", "examples", "tokens", "target_tokens", "longest", "dropped_target_tokens")
     names = ("rows", "examples", "tokens", "target tokens", "longest, tokens", "target tokens left out")
-    called = {"train": "training", "dev": "development"}
+    titles = {"train": "training", "dev": "development"}
     rows = tuple(
         (
-            called[name],
+            titles[name],
             str(run.config.get(name) or NONE),
             *(_count(part.get(each)) or NONE for each in columns),
         )
@@ -277,12 +293,12 @@ def _data(run: RunFacts) -> Iterator[Block]:
     )
     yield Table(("part", "file", *names), rows, labels=2)
     notes = [
-        f"{called[name]} rows: {event}: {_count(count)}"
+        f"{titles[name]} rows: {event}: {_count(count)}"
         for name, part in parts.items()
         for event, count in mapping(part.get("notes")).items()
     ]
     notes += [
-        f"{called[name]} rows: target tokens that the tokenizer can't spell: {_count(unknown)}"
+        f"{titles[name]} rows: unknown target tokens of the tokenizer: {_count(unknown)}"
         for name, part in parts.items()
         if (unknown := part.get("unknown_target_tokens"))
     ]
@@ -291,7 +307,7 @@ def _data(run: RunFacts) -> Iterator[Block]:
 
 
 def _settings(run: RunFacts) -> Iterator[Block]:
-    """Settings that differ from their defaults, then all others."""
+    """Yield a table of the settings that differ from their defaults, and one of all others."""
     if not run.config:
         return
     defaults = _defaults()
@@ -301,12 +317,12 @@ def _settings(run: RunFacts) -> Iterator[Block]:
     yield Table(("setting", "value", "default"), rows, labels=3)
     others = tuple((name, value) for name, value in shown.items() if name not in changed)
     if others:
-        yield Paragraph("All others have their defaults:")
+        yield Paragraph("All other settings have their defaults:")
         yield Table(("setting", "default"), others, labels=2)
 
 
 def _defaults() -> dict[str, str]:
-    """Defaults of `prge run` as config.yaml has them."""
+    """Return the defaults of `prge run` as config.yaml spells them."""
     return {
         item.name: _value(json.loads(json.dumps(default, default=str)))
         for item in dataclasses.fields(RunSettings)
@@ -316,29 +332,32 @@ def _defaults() -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    """A setting as a person reads it."""
+    """Return a setting as readable text."""
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else shortened(str(value), LONGEST_VALUE)
 
 
-def _places(run: RunFacts) -> Iterator[Block]:
-    places = {"adapter": FINAL, "checkpoints": CHECKPOINTS, "log": LOG}
-    there = {name: run.folder / place for name, place in places.items()}
-    yield _facts({name: path for name, path in there.items() if path.exists()})
+def _paths(run: RunFacts) -> Iterator[Block]:
+    """Yield a table of the paths of adapter, checkpoints and log."""
+    names = {"adapter": FINAL, "checkpoints": CHECKPOINTS, "log": LOG}
+    paths = {title: run.folder / name for title, name in names.items()}
+    yield _facts({title: path for title, path in paths.items() if path.exists()})
 
 
 def _next(run: RunFacts) -> Iterator[Block]:
+    """Yield commands to continue with; none while the run goes on."""
     if run.status == "running":
         return
     finished = run.status in FINISHED and (run.folder / FINAL).is_dir()
     roles = run.run.get("roles")
-    writes = isinstance(roles, list) and {PREFILL, DECODE} <= set(map(str, roles))
-    steps = next_steps(run.folder, run.config, finished, writes)
+    can_generate = isinstance(roles, list) and {PREFILL, DECODE} <= set(map(str, roles))
+    steps = next_steps(run.folder, run.config, finished, can_generate)
     yield Code("\n".join(f"# {step.purpose}\n{step.command}" for step in steps))
 
 
 def _machine(run: RunFacts) -> Iterator[Block]:
+    """Yield a table of the machine and of software versions."""
     cpu, versions = mapping(run.meta.get("cpu")), mapping(run.meta.get("versions"))
     facts = {
         "prge": run.meta.get("prge"),
@@ -356,34 +375,39 @@ def _machine(run: RunFacts) -> Iterator[Block]:
 
 _SECTIONS: Mapping[str, Callable[[RunFacts], Iterator[Block]]] = {
     "Result": _result,
-    "What it answers, before and after": _samples,
+    "Completions before and after training": _samples,
     "What was chosen, and why": _decisions,
-    "How it was trained": _method,
+    "Training method": _method,
     "Memory and speed": _costs,
     "Data": _data,
     "Settings": _settings,
-    "Where things are": _places,
-    "What comes next": _next,
-    "Where it ran": _machine,
+    "Files": _paths,
+    "Next steps": _next,
+    "Machine": _machine,
 }
 
 
 def _facts(facts: Mapping[str, Any]) -> Block:
-    """A table of those that are known."""
+    """Return a table of the facts that have a value."""
     rows = tuple(
         (name, shortened(str(value), LONGEST_VALUE))
         for name, value in facts.items()
         if value not in (None, "")
     )
-    return Table(("fact", "value"), rows, labels=2) if rows else Paragraph("Nothing is known.")
+    return (
+        Table(("fact", "value"), rows, labels=2)
+        if rows
+        else Paragraph("The run recorded nothing about this.")
+    )
 
 
 def _points(run: RunFacts, event: str, names: Sequence[str], axis: str = "step") -> list[tuple[float, float]]:
+    """Return the points (axis, value) of a metric."""
     return list(zip(*series(run.metrics, event, axis, names), strict=True))
 
 
 def _smoothed(run: RunFacts, axis: str = "step") -> list[tuple[float, float]]:
-    """The training loss, smoothed."""
+    """Return the points (axis, value) of the smoothed training loss."""
     x, loss = series(run.metrics, "step", axis, ["loss"])
     return list(zip(x, smooth(loss, SMOOTHING), strict=True))
 
@@ -401,13 +425,14 @@ def _memory(run: RunFacts) -> Mapping[str, Any]:
 
 
 def _seconds(run: RunFacts) -> float | None:
-    """Of the summary, or of the metrics where a kill left it behind."""
-    told = [_float(each.get("seconds")) for each in (run.train, *run.metrics[-1:])]
-    return max((each for each in told if each is not None), default=None)
+    """Return the duration of the run: that of run.json, or of the last metric where it is longer."""
+    # A killed run could not update run.json.
+    durations = [_float(record.get("seconds")) for record in (run.train, *run.metrics[-1:])]
+    return max((seconds for seconds in durations if seconds is not None), default=None)
 
 
 def _float(value: Any) -> float | None:
-    """A number that is one."""
+    """Return a number as float; None for anything else, booleans included."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -1,4 +1,4 @@
-"""What one can type after a run: commands for its own bundle and task, ready to be copied."""
+"""Commands to type after a training run, for its bundle and task, ready to be copied."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ TEST_ROWS, PROMPT, BUNDLE, TASK = "TEST_ROWS", "PROMPT", "BUNDLE", "TASK"
 
 @dataclass(frozen=True)
 class NextStep:
-    """What for, and the command; words in capitals are the user's to fill in."""
+    """A command and its purpose; the user replaces words in capitals."""
 
     purpose: str
     command: str
 
 
 def next_steps(run: Path, settings: Mapping[str, Any], finished: bool, writes: bool) -> list[NextStep]:
-    """The commands that come after a run, the likeliest first.
+    """Return the commands that are useful after a run, the likeliest first.
 
     Args:
-        run: its folder.
-        settings: of `prge run`, by name.
-        finished: whether it has a result.
-        writes: whether its bundle can write text.
+        run: folder of the run.
+        settings: settings of `prge run`, by name.
+        finished: whether the run has ended with a result.
+        writes: whether the bundle of the run can generate text.
     """
     if not finished:
-        return [NextStep("go on with it", _command("run", "--resume", run))]
-    on = ["--bundle", _place(settings.get("bundle"), BUNDLE)]
-    task = ["--task", _place(settings["task"], TASK)] if settings.get("task") else []
+        return [NextStep("resume it", _command("run", "--resume", run))]
+    on = ["--bundle", _path_or_placeholder(settings.get("bundle"), BUNDLE)]
+    task = ["--task", _path_or_placeholder(settings["task"], TASK)] if settings.get("task") else []
     steps = [
         NextStep(
-            "score it on rows that it never saw",
+            "score it on rows that it was not trained on",
             _command("eval", *on, "--adapter", run, *task, "--data", TEST_ROWS),
         )
     ]
     if writes:
         steps.append(
-            NextStep("let it write", _command("generate", *on, "--adapter", run, "--prompt", PROMPT))
+            NextStep("generate text", _command("generate", *on, "--adapter", run, "--prompt", PROMPT))
         )
     return [
         *steps,
-        NextStep("see all of the run on a page", _command("report", run, "--out", Path(run, "report.html"))),
-        NextStep("give the adapter to PEFT", _command("publish", run, *on, "--out", "adapter")),
+        NextStep("write a report of the run", _command("report", run, "--out", Path(run, "report.html"))),
+        NextStep("publish the adapter for PEFT", _command("publish", run, *on, "--out", "adapter")),
     ]
 
 
-def _place(value: object, word: str) -> str:
-    """A name or path as the run had it, or the word where it is a path of another machine."""
-    text = str(value or word)
-    return text if "/" not in text or Path(text).exists() else word
+def _path_or_placeholder(value: object, placeholder: str) -> str:
+    """Return a name or path of the run, or a placeholder for a path that this machine doesn't have."""
+    text = str(value or placeholder)
+    return text if "/" not in text or Path(text).exists() else placeholder
 
 
 def _command(*words: object) -> str:

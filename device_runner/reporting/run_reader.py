@@ -1,4 +1,4 @@
-"""A run folder as a report reads it: whatever is there, of a run that may be killed or a stranger's."""
+"""Reading a run folder for a report: whatever is readable, even of a killed run or of a stranger's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prge.formats.run_folder import (
 
 @dataclass(frozen=True)
 class TunedDecision:
-    """What was chosen for the user, and why."""
+    """A setting that `prge tune` chose, and why."""
 
     name: str
     value: str
@@ -35,10 +35,16 @@ class TunedDecision:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run folder tells; empty is what it doesn't.
+    """The content of a run folder; what the folder lacks is empty.
 
-    `config` is config.yaml; `run`, `train` and `meta` are the blocks of run.json. Nothing in them is checked.
-    `problems` says what could not be read.
+    Attributes:
+        config: config.yaml, unchecked.
+        run: the block of this name in run.json, unchecked, like `train` and `meta`.
+        metrics: the records of metrics.jsonl.
+        samples: the records of samples.jsonl.
+        decisions: what `prge tune` chose.
+        running: whether a process holds the folder.
+        problems: a sentence for each file that could not be read.
     """
 
     folder: Path
@@ -54,60 +60,62 @@ class RunFacts:
 
     @property
     def steps(self) -> int:
-        """Steps taken, as far as the metrics tell."""
+        """Number of steps taken, according to the metrics."""
         return max((record["step"] for record in self.metrics), default=0)
 
     @property
     def evaluations(self) -> list[Record]:
-        """Evaluations of development rows whose loss is finite, in order."""
+        """Evaluations of development rows with a finite loss, in order."""
         return [
-            each for each in self.metrics if each["event"] == "evaluation" and each.get("loss") is not None
+            record
+            for record in self.metrics
+            if record["event"] == "evaluation" and record.get("loss") is not None
         ]
 
     @property
     def before(self) -> Record | None:
         """The evaluation before the first step."""
-        return next((each for each in self.evaluations if each["step"] == 0), None)
+        return next((record for record in self.evaluations if record["step"] == 0), None)
 
     @property
     def best(self) -> Record | None:
-        """The evaluation that the run took for its best; of an older run that of the least loss."""
-        judged = [each for each in self.evaluations if each.get("value") is not None]
-        if judged:
-            return max(judged, key=merit_of)
-        return min(self.evaluations, key=lambda each: float(each["loss"]), default=None)
+        """The best evaluation, by the metric that the run selects by; by the loss in older runs."""
+        selectable = [record for record in self.evaluations if record.get("value") is not None]
+        if selectable:
+            return max(selectable, key=merit_of)
+        return min(self.evaluations, key=lambda record: float(record["loss"]), default=None)
 
     @property
     def final_step(self) -> int | None:
-        """The step whose adapter is in final/; None while there is none."""
+        """The step of the adapter in final/; None while there is none."""
         step = self.train.get("final_step")
         return step if type(step) is int else None
 
     @property
     def score(self) -> str:
-        """Name of the metric of development rows, else `loss`."""
-        measured = {name for each in self.evaluations for name in SCORES if each.get(name) is not None}
+        """Name of the metric of development rows; `loss` if there is no other."""
+        measured = {name for record in self.evaluations for name in SCORES if record.get(name) is not None}
         return next((name for name in SCORES if name in measured), "loss")
 
     @property
     def status(self) -> str:
-        """How the run ended, or that it goes on; `killed` if it had no time to say."""
-        told = self.run.get("status")
+        """How the run ended, or `running`; `killed` if run.json doesn't record an end."""
+        recorded = self.run.get("status")
         if self.running:
             return "running"
-        return "killed" if told in (None, "running") else str(told)
+        return "killed" if recorded in (None, "running") else str(recorded)
 
 
 def read_run(folder: Path) -> RunFacts:
-    """Everything that a report tells of a run.
+    """Read everything that a report shows of a run.
 
     Raises:
-        RunError: the folder is no run, or its metrics.jsonl or samples.jsonl can't be read.
+        RunError: the folder is not a run, or its metrics.jsonl or samples.jsonl can't be read.
     """
     if not any((folder / name).is_file() for name in (CONFIG, JOURNAL, METRICS, SUMMARY)):
         raise RunError(
-            f"{folder} is no run: it has no {METRICS}",
-            remedy="give the folder of `prge run --out`",
+            f"{folder} is no run: it has no {METRICS}.",
+            remedy="Give the folder that you passed to `prge run --out`.",
             code="not-a-run",
         )
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
@@ -116,7 +124,7 @@ def read_run(folder: Path) -> RunFacts:
 
 
 def collect_run_facts(folder: Path, metrics: list[Record], samples: list[Record]) -> RunFacts:
-    """What a run's folder tells, with records that were read before; nothing beside the folder is read."""
+    """Read a run folder whose metrics and samples were read before, without the decisions of `prge tune`."""
     problems: list[str] = []
     summary = mapping(_document(folder / SUMMARY, problems))
     return RunFacts(
@@ -134,9 +142,10 @@ def collect_run_facts(folder: Path, metrics: list[Record], samples: list[Record]
 
 
 def _document(path: Path, problems: list[str]) -> Any:
-    """The value of a JSON or YAML file; None if it isn't there or can't be read."""
-    if path.is_symlink():  # to a file of this machine, perhaps, and pages are given away
-        problems.append(f"{path.name} is a link: it isn't read")
+    """Return the content of a JSON or YAML file; None if there is no file, or it can't be read."""
+    # A link may lead to a private file of this machine, and users share reports.
+    if path.is_symlink():
+        problems.append(f"{path.name} was not read because it is a symbolic link")
         return None
     try:
         return read_yaml(path) if path.suffix == ".yaml" else read_json(path)
@@ -148,22 +157,23 @@ def _document(path: Path, problems: list[str]) -> Any:
 
 
 def _decisions(folder: Path, problems: list[str]) -> list[TunedDecision]:
-    """Those of the run folder, else of the folder that it lies in."""
-    for place in (folder, folder.resolve().parent):
-        content = _document(place / DECISIONS, problems)
+    """Return the decisions recorded in the run folder, or else in its parent folder."""
+    for location in (folder, folder.resolve().parent):
+        content = _document(location / DECISIONS, problems)
         if content is None:
             continue
         listed = mapping(content).get("decisions")
         entries = listed if isinstance(listed, list) else []
         return [
-            TunedDecision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
+            TunedDecision(*(_value_text(entry.get(name)) for name in ("name", "value", "why")))
             for entry in entries
             if isinstance(entry, Mapping)
         ]
     return []
 
 
-def _words(value: Any) -> str:
+def _value_text(value: Any) -> str:
+    """Return a setting's value as text."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

@@ -1,6 +1,6 @@
-"""Metrics of runs for TensorBoard and Weights & Biases, read from metrics.jsonl as any reader could.
+"""Sending metrics of runs to TensorBoard and Weights & Biases, from metrics.jsonl.
 
-A run knows nothing of it: it never waits for a service and has none of the libraries in its memory.
+A separate process sends them: a run never waits for a service, and doesn't load these libraries.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from prge.formats.run_folder import Record, as_run_error, is_held, read_metrics
 from prge.system.packages import install_extra_command
 
 Log = Callable[[int, Mapping[str, float]], object]
-"""Takes the step and its figures by name."""
+"""Logs the values of a step by name."""
 
 LOOK_EVERY = 1.0
-# Figures of a record; all others say when it was.
+# Fields of a record that are no measured values.
 _NO_FIGURES = frozenset({"event", "split", "step"})
-# Settings in words that tell nothing of the user's files.
+# Text settings that reveal nothing about the user's files.
 _NAMES = ("estimator", "optimizer", "schedule", "select")
 
 
 def send(
     runs: Sequence[Path], tensorboard: Path | None = None, wandb: str | None = None, follow: bool = False
 ) -> None:
-    """Send all metrics of runs.
+    """Send all metrics of some runs to trackers.
 
     Args:
-        runs: their folders.
-        tensorboard: folder for event files, in a folder for each run, which must be new.
-        wandb: project of Weights & Biases; each run becomes one of it. The library's environment variables
-            count, such as WANDB_MODE=offline.
-        follow: go on as they are written, until no process holds any of the runs.
+        runs: folders of the runs.
+        tensorboard: folder for event files; each run gets a new folder in it.
+        wandb: project of Weights & Biases; each run becomes a run of the project. The library's environment
+            variables apply, such as WANDB_MODE=offline.
+        follow: keep sending new metrics until no process holds any of the runs.
 
     Raises:
         ConfigError: a library isn't installed.
-        RunError: a folder is no run, has no metrics or event files already; the service refuses.
+        RunError: a folder is not a run, lacks metrics, or has event files already; or the service refuses.
     """
     _check_installed({"tensorboard": tensorboard, "wandb": wandb})
     with ExitStack() as stack:
@@ -54,22 +54,22 @@ def send(
             if wandb is not None:
                 logs[run].append(stack.enter_context(_wandb_run(run, name, wandb)))
         sent = dict.fromkeys(runs, 0)
-        going_on = True
-        while going_on:
-            # Asked before reading: what is written until then is read.
-            going_on = follow and any(map(is_held, runs))
+        is_running = True
+        while is_running:
+            # Checked before reading, so that the last records of a run that ends meanwhile are read.
+            is_running = follow and any(map(is_held, runs))
             for run in runs:
                 records = read_metrics(run)
                 for record in records[sent[run] :]:
                     for log in logs[run]:
                         log(record["step"], figures(record))
                 sent[run] = len(records)
-            if going_on:
+            if is_running:
                 time.sleep(LOOK_EVERY)
 
 
 def figures(record: Record) -> dict[str, float]:
-    """The numbers of a record, by names that tell training rows from development rows."""
+    """Return the numbers of a record, with the prefix `train/` or `dev/` in their names."""
     part = "dev" if record.get("event") == "evaluation" else "train"
     return {
         f"{part}/{name}": float(value)
@@ -78,12 +78,13 @@ def figures(record: Record) -> dict[str, float]:
     }
 
 
-def _check_installed(asked: Mapping[str, object]) -> None:
-    missing = [name for name, given in asked.items() if given and importlib.util.find_spec(name) is None]
+def _check_installed(settings: Mapping[str, object]) -> None:
+    """Raise ConfigError if a setting is given whose package is not installed."""
+    missing = [name for name, value in settings.items() if value and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             "these settings can't be used:",
-            [f"--{name} is given, the package {name} is not installed" for name in missing],
+            [f"--{name} needs the package {name}, which is not installed" for name in missing],
             remedy=install_extra_command(*missing),
             code="package-missing",
         )
@@ -91,13 +92,13 @@ def _check_installed(asked: Mapping[str, object]) -> None:
 
 @contextmanager
 def _event_files(folder: Path) -> Iterator[Log]:
-    """Event files by TensorBoard's own writer, which needs no torch."""
+    """Write event files with TensorBoard's own writer, which needs no torch."""
     from tensorboard.summary import Writer
 
     if any(folder.glob("events.out.*")):
         raise RunError(
-            f"{folder} has event files already",
-            remedy="give another folder, or remove it",
+            f"{folder} already has event files.",
+            remedy="Give another folder, or remove this one.",
             code="folder-not-empty",
         )
     with as_run_error(folder):
@@ -107,7 +108,7 @@ def _event_files(folder: Path) -> Iterator[Log]:
         def log(step: int, values: Mapping[str, float]) -> None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
-            writer.flush()  # at once, so that a page that is open shows it
+            writer.flush()  # so that an open page shows the values at once
 
         yield log
     finally:
@@ -116,7 +117,7 @@ def _event_files(folder: Path) -> Iterator[Log]:
 
 @contextmanager
 def _wandb_run(folder: Path, name: str, project: str) -> Iterator[Log]:
-    """A run of Weights & Biases; its own files lie in wandb/ of the run folder."""
+    """Log to a run of Weights & Biases, which keeps its own files in wandb/ of the run folder."""
     import wandb
 
     try:
@@ -129,8 +130,8 @@ def _wandb_run(folder: Path, name: str, project: str) -> Iterator[Log]:
         )
     except wandb.Error as error:
         raise RunError(
-            f"Weights & Biases takes no run: {shortened(str(error), 300)}",
-            remedy="`wandb login`; or with WANDB_MODE=offline its files stay here for `wandb sync`",
+            f"Weights & Biases refuses the run: {shortened(str(error), 300)}",
+            remedy="Run `wandb login`; or set WANDB_MODE=offline, and upload later with `wandb sync`.",
             code="service-refuses",
         ) from None
     with run:
@@ -140,7 +141,7 @@ def _wandb_run(folder: Path, name: str, project: str) -> Iterator[Log]:
 
 
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that tell nothing of the user's files: numbers, and names of methods."""
+    """Return the settings that reveal nothing about the user's files: numbers, and names of methods."""
     return {
         name: value
         for name, value in settings.items()

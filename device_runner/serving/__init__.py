@@ -1,1 +1,1 @@
-"""A bundle as a server that speaks OpenAI's protocol."""
+"""An HTTP server for a bundle, with OpenAI's protocol, learning from feedback, and a web page."""

@@ -1,11 +1,10 @@
-"""Which requests are accepted: those to one of the server's host names, not sent by a foreign web page,
-with an API key, in JSON.
+"""Access control: which requests are accepted, by host name, origin, API key and content type.
 
-A page that a browser shows may send requests to any address, this machine's too, but not choose their `Host`
-and `Origin`, nor call a text JSON without being asked about it first. Whoever owns a name of the web can let
-it lead to this machine (DNS rebinding), so that the name's pages and this server are one origin to a browser:
-`Host` must be a name that the server knows, or an address, which nobody can let lead elsewhere. The server's
-own page is told to load and ask nothing from elsewhere, and to be shown in no other.
+A web page in a browser may send requests to any address, including this machine's. It cannot choose their
+`Host` and `Origin`, nor send JSON without a preflight request. The owner of a domain can point it at this
+machine (DNS rebinding), so that the browser takes the domain's pages and this server for one origin. `Host`
+must therefore be a name that the server knows, or an address, which nobody can point elsewhere. The server's
+own page may load and request nothing from elsewhere, and must not be framed by other pages.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from device_runner.serving.protocol import RequestError
 from prge.errors import shown
 
-# Answered without a key: a browser can't send one before it has the page.
+# Answered without a key, because a browser cannot send one before it has the page.
 HEALTH = "/health"
-# The code of requests that come while the server pauses, and seconds after which they may come again.
+# Error code while the server pauses, and the seconds after which a client may try again.
 PAUSED, PAUSED_SECONDS = "paused", 30
 PAGES, FILES = ("/", "/training"), "/page/"
 _HEADERS = {
@@ -41,15 +40,15 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECA
 ANY_NAME = "*"
 
 
-def names_of_machine() -> frozenset[str]:
-    """What a machine is called in its own network: its host name, whole and without a domain, and by mDNS."""
+def machine_names() -> frozenset[str]:
+    """Return the machine's names in its own network: the host name, with and without domain, and for mDNS."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
     return frozenset({name, short, f"{short}.local"} - {"", ".local"})
 
 
 def is_address(name: str) -> bool:
-    """Whether a host is an address of one machine, as numbers."""
+    """Whether a host is the numeric address of one machine."""
     try:
         address = ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -58,7 +57,7 @@ def is_address(name: str) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host is this machine by a name or an address that no page of the web can have."""
+    """Whether a host is this machine, by a name or address that no web page can have."""
     try:
         return name.lower() == "localhost" or ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -67,46 +66,50 @@ def is_local(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must have to be answered."""
+    """The requirements that a request must meet to be answered."""
 
     keys: tuple[str, ...] = ()
-    """One of them is sent as `Authorization: Bearer KEY`; without any, no key is needed."""
+    """One of them must be sent as `Authorization: Bearer KEY`; if empty, no key is needed."""
     names: frozenset[str] = frozenset()
-    """Names in lower case that requests may call the server by, beside loopback names and addresses; `*`: any
+    """Lower-case names by which requests may call the server, besides loopback names and addresses; `*`: any
     name."""
     by_address: bool = False
-    """Whether they may call it by any other address too: where other machines may ask."""
+    """Whether any other numeric address is accepted too, because other machines may send requests."""
 
     def check(self, scope: Scope) -> None:
-        """Let a request pass, before its body is read; raises RequestError."""
+        """Accept a request before its body is read, or raise RequestError."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if len(headers.getlist("host")) > 1 or not self.is_called(_name(host)):
+        if len(headers.getlist("host")) > 1 or not self.accepts_host(_name(host)):
             raise RequestError(
                 403,
-                f"this server isn't called {shown(host)}: if it is, give it the name with --allowed-hosts",
+                f"unknown host name {shown(host)}: allow it with --allowed-hosts if it is this server",
                 code="wrong_host",
             )
         for origin in headers.getlist("origin"):
-            of_page = origin.partition("://")[2]
-            if not is_local(_name(of_page)) and (not of_page or of_page.lower() != host.lower()):
-                raise RequestError(403, f"pages of {shown(origin)} may not ask", code="foreign_origin")
+            page_host = origin.partition("://")[2]
+            if not is_local(_name(page_host)) and (not page_host or page_host.lower() != host.lower()):
+                raise RequestError(403, f"pages from {shown(origin)} are not allowed", code="foreign_origin")
         path = scope["path"]
-        # Of a picture, a script or a frame that a page has from here a browser tells no origin, but this.
+        # For images, scripts and frames that a page loads from here, browsers send no Origin, but this
+        # header.
         is_foreign = headers.get("sec-fetch-site") == "cross-site" and "origin" not in headers
         if is_foreign and path not in PAGES:
-            raise RequestError(403, "pages of other sites may not ask", code="foreign_origin")
+            raise RequestError(403, "pages from other sites are not allowed", code="foreign_origin")
         is_open = path in (HEALTH, *PAGES) or path.startswith(FILES)
-        if self.keys and not is_open and self.key_of(headers) is None:
-            raise RequestError(401, "wrong or no API key", code="invalid_api_key")
+        if self.keys and not is_open and self.find_key(headers) is None:
+            raise RequestError(401, "the API key is wrong or missing", code="invalid_api_key")
         if scope["method"] == "POST":
-            kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
-            if kinds != ["application/json"]:
-                given = shown(kinds[0]) if kinds else "missing"
-                raise RequestError(415, f"Content-Type is {given}, must be application/json")
+            content_types = [
+                content_type.partition(";")[0].strip().lower()
+                for content_type in headers.getlist("content-type")
+            ]
+            if content_types != ["application/json"]:
+                description = shown(content_types[0]) if content_types else "missing"
+                raise RequestError(415, f"Content-Type is {description}, must be application/json")
 
-    def is_called(self, name: str) -> bool:
-        """Whether requests may call the server by a name or an address, in lower case."""
+    def accepts_host(self, name: str) -> bool:
+        """Whether requests may call the server by a lower-case name or address."""
         return (
             is_local(name)
             or name in self.names
@@ -114,24 +117,24 @@ class Access:
             or ANY_NAME in self.names
         )
 
-    def key_of(self, headers: Headers) -> str | None:
-        """Which of the keys a request has; None: none of them."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+    def find_key(self, headers: Headers) -> str | None:
+        """Return the key that a request has; None if it has none of them."""
+        scheme, _, sent_key = headers.get("authorization", "").partition(" ")
         known = None
-        for key in self.keys:  # all of them, so that the time tells nothing
-            if hmac.compare_digest(given.strip(" ").encode(), key.encode()):
+        for key in self.keys:  # compare all of them, so that the time reveals nothing
+            if hmac.compare_digest(sent_key.strip(" ").encode(), key.encode()):
                 known = key
         return known if scheme.lower() == "bearer" else None
 
 
 def _name(authority: str) -> str:
-    """The host of `host:port`, lower; empty where it is something else."""
+    """Return the host of `host:port` in lower case; empty if it is malformed."""
     match = _AUTHORITY.fullmatch(authority)
     return match[1].lower() if match else ""
 
 
 class AccessControl:
-    """An ASGI application that answers what an `Access` lets pass."""
+    """ASGI middleware that answers only requests that an `Access` accepts."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -153,7 +156,7 @@ class AccessControl:
 
 
 def refusal(error: RequestError) -> JSONResponse:
-    """The answer to a request that is refused."""
+    """Return the response to a refused request."""
     headers = {429: {"Retry-After": str(error.retry_after)}, 401: {"WWW-Authenticate": "Bearer"}}.get(
         error.status
     )

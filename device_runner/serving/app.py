@@ -1,8 +1,8 @@
-"""The server's routes: what a client sends to sequences of the worker, their texts to answers; and its page.
+"""The server's routes, from requests to the worker's sequences and from text to responses; and the page.
 
-    body, bounded -> what is asked -> prompts -> worker -> events of each answer -> JSON, or a stream
+    body, bounded -> parsed request -> prompts -> worker -> events of each completion -> JSON, or a stream
 
-A client that goes away takes its sequences along, wherever it goes away.
+The sequences of a client that disconnects are cancelled, whenever it disconnects.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import OnlineLearner
 from device_runner.serving.models import MOST_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import INDEX, file_named
+from device_runner.serving.page.static import INDEX, page_file
 from device_runner.serving.protocol import (
-    Asked,
     Finish,
     Json,
+    ParsedRequest,
     Reply,
     RequestError,
+    format_usage,
     read_chat,
     read_completion,
-    read_judgement,
+    read_feedback_request,
     read_version,
-    usage_of,
 )
-from device_runner.serving.worker import BusyError, Tell, Told, Worker
+from device_runner.serving.worker import BusyError, EventHandler, GenerationEvent, Worker
 from device_runner.session.generation import note
 from device_runner.session.pauses import Gates
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Completion, Reason, Sharing
 
-# Of a body: for what isn't the prompts, for each token of the context, and in all.
+# Limits on a body: for everything but the prompts, per token of the context, and in total.
 BYTES_BESIDE = 64 << 10
 BYTES_A_TOKEN = 256
 MOST_BYTES = 4 << 20
-# Of all bodies at once; each may have `BYTES_BESIDE`.
+# Limit on all bodies together; each may always have `BYTES_BESIDE`.
 MOST_HELD = 16 * MOST_BYTES
-# For a client to send its body.
+# Seconds for a client to send its body.
 SECONDS = 60.0
 
 
@@ -68,35 +68,35 @@ def make_app(
     about: Json | None = None,
     gates: Gates | None = None,
 ) -> Starlette:
-    """The server as an ASGI application.
+    """Return the server as an ASGI application.
 
     Args:
-        models: names, prompts.
-        worker: the thread that writes.
-        access: who may ask.
-        feedback: takes what clients say of answers; by default none is kept.
-        learning: what is learnt of that.
-        runs: that the page shows.
-        about: what the page tells of the models.
-        gates: while they are closed no answer is begun.
+        models: adapters and prompts.
+        worker: the thread that generates.
+        access: who may send requests.
+        feedback: stores the clients' feedback; by default none is stored.
+        learning: trains on the feedback.
+        runs: to show on the page.
+        about: what the page shows about the models.
+        gates: conditions; while they are not met, no completion is begun.
     """
     server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
-    told = {**(about or {}), **server.told, "runs": runs is not None}
+    description = {**(about or {}), **server.description, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/feedback", server.judge, methods=["POST"]),
         Route("/v1/adapters", server.list_adapters, methods=["GET"]),
-        Route("/v1/adapters/back", server.take_back, methods=["POST"]),
+        Route("/v1/adapters/back", server.revert, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
     ]
-    return _assembled([*routes, *_page_routes(told, runs)], access)
+    return _assembled([*routes, *_page_routes(description, runs)], access)
 
 
 def make_watch_app(runs: Runs, access: Access) -> Starlette:
-    """The page alone, for who looks at runs, as an ASGI application."""
+    """Return only the page, for watching runs, as an ASGI application."""
     return _assembled(_page_routes({"object": "about", "talks": False, "runs": True}, runs), access)
 
 
@@ -105,34 +105,34 @@ def _assembled(routes: list[Route], access: Access) -> Starlette:
         RequestError: _refuse,
         PrgeError: _refuse_failed,
         HTTPException: _refuse_http,
-        ClientDisconnect: _gone,
+        ClientDisconnect: _client_gone,
         Exception: _fail,
     }
-    door = Middleware(AccessControl, access=access)
-    app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
+    access_control = Middleware(AccessControl, access=access)
+    app = Starlette(routes=routes, middleware=[access_control], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
-def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
-    """The page, what it asks of what is served, and of runs where there are any."""
+def _page_routes(description: Json, runs: Runs | None) -> list[Route]:
+    """Return the routes of the page, of its description of the server, and of runs if there are any."""
 
     async def page(request: Request) -> Response:
-        return await asyncio.to_thread(file_named, INDEX)
+        return await asyncio.to_thread(page_file, INDEX)
 
     async def file(request: Request) -> Response:
-        return await asyncio.to_thread(file_named, request.path_params["name"])
+        return await asyncio.to_thread(page_file, request.path_params["name"])
 
     async def about(request: Request) -> Response:
-        return JSONResponse(told)
+        return JSONResponse(description)
 
     routes = [Route(path, page, methods=["GET"]) for path in PAGES]
     routes += [Route(f"{FILES}{{name}}", file, methods=["GET"]), Route("/v1/about", about, methods=["GET"])]
     if runs is None:
         return routes
 
-    async def listed(request: Request) -> Response:
-        return JSONResponse(await runs.listed())
+    async def list_runs(request: Request) -> Response:
+        return JSONResponse(await runs.list_runs())
 
     async def events(request: Request) -> Response:
         query = request.query_params
@@ -143,12 +143,15 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
         await runs.stop(run)
         return JSONResponse({"object": "run", "run": run, "stopping": True})
 
-    routes += [Route("/v1/runs", listed, methods=["GET"]), Route("/v1/runs/events", events, methods=["GET"])]
+    routes += [
+        Route("/v1/runs", list_runs, methods=["GET"]),
+        Route("/v1/runs/events", events, methods=["GET"]),
+    ]
     return [*routes, Route("/v1/runs/stop", stop, methods=["POST"])]
 
 
 _T = TypeVar("_T")
-Events = asyncio.Queue[tuple[int, Told]]
+Events = asyncio.Queue[tuple[int, GenerationEvent]]
 Ended = Callable[[int, Completion], None]
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
@@ -171,25 +174,28 @@ class _Server:
         self.gates = gates
         self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
-        # Bytes of bodies that are being read or made prompts of.
+        # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
 
     @property
-    def told(self) -> Json:
-        """What the page must know of the server."""
+    def description(self) -> Json:
+        """What the page needs to know about the server."""
         return {
             "object": "about",
             "talks": True,
             "chats": self.models.has_template,
             "context": self.worker.context,
-            "feedback": self.feedback.keeps,
+            "feedback": self.feedback.is_enabled,
             "learns": self._learning is not None,
         }
 
     async def health(self, request: Request) -> Response:
-        """Whether the worker runs, and whether feedback is stored and learnt. The log alone names causes."""
+        """Report whether the worker runs, and whether storing feedback and learning work.
+
+        Only the log names causes.
+        """
         parts: Json = {}
-        if self.feedback.keeps:
+        if self.feedback.is_enabled:
             parts["feedback"] = "failing" if self.feedback.problem else "ok"
         if self._learning is not None:
             parts["learning"] = "failing" if self._learning.problem else "ok"
@@ -198,49 +204,49 @@ class _Server:
         return JSONResponse({"status": "degraded" if "failing" in parts.values() else "ok", **parts})
 
     async def list_models(self, request: Request) -> Response:
-        """Names of all models."""
+        """Return the names of all models."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.names]})
 
     async def one_model(self, request: Request) -> Response:
-        """One model by its name."""
+        """Return one model by its name."""
         name = request.path_params["name"]
         self.models.adapter(name)
         return JSONResponse(self._model(name))
 
     async def chat(self, request: Request) -> Response:
-        """The assistant's next message."""
+        """Return the assistant's next message."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
-        """What follows a text."""
+        """Return the continuation of a text."""
         return await self._answer(request, read_completion)
 
     async def judge(self, request: Request) -> Response:
-        """Keep what a client says of an answer."""
+        """Store a client's feedback on a completion."""
         async with self._body(request) as body:
             most = MOST_CHARACTERS * self.worker.context
-            judgement = await self.models.apart(lambda: read_judgement(body, most))
+            feedback_request = await self.models.run_in_parser(lambda: read_feedback_request(body, most))
         client = request.client.host if request.client is not None else ""
-        await self.feedback.take(judgement, client)
-        return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
+        await self.feedback.store(feedback_request, client)
+        return JSONResponse({"id": feedback_request.id, "object": "feedback", "kept": True})
 
     async def list_adapters(self, request: Request) -> Response:
-        """What was learnt so far."""
+        """Return the learned adapters."""
         return JSONResponse({"object": "list", "data": self.learning.history()})
 
-    async def take_back(self, request: Request) -> Response:
-        """Serve what was served before the version that the client names."""
+    async def revert(self, request: Request) -> Response:
+        """Serve the adapter that was served before the version that the client names."""
         learning = self.learning
         async with self._body(request) as body:
-            version = await self.models.apart(lambda: read_version(body))
-        current = await asyncio.wrap_future(learning.storage.submit(learning.take_back, version))
+            version = await self.models.run_in_parser(lambda: read_version(body))
+        current = await asyncio.wrap_future(learning.storage.submit(learning.revert, version))
         return JSONResponse({"object": "adapter", "current": current})
 
     @property
     def learning(self) -> OnlineLearner:
-        """What learns; raises RequestError where nothing does."""
+        """The learner; raises RequestError if the server does not learn."""
         if self._learning is None:
-            raise RequestError(404, "nothing is learnt: the server was started without --learn FOLDER")
+            raise RequestError(404, "the server does not learn: it was started without --learn FOLDER")
         return self._learning
 
     def _model(self, name: str) -> Json:
@@ -248,7 +254,10 @@ class _Server:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, refused as soon as it is known to be too large; what comes then nobody keeps."""
+        """Yield a request's body; refuses it as soon as it is known to be too large.
+
+        What a client sends after that is discarded.
+        """
         body = bytearray()
 
         async def read() -> None:
@@ -267,13 +276,13 @@ class _Server:
             await asyncio.wait_for(read(), SECONDS)
             yield bytes(body)
         except asyncio.TimeoutError:
-            raise RequestError(408, f"the body didn't come within {SECONDS:.0f} seconds") from None
+            raise RequestError(408, f"the body did not arrive within {SECONDS:.0f} seconds") from None
         finally:
             self.held -= len(body)
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
-        """Let what learns compute nothing inside the block, and until the event loop goes on."""
+        """Pause learning inside the block, and until the event loop continues."""
         if self._learning is None:
             yield
             return
@@ -281,45 +290,50 @@ class _Server:
         try:
             yield
         finally:
-            # The worker has the answers by then, and pauses it itself.
+            # By then the worker has the requests, and pauses learning itself.
             asyncio.get_running_loop().call_soon(self._learning.pause, False)
 
-    def _sharing(self, request: Request, asked: Asked) -> Sharing:
-        """With whom a request shares what is computed: with those of the same API key, without keys of the
-        same address, that name the same cache key; without keys and names only with its own conversation."""
-        key = self.access.key_of(request.headers)
+    def _sharing(self, request: Request, parsed: ParsedRequest) -> Sharing:
+        """Return the requests with which a request shares cached prompts.
+
+        These are requests of the same API key (without keys, of the same address) that name the same cache
+        key. Without keys and cache key, only requests of the same conversation.
+        """
+        key = self.access.find_key(request.headers)
         client = request.client.host if request.client is not None else ""
         named = ("address", client) if key is None else ("key", key)
-        group = hashlib.sha256(json.dumps([*named, *asked.cache_key]).encode()).hexdigest()
-        if key is not None or asked.cache_key:
+        group = hashlib.sha256(json.dumps([*named, *parsed.cache_key]).encode()).hexdigest()
+        if key is not None or parsed.cache_key:
             return Sharing(group)
-        said = tuple(str(each["content"]) for each in asked.messages if each["role"] == "assistant")
-        return Sharing(group, needs_answer=True, answers=said)
+        previous_answers = tuple(
+            str(each["content"]) for each in parsed.messages if each["role"] == "assistant"
+        )
+        return Sharing(group, needs_answer=True, answers=previous_answers)
 
-    async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
-        # Sensors may take a moment to read.
+    async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
+        # Reading sensors may take a moment.
         if why := await asyncio.to_thread(self.gates.closed, note):
-            raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
+            raise RequestError(503, f"paused, {why}", error_type="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
             with self._pausing():
-                asked, requests = await _unless_gone(request, preparing)
-        sharing = self._sharing(request, asked)
+                parsed, requests = await _unless_gone(request, preparing)
+        sharing = self._sharing(request, parsed)
         requests = [replace(each, sharing=sharing) for each in requests]
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
-        def telling(index: int) -> Tell:
-            def tell(told: Told) -> None:
-                with suppress(RuntimeError):  # the loop has ended, and the server with it
-                    loop.call_soon_threadsafe(events.put_nowait, (index, told))
+        def make_handler(index: int) -> EventHandler:
+            def handle(event: GenerationEvent) -> None:
+                with suppress(RuntimeError):  # the event loop has ended, and the server with it
+                    loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-            return tell
+            return handle
 
         try:
             if not self.worker.alive:
-                raise RequestError(503, "the server ends", kind="server_error")
-            jobs = self.worker.submit([(each, telling(index)) for index, each in enumerate(requests)])
+                raise RequestError(503, "the server is shutting down", error_type="server_error")
+            jobs = self.worker.submit([(each, make_handler(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
             raise _busy(str(busy)) from None
         except DataError as error:
@@ -328,37 +342,39 @@ class _Server:
         def cancel() -> None:
             self.worker.cancel(jobs)
 
-        reply = Reply(asked)
+        reply = Reply(parsed)
 
         def ended(index: int, answer: Completion) -> None:
-            if self.feedback.keeps and answer.reason != "cancelled":
-                said = self.models.answered(reply.id, asked, requests[index], index, answer.text)
-                self.feedback.remember(asked, index, said)
+            if self.feedback.is_enabled and answer.reason != "cancelled":
+                record = self.models.answer_record(reply.id, parsed, requests[index], index, answer.text)
+                self.feedback.remember(parsed, index, record)
 
-        if asked.stream:
-            return _Stream(_streamed(reply, events, len(jobs), asked.count, ended), cancel)
+        if parsed.stream:
+            return _Stream(_stream_events(reply, events, len(jobs), parsed.count, ended), cancel)
         try:
-            return await _unless_gone(request, _whole(reply, events, len(jobs), asked.count, ended))
+            return await _unless_gone(
+                request, _complete_response(reply, events, len(jobs), parsed.count, ended)
+            )
         finally:
             cancel()
 
 
 def _usage(answers: Mapping[int, Completion], each: int) -> Json:
-    """Numbers of tokens of a request with so many answers to each of its prompts."""
-    made = [answers[index] for index in sorted(answers)]
-    prompts = [made[first : first + each] for first in range(0, len(made), each)]
-    # Of the answers to one prompt the others may go on from what was computed for the first.
+    """Return the token counts of a request with `each` completions per prompt."""
+    completions = [answers[index] for index in sorted(answers)]
+    prompts = [completions[first : first + each] for first in range(0, len(completions), each)]
+    # Further completions of a prompt reuse what was computed for the first one.
     cached = sum(min(answer.prompt_tokens - answer.fed_tokens for answer in prompt) for prompt in prompts)
     tokens = sum(prompt[0].prompt_tokens for prompt in prompts)
-    return usage_of(tokens, sum(len(answer.tokens) for answer in made), cached)
+    return format_usage(tokens, sum(len(answer.tokens) for answer in completions), cached)
 
 
-async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
+async def _complete_response(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
     answers: dict[int, Completion] = {}
     while len(answers) < count:
-        index, told = await events.get()
-        if not isinstance(told, str):
-            answers[index] = told.wait()
+        index, event = await events.get()
+        if not isinstance(event, str):
+            answers[index] = event.wait()
     for index, answer in answers.items():
         ended(index, answer)
     usage = _usage(answers, each)
@@ -366,20 +382,22 @@ async def _whole(reply: Reply, events: Events, count: int, each: int, ended: End
     return JSONResponse(reply.whole(texts, usage))
 
 
-async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> AsyncIterator[str]:
+async def _stream_events(
+    reply: Reply, events: Events, count: int, each: int, ended: Ended
+) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
     answers: dict[int, Completion] = {}
     while len(answers) < count:
-        index, told = await events.get()
-        if isinstance(told, str):
-            yield _event(reply.piece(index, told))
+        index, event = await events.get()
+        if isinstance(event, str):
+            yield _event(reply.text_event(index, event))
             continue
         try:
-            answer = told.wait()
+            answer = event.wait()
         except PrgeError as error:
-            # The status was sent long ago.
+            # The status was already sent.
             yield _event(_failure(error).body)
             return
         answers[index] = answer
@@ -391,12 +409,13 @@ async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: 
 
 
 def _event(content: Json) -> str:
-    # Without line breaks, which end an event, and in ASCII: no reader takes another character for one.
+    # JSON has no line breaks, which would end an event, and is ASCII, so that no reader finds other line
+    # breaks.
     return f"data: {json.dumps(content)}\n\n"
 
 
 class _Stream(StreamingResponse):
-    """A stream of events whose sequences end with it, even where it never began."""
+    """A stream of events whose sequences end with it, even if it never began."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -410,7 +429,7 @@ class _Stream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """What `work` gives, unless the client goes away before."""
+    """Return the result of `work`; raises ClientDisconnect if the client disconnects before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -428,11 +447,11 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 
 
 def _busy(why: str) -> RequestError:
-    return RequestError(429, why, kind="rate_limit_error", code="rate_limit_exceeded")
+    return RequestError(429, why, error_type="rate_limit_error", code="rate_limit_exceeded")
 
 
 def _failure(error: PrgeError) -> RequestError:
-    return RequestError(500, error.what, kind="server_error")
+    return RequestError(500, error.what, error_type="server_error")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -445,8 +464,8 @@ async def _refuse_failed(request: Request, error: Exception) -> Response:
     return JSONResponse(_failure(error).body, 500)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # read by nobody
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # the client is gone
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
@@ -456,4 +475,4 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return JSONResponse(RequestError(500, "the server made a mistake", kind="server_error").body, 500)
+    return JSONResponse(RequestError(500, "internal server error", error_type="server_error").body, 500)

@@ -1,4 +1,4 @@
-"""What a server remembers of its answers, so that clients may rate or correct them, and the file of that."""
+"""A server's newest completions, for clients to rate or correct, and the file that stores their feedback."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from device_runner.serving.protocol import Asked, Judgement, RequestError
+from device_runner.serving.protocol import FeedbackRequest, ParsedRequest, RequestError
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
 from prge.errors import RunError
 
-# Of the newest answers: how many are remembered, and characters of them and of what was asked together.
+# Limits of the memory of completions: their number, and characters of them and their prompts together.
 MOST_ANSWERS = 1000
 MOST_CHARACTERS = 4 << 20
-# What an answer, or a message, takes beside its characters.
+# Overhead of a completion or a message, counted as characters.
 _CHARACTERS_EACH = 400
-# Bytes of feedback that a client may give in an hour.
+# Bytes of feedback that a client may send per hour.
 MOST_OF_CLIENT = 16 << 20
 _HOUR = 3600.0
-# Until another process gives the file's lock back, and between two looks at that.
+# Seconds to wait for another process to release the file's lock, and between two attempts.
 SECONDS_TO_LOCK = 5.0
 _SECONDS_BETWEEN = 0.02
 
@@ -33,10 +33,13 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class FeedbackFile:
-    """Where feedback goes.
+    """Where feedback is stored.
 
-    `examples` builds the examples of a row, to refuse one that can't be learnt. Both it and the file are used
-    by the one thread of `storage` alone. `most_bytes` is the size that the file may have.
+    Attributes:
+        path: of the file.
+        examples: builds a row's examples, to refuse rows that cannot be trained on.
+        storage: its one thread is the only one that uses `examples` and the file.
+        most_bytes: largest size of the file.
     """
 
     path: Path
@@ -46,106 +49,111 @@ class FeedbackFile:
 
 
 class Feedback:
-    """Answers that feedback may be given on; used by the event loop's thread, which never waits for storage.
+    """Completions that clients may give feedback on; used by the event loop, which never waits for storage.
 
     Args:
-        file: takes rows; None keeps and remembers nothing.
-        tell: called once a failure of the file, until it can be written again.
-        kept: called with every row that was kept.
+        file: stores rows; None: no feedback is accepted.
+        log: called once when the file fails, and again only after it could be written.
+        on_stored: called with every row that was stored.
     """
 
     def __init__(
         self,
         file: FeedbackFile | None = None,
-        tell: Callable[[str], object] = lambda text: None,
-        kept: Callable[[Fields], object] = lambda row: None,
+        log: Callable[[str], object] = lambda text: None,
+        on_stored: Callable[[Fields], object] = lambda row: None,
     ) -> None:
         self._file = file
-        self._tell = tell
-        self._kept = kept
+        self._log = log
+        self._on_stored = on_stored
         self.problem = ""
-        """Why the last feedback couldn't be kept; empty if nothing is wrong."""
+        """Why the last feedback could not be stored; empty if nothing is wrong."""
         self._ends = threading.Event()
-        # None: it was judged, or is being judged.
+        # None: feedback was given, or is being stored.
         self._answers: OrderedDict[_Key, tuple[AnswerRecord | None, int]] = OrderedDict()
         self._characters = 0
-        # Of the storage's thread: bytes of each client since an hour began.
+        # Used by the storage thread: bytes of each client since the hour began.
         self._hour, self._bytes = time.monotonic(), Counter[str]()
 
     @property
-    def keeps(self) -> bool:
-        """Whether feedback is kept."""
+    def is_enabled(self) -> bool:
+        """Whether feedback is stored."""
         return self._file is not None
 
     def close(self) -> None:
-        """Wait no longer for the file's lock."""
+        """Stop waiting for the file's lock."""
         self._ends.set()
 
-    def remember(self, asked: Asked, number: int, answered: AnswerRecord) -> None:
-        """Keep an answer in mind, by its number in its request; the oldest ones are forgotten for it.
+    def remember(self, parsed: ParsedRequest, number: int, answer_record: AnswerRecord) -> None:
+        """Remember a completion by its index in its response; the oldest ones are forgotten.
 
-        An answer to tokens isn't: rows hold texts.
+        Completions of token prompts are not remembered, because rows hold text.
         """
-        if not self.keeps or not (asked.messages or isinstance(answered.prompt_fields["prompt"], str)):
+        if not self.is_enabled or not (
+            parsed.messages or isinstance(answer_record.prompt_fields["prompt"], str)
+        ):
             return
-        self._put((answered.id, number), answered, _size(answered))
+        self._put((answer_record.id, number), answer_record, _size(answer_record))
 
-    def answered(self, judgement: Judgement) -> AnswerRecord:
-        """The answer that a client says something of; raises RequestError."""
-        if not self.keeps:
-            raise RequestError(404, "no feedback is kept: the server was started without --feedback FILE")
-        key = judgement.id, judgement.index
+    def answer_record(self, feedback_request: FeedbackRequest) -> AnswerRecord:
+        """Return the completion that a client's feedback is about; raises RequestError."""
+        if not self.is_enabled:
+            raise RequestError(404, "feedback is not stored: the server was started without --feedback FILE")
+        key = feedback_request.id, feedback_request.index
         if key not in self._answers:
             raise RequestError(
                 404,
-                f"there is no answer {judgement.id!r} with the index {judgement.index} among the newest "
-                f"{MOST_ANSWERS} to texts or messages",
+                f"there is no completion {feedback_request.id!r} with index {feedback_request.index} in the "
+                f"newest {MOST_ANSWERS} of text or message prompts",
                 param="id",
                 code="answer_not_found",
             )
-        answered, _ = self._answers[key]
-        if answered is None:
+        answer_record, _ = self._answers[key]
+        if answer_record is None:
             raise RequestError(
-                409, f"feedback on {judgement.id!r} was given before", param="id", code="feedback_given"
+                409,
+                f"feedback on {feedback_request.id!r} was already given",
+                param="id",
+                code="feedback_given",
             )
-        return answered
+        return answer_record
 
-    async def take(self, judgement: Judgement, client: str) -> None:
-        """Keep what a client says of an answer.
+    async def store(self, feedback_request: FeedbackRequest, client: str) -> None:
+        """Store a client's feedback on a completion.
 
         Args:
-            judgement: of the client.
-            client: its address, which quotas count by.
+            feedback_request: the feedback.
+            client: address of the client, which quotas count by.
 
         Raises:
-            RequestError: it can't be learnt, or can't be kept.
+            RequestError: the feedback cannot be trained on, or cannot be stored.
         """
-        answered, file = self.answered(judgement), self._file
+        answer_record, file = self.answer_record(feedback_request), self._file
         assert file is not None
         try:
-            row = answered.to_feedback(judgement.rating, judgement.correction)
+            row = answer_record.to_feedback(feedback_request.rating, feedback_request.correction)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
-        key, deadline = (judgement.id, judgement.index), time.monotonic() + SECONDS_TO_LOCK
-        # A second judgement that comes meanwhile is too late.
+        key, deadline = (feedback_request.id, feedback_request.index), time.monotonic() + SECONDS_TO_LOCK
+        # Feedback on the same completion that arrives meanwhile is refused.
         self._put(key, None, _CHARACTERS_EACH)
         try:
             await asyncio.wrap_future(file.storage.submit(self._keep, file, row, client, deadline))
         except BaseException as error:
-            self._put(key, answered, _size(answered))
+            self._put(key, answer_record, _size(answer_record))
             if isinstance(error, RequestError) and error.status == 507:
                 self._fail(str(error))
             if not isinstance(error, RunError):
                 raise
             self._fail(str(error))
-            what = f"feedback can't be kept: {error.what}"
-            raise RequestError(503, what, kind="server_error") from None
+            what = f"feedback cannot be stored: {error.what}"
+            raise RequestError(503, what, error_type="server_error") from None
         self.problem = ""
-        self._kept(row)
+        self._on_stored(row)
 
     def _fail(self, problem: str) -> None:
         if not self.problem:
-            self._tell(f"feedback can't be kept: {problem}")
+            self._log(f"feedback cannot be stored: {problem}")
         self.problem = problem
 
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:
@@ -160,24 +168,24 @@ class Feedback:
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
                 raise RunError(
-                    f"{file.path} can't be written: another process holds its lock", code="file-in-use"
+                    f"{file.path} cannot be written: another process holds its lock", code="file-in-use"
                 )
 
         append_feedback(file.path, [row], wait)
         self._bytes[client] += size
 
     def _check_quotas(self, file: FeedbackFile, size: int, client: str) -> None:
-        """Raise RequestError where a row is more than its client, or all of them, may give."""
+        """Raise RequestError if a row exceeds its client's quota or the file's size."""
         try:
-            there = file.path.stat().st_size
-        except OSError:  # appending tells what is wrong with it
-            there = 0
-        if there + size > file.most_bytes:
+            size_now = file.path.stat().st_size
+        except OSError:  # appending reports what is wrong
+            size_now = 0
+        if size_now + size > file.most_bytes:
             raise RequestError(
                 507,
-                f"the server keeps {file.most_bytes} bytes of feedback, and has {there}: its owner may "
-                "remove rows with `prge rows forget`, or raise --feedback-limit",
-                kind="server_error",
+                f"the server stores at most {file.most_bytes} bytes of feedback, has {size_now}: its owner "
+                "can remove rows with `prge rows forget`, or raise --feedback-limit",
+                error_type="server_error",
                 code="feedback_full",
             )
         now = time.monotonic()
@@ -187,22 +195,24 @@ class Feedback:
             seconds = int(self._hour + _HOUR - now) + 1
             raise RequestError(
                 429,
-                f"a client may give {MOST_OF_CLIENT} bytes of feedback an hour: go on in {seconds} seconds",
-                kind="rate_limit_error",
+                f"a client may send {MOST_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
+                error_type="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,
             )
 
-    def _put(self, key: _Key, answered: AnswerRecord | None, size: int) -> None:
+    def _put(self, key: _Key, answer_record: AnswerRecord | None, size: int) -> None:
         self._characters += size - self._answers.pop(key, (None, 0))[1]
-        self._answers[key] = answered, size
+        self._answers[key] = answer_record, size
         while len(self._answers) > MOST_ANSWERS or self._characters > MOST_CHARACTERS:
             self._characters -= self._answers.popitem(last=False)[1][1]
 
 
-def _size(answered: AnswerRecord) -> int:
-    """Approximate number of characters of an answer and its prompt."""
-    messages = answered.prompt_fields.get("messages")
-    texts = [str(each["content"]) for each in messages] if messages else [answered.prompt_fields["prompt"]]
+def _size(answer_record: AnswerRecord) -> int:
+    """Return the approximate number of characters of a completion and its prompt."""
+    messages = answer_record.prompt_fields.get("messages")
+    texts = (
+        [str(each["content"]) for each in messages] if messages else [answer_record.prompt_fields["prompt"]]
+    )
     each = _CHARACTERS_EACH * len(messages or ())
-    return _CHARACTERS_EACH + len(answered.answer) + each + sum(map(len, texts))
+    return _CHARACTERS_EACH + len(answer_record.answer) + each + sum(map(len, texts))

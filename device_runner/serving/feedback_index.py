@@ -1,6 +1,7 @@
-"""Which rows a file of feedback has and where, read on as the file grows.
+"""An index of the rows in a feedback file, extended as the file grows.
 
-Rows themselves stay in the file: of each there is a key, what it asks, if it can be learnt, and its place.
+The rows stay in the file. Each entry has a row's key, a hash of its question, whether it can be trained on,
+and its position.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ from prge.data.forms.feedback_rows import has_positive_answer, prompt_key
 from prge.data.readers.feedback import Fields, feedback_key, parse_feedback_line
 from prge.system.regular_files import open_regular
 
-# Of a call of `read_on`: seconds, and bytes that are read at once.
+# Limits of one call of `read_on`: seconds, and bytes per read.
 SECONDS = 0.05
 _BYTES = 1 << 20
-# No row of a server has so many.
+# Larger than any row that a server writes.
 _LONGEST_LINE = 32 << 20
 
 
 class ChangedError(Exception):
-    """Rows are not where they were: some were forgotten, or the file is another one."""
+    """Rows are not where they were: some were deleted, or the file was replaced."""
 
 
 class IndexEntry(NamedTuple):
-    """Index entry of a feedback row: its key, a hash of its question, whether it can be trained on, and the
-    offset and length of its line in bytes."""
+    """The index entry of a feedback row.
+
+    Attributes:
+        key: of the row.
+        question: hash of the row's question.
+        is_learnable: whether the row can be trained on.
+        start: offset of the row's line in bytes.
+        length: of the line in bytes.
+    """
 
     key: str
     question: int
@@ -40,7 +48,7 @@ class IndexEntry(NamedTuple):
 
     @classmethod
     def of(cls, row: Fields, start: int = 0, length: int = 0) -> IndexEntry:
-        """The entry of a row."""
+        """Return the entry of a row."""
         question = hashlib.sha256(prompt_key(row).encode()).digest()[:8]
         return cls(
             feedback_key(row), int.from_bytes(question, "big"), has_positive_answer(row), start, length
@@ -48,17 +56,17 @@ class IndexEntry(NamedTuple):
 
 
 class FeedbackIndex:
-    """Sound rows of a file of feedback, in its order; of equal rows the first.
+    """The valid rows of a feedback file, in order, without duplicates.
 
-    A file that was replaced or shortened, as `prge rows forget` does it, is read anew: `generation` counts
-    that. A file that is not there has no rows. All calls raise OSError; used by one thread at a time.
+    A file that was replaced or truncated, as `prge rows forget` does, is read again; `generation` counts
+    that. A missing file has no rows. All methods raise OSError. Used by one thread at a time.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stream: BinaryIO | None = None
         self.generation = 0
-        self._begin()
+        self._reset()
 
     @property
     def keys(self) -> Sequence[str]:
@@ -66,17 +74,17 @@ class FeedbackIndex:
         return self._keys
 
     def __len__(self) -> int:
-        """Rows that were read so far."""
+        """Return the number of rows that were read so far."""
         return len(self._keys)
 
     def __getitem__(self, number: int) -> IndexEntry:
-        """The entry of a row by its zero-based number."""
+        """Return the entry of a row by its zero-based number."""
         facts = self._keys[number], self._questions[number], bool(self._learnable[number])
         return IndexEntry(*facts, self._starts[number], self._lengths[number])
 
     def read_on(self) -> bool:
-        """Read what was appended, for `SECONDS` or a little longer; whether there is more to read."""
-        self._follow()
+        """Read what was appended, for about `SECONDS`; returns whether there is more to read."""
+        self._reopen()
         if self._stream is None:
             return False
         deadline = time.monotonic() + SECONDS
@@ -86,17 +94,17 @@ class FeedbackIndex:
         return True
 
     def entries(self, keys: Sequence[str]) -> list[IndexEntry]:
-        """Rows with these keys, those that the file has."""
+        """Return the entries with these keys that the file has."""
         return [self[self._numbers[key]] for key in keys if key in self._numbers]
 
     def rows(self, keys: Sequence[str]) -> list[Fields]:
-        """The rows themselves.
+        """Return the rows with these keys.
 
         Raises:
-            ChangedError: the file doesn't have all of them any more.
+            ChangedError: the file no longer has all of them.
         """
         generation = self.generation
-        self._follow()
+        self._reopen()
         if self._stream is None or generation != self.generation:
             raise ChangedError
         entries = self.entries(keys)
@@ -105,11 +113,11 @@ class FeedbackIndex:
         try:
             return _rows_at(self._stream.fileno(), entries)
         except ChangedError:
-            self._begin()
+            self._reset()
             raise
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether the file, as it is now, has these rows."""
+        """Whether the file, as it is now, has all rows with these keys."""
         try:
             self.rows(keys)
         except ChangedError:
@@ -122,7 +130,7 @@ class FeedbackIndex:
             self._stream.close()
         self._stream = None
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.generation += 1
         self._end, self._is_inside_line = 0, False
         self._keys: list[str] = []
@@ -130,23 +138,23 @@ class FeedbackIndex:
         self._questions, self._starts, self._lengths = array("Q"), array("Q"), array("Q")
         self._learnable = bytearray()
 
-    def _follow(self) -> None:
-        """Open the file that is there now; one that is open can't share its inode number with a later one."""
+    def _reopen(self) -> None:
+        """Open the present file. An open file keeps its inode number, so that a replacement differs."""
         try:
-            there = os.stat(self._path, follow_symlinks=False)
+            current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
-            there = None
+            current = None
         if self._stream is not None:
             opened = os.fstat(self._stream.fileno())
-            if there is not None and os.path.samestat(there, opened) and opened.st_size >= self._end:
+            if current is not None and os.path.samestat(current, opened) and opened.st_size >= self._end:
                 return
             self.close()
-            self._begin()
-        if there is not None:
+            self._reset()
+        if current is not None:
             self._stream = open_regular(self._path, "rb", buffering=0)
 
     def _read_lines(self, stream: BinaryIO, deadline: float) -> bool:
-        """Take some lines; False where no whole one is left."""
+        """Read some lines; False if no whole line is left."""
         content = os.pread(stream.fileno(), _BYTES, self._end)
         while b"\n" not in content and _BYTES <= len(content) < _LONGEST_LINE:
             content = os.pread(stream.fileno(), 2 * len(content), self._end)
@@ -154,7 +162,7 @@ class FeedbackIndex:
             if len(content) >= _LONGEST_LINE:
                 self._end, self._is_inside_line = self._end + len(content), True
                 return True
-            # The last line may be written still, or have lost its line break.
+            # The last line may still be being written, or may lack a line break.
             if self._is_inside_line or parse_feedback_line(content) is None:
                 return False
             self._take(content)
@@ -184,11 +192,11 @@ class FeedbackIndex:
 
 
 def read_rows(path: Path, entries: Sequence[IndexEntry]) -> list[Fields]:
-    """The rows of a file that an index has entries of.
+    """Read the rows of index entries from a file.
 
     Raises:
-        ChangedError: they aren't there any more.
-        OSError: the file can't be read.
+        ChangedError: the rows are no longer there.
+        OSError: the file cannot be read.
     """
     try:
         with open_regular(path, "rb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""The adapters that a server learnt, as its journal tells: how each was judged, and which is served."""
+"""The adapters that a server has trained, from its journal: how each was judged, and which one is served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTS = ("learnt", "held_back", "kept", "steps", "seconds", "why")
 
 @dataclass
 class Version:
-    """An adapter of the history: 0 is that of the start, others are of rounds."""
+    """An adapter of the history: version 0 is the initial one, the others come from rounds."""
 
     number: int
     parent: int | None = None
@@ -26,15 +26,15 @@ class Version:
 
     @property
     def status(self) -> str:
-        """What became of it."""
+        """The outcome of the version."""
         if self.number == 0:
             return "start"
         if self.verdict is None:
             return "learning"
         return "taken back" if self.is_back else str(self.verdict["status"])
 
-    def told(self, is_current: bool) -> dict[str, Any]:
-        """As clients are told of it."""
+    def describe(self, is_current: bool) -> dict[str, Any]:
+        """Return the version as clients receive it."""
         verdict = self.verdict or {}
         return {
             "object": "adapter",
@@ -46,52 +46,50 @@ class Version:
             **{name: verdict[name] for name in _FACTS if name in verdict},
         }
 
-    def line(self) -> str:
-        """As a person is told of it."""
+    def format_line(self) -> str:
+        """Format the version for the terminal."""
         verdict = self.verdict or {}
         held = verdict.get("held_back", {})
         losses = f", loss {held['before']:.3f} -> {held['after']:.3f}" if "after" in held else ""
         why = f": {verdict['why']}" if "why" in verdict else ""
-        return f"adapter {self.number} of {len(self.rows)} rows: {self.status}{losses}{why}"
+        return f"adapter {self.number} from {len(self.rows)} rows: {self.status}{losses}{why}"
 
 
-def date_of(folder: Path) -> Day | None:
-    """The day that chat templates take for today in a folder of what is learnt; None where it has none."""
+def read_date(folder: Path) -> Day | None:
+    """Return the date that chat templates use in a folder of learned adapters; None if it has none."""
     path = folder / HISTORY
     begun = Journal(path, writable=False).first("start") if path.is_file() else None
-    found = None if begun is None else begun.get("date")
-    return None if found is None else Day(found)
+    date = None if begun is None else begun.get("date")
+    return None if date is None else Day(date)
 
 
 class History:
-    """The adapters of a folder, as its journal tells; changed by one thread at a time.
+    """The adapters of a folder, from its journal; changed by one thread at a time.
 
     Args:
-        folder: of what is learnt.
-        start: what it begins with, or began with.
-        date: day that chat templates take for today, in a folder that begins.
+        folder: of the learned adapters.
+        start: bundle and adapter that the folder begins with, or began with.
+        date: that chat templates use, in a new folder.
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.
-        RunError: the journal is damaged, or can't be written.
+        RunError: the journal is damaged, or cannot be written.
     """
 
     def __init__(self, folder: Path, start: Record, date: str | None = None) -> None:
         self._journal = Journal(folder / HISTORY)
         self.versions = [Version(0)]
         self.rows = set[str]()
-        """Keys of all rows that rounds have had; those of one that was abandoned are new again."""
+        """Keys of all rows that rounds have had; the rows of an abandoned round are new again."""
         self.abandoned = 0
-        """Rounds that were abandoned."""
+        """Number of abandoned rounds."""
         self.described: list[dict[str, Any]] = []
-        """What GET /v1/adapters answers, one entry per version. A change replaces the whole list."""
+        """The response to GET /v1/adapters, one entry per version. A change replaces the whole list."""
         if (begun := self._journal.first("start")) is None:
             self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
-            remedy = "serve those, or learn into another folder"
-            raise ConfigError(
-                f"{folder} began to learn with", problems, remedy=remedy, code="learning-differs"
-            )
+            remedy = "serve those, or give another folder with --learn"
+            raise ConfigError(f"{folder} was started with:", problems, remedy=remedy, code="learning-differs")
         for record in self._journal.records:
             with self._journal.reading(record):
                 self._take(record)
@@ -99,17 +97,17 @@ class History:
 
     @property
     def current(self) -> int:
-        """The version that is served: the newest that is better and wasn't taken back."""
+        """The version that is served: the newest one that is better and was not taken back."""
         return next(each.number for each in reversed(self.versions) if each.status in ("served", "start"))
 
     @property
     def open(self) -> Version | None:
-        """The round that isn't judged yet."""
+        """The round that has not been judged, or None."""
         return self.versions[-1] if self.versions[-1].status == "learning" else None
 
-    def add(self, kind: str, version: int, **facts: Any) -> None:
-        """Write down that a round begins, `judged` how it ended, or that it was taken `back`."""
-        self._take(self._journal.append({"kind": kind, "step": version, **facts}))
+    def add(self, event: str, version: int, **facts: Any) -> None:
+        """Record that a round begins (`round`), was `judged`, or that its adapter was taken `back`."""
+        self._take(self._journal.append({"kind": event, "step": version, **facts}))
         self._describe()
         self._journal.sync()
 
@@ -128,7 +126,7 @@ class History:
 
     def _describe(self) -> None:
         current = self.current
-        self.described = [each.told(each.number == current) for each in self.versions]
+        self.described = [each.describe(each.number == current) for each in self.versions]
 
     def close(self) -> None:
         """Close the journal."""

@@ -1,12 +1,12 @@
-"""Learning while answers are made: rounds of feedback, which adapter is served, and the history of that.
+"""Learning from feedback while serving: runs rounds, serves better adapters, and keeps their history.
 
-feedback.jsonl    what clients said of answers
-adapters.jsonl    journal: what began, which rows a round has, how it was judged, what was taken back
+feedback.jsonl    the clients' feedback
+adapters.jsonl    journal: the start, the rows of each round, its verdict, and what was taken back
 rounds/0001/      a round; final/ is its adapter
 
-A round has a fixed number of rows in their order, so that adapters follow from feedback, and not from when it
-came or how often a process was killed. Each is taken by a process of its own, which computes nothing while an
-answer is made.
+A round has a fixed number of rows in their order, so that adapters depend on the feedback, and not on when it
+arrived or how often a process was killed. A process of its own runs each round, and is paused while
+completions are generated.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.serving.feedback_index import SECONDS, ChangedError, FeedbackIndex, IndexEntry
-from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
+from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, read_date
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, build_options, held_back, read_kept, unlearnable
+from device_runner.serving.rounds import (
+    Round,
+    build_options,
+    read_retained_examples,
+    split_held_out,
+    unlearnable,
+)
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.pauses import Gates
 from device_runner.session.plan import DEFAULT_BATCH, RunPlan, plan_run, settled
@@ -43,37 +49,37 @@ from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
 
-# Rows of refused rounds that the next one learns, too.
+# Most rows of refused rounds that the next round learns again.
 _MOST_OPEN = 256
 _ANY_LOSS = 1e6
-# Between two looks for something to learn, and at the sensors.
+# Seconds between two checks for something to learn, and of the sensors.
 SECONDS_TO_LOOK = 5.0
-# After a failure, such as of a full disk, until it is tried again.
+# Seconds to wait after a failure, such as a full disk.
 SECONDS_TO_RETRY = 30.0
 _Json = dict[str, Any]
 
 
 class OnlineLearner:
-    """Has rounds taken, one after the other, and serves what is better.
+    """Runs rounds one after the other, and serves better adapters.
 
     The storage's thread calls `work` and `take_back`. Any thread may call `pause`, and read `history` and
     `problem`, which never block.
 
     Args:
         flags: `learn` is the folder.
-        plan: of rounds.
-        has_kept: whether its settings name rows that must not be forgotten.
+        plan: of the rounds.
+        has_kept: whether the plan's settings name rows that must not be forgotten.
         bundle: of all adapters.
-        start: the adapter that is served where nothing was learnt yet.
-        tokenizer: of what learns alone.
-        serve: puts an adapter in the place of the one that is served.
-        tell: called with what a user should know.
+        start: the initial adapter.
+        tokenizer: used by this object only.
+        serve: replaces the adapter that is served.
+        tell: called with messages for the user.
         begin: starts the process of a round.
-        storage: the one thread that reads and writes files of feedback and of what is learnt.
+        storage: executor with the one thread that reads and writes files of feedback and of adapters.
         loaded: bytes of weights that the process of a round may keep loaded; None: all.
 
     Raises:
-        ConfigError, RunError: the folder is of something else, or can't be used.
+        ConfigError, RunError: the folder belongs to something else, or cannot be used.
     """
 
     def __init__(
@@ -95,130 +101,137 @@ class OnlineLearner:
         self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_kept, bundle
         self._folder, self._start = flags.learn, start
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
-        """Builds the examples of feedback; whoever takes feedback asks it first if a row can be learnt."""
+        """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
         self._chat_template = tokenizer.chat_template
-        self._serve, self._tell, self._begin = serve, tell, begin
+        self._serve, self._log, self._begin = serve, tell, begin
         self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
         self.problem = ""
-        """Why nothing is learnt by now; empty if nothing is wrong."""
+        """Why learning does not work at present; empty if nothing is wrong."""
         self.peak_bytes = 0
-        """The most memory that a round's process took."""
+        """The most memory that the process of a round used."""
         self._retry_at = 0.0
         self._index = FeedbackIndex(self._folder / FEEDBACK)
-        # Whether rows can be learnt that no round has had, by their keys.
+        # Whether rows that were in no round can be trained on, by their keys.
         self._learnable = dict[str, bool]()
-        # Of the last look for a round: the file, its rows, and the versions.
+        # State at the last check for a new round: the file's generation, its rows, and the versions.
         self._seen = (0, 0, 0)
-        # Of the open round's process: when it began, the rows that it learns, and the file that had them.
+        # Of the open round's process: its start, its rows' keys, and the file's generation.
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
         self._gates = Gates(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
-        # Over the process and why it is paused.
+        # Guards the process and the reasons why it is paused.
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
-        # Of the event loop: the look that is taken, and when the next one is.
-        self._look: Future[bool] | None = None
-        self._next, self._is_woken = 0.0, False
+        # Used by the event loop: the call of `work` in progress, and when the next one is due.
+        self._pending: Future[bool] | None = None
+        self._due_at, self._is_woken = 0.0, False
         self._tidy()
 
     @property
     def adapter(self) -> Adapter:
-        """The one that is served."""
+        """The adapter that is served."""
         return self._adapter(self._history.current)
 
     def tick(self) -> None:
-        """Have the storage's thread look, unless it does, or did a moment ago; called by the event loop."""
-        if self._look is not None:
-            if not self._look.done():
+        """Submit `work` to the storage's thread if it is due; called by the event loop."""
+        if self._pending is not None:
+            if not self._pending.done():
                 return
-            has_more, self._look = self._look.result(), None
-            self._next = time.monotonic() + (0 if has_more else SECONDS_TO_LOOK)
-        if self._is_woken or time.monotonic() >= self._next:
+            has_more, self._pending = self._pending.result(), None
+            self._due_at = time.monotonic() + (0 if has_more else SECONDS_TO_LOOK)
+        if self._is_woken or time.monotonic() >= self._due_at:
             self._is_woken = False
-            self._look = self.storage.submit(self.work)
+            self._pending = self.storage.submit(self.work)
 
     def wake(self, *_: object) -> None:
         """Look for something to learn as soon as possible; called by the event loop."""
         self._is_woken = True
 
     def pause(self, is_answering: bool) -> None:
-        """Let the process of a round compute nothing, until it is called with False as often as with True."""
+        """Pause the process of a round, until called with False as often as with True."""
         with self._lock:
             self._answering += 1 if is_answering else -1
             self._set_pause()
 
     def work(self) -> bool:
-        """Look once: read feedback, begin a round, serve what came of one; False if nothing is to be done."""
+        """Do one unit of work: read feedback, begin a round, or serve the result of one.
+
+        Returns:
+            False if there is nothing more to do at present.
+        """
         if time.monotonic() < self._retry_at:
             return False
-        # Sensors may take a moment to read.
-        must_wait = bool(self._gates.closed(lambda text: self._tell(f"learning: {text}")))
+        # Reading sensors may take a moment.
+        must_wait = bool(self._gates.closed(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
         with self._lock:
             self._must_wait = must_wait
             self._set_pause()
         try:
-            has_more = self._worked()
+            has_more = self._advance()
         except (PrgeError, OSError) as error:
             self._end_round()
             self._retry_at = time.monotonic() + SECONDS_TO_RETRY
             if self.problem != str(error):
-                self._tell(f"nothing is learnt, tried again every {SECONDS_TO_RETRY:.0f} seconds: {error}")
+                self._log(f"learning failed, trying again every {SECONDS_TO_RETRY:.0f} seconds: {error}")
             self.problem = str(error)
             return False
         if self._process is None:
             if self.problem:
-                self._tell("learning goes on")
+                self._log("learning continues")
             self.problem = ""
         return has_more
 
     def history(self) -> list[_Json]:
-        """All adapters, the newest last."""
+        """Return all adapters, the newest last."""
         return self._history.described
 
-    def take_back(self, version: int) -> int:
-        """Serve what was served before a version, which is served now; ends the round that goes on from it.
+    def revert(self, version: int) -> int:
+        """Serve the parent of the version that is served; ends the round that builds on that version.
+
+        Args:
+            version: that the client believes to be served.
 
         Returns:
-            The version that is served then.
+            The version that is served now.
 
         Raises:
-            RequestError: another version is served, or the first one.
+            RequestError: another version is served, or the initial one.
         """
-        last = self._history.current
-        if last == 0:
-            raise RequestError(409, "the adapter of the start is served: there is none to take back")
-        if version != last:
-            what = f"version {version} isn't served: version {last} is"
+        current = self._history.current
+        if current == 0:
+            raise RequestError(409, "the initial adapter is served: there is no adapter to take back")
+        if version != current:
+            what = f"version {version} is not served: version {current} is"
             raise RequestError(409, what, param="version", code="version_not_served")
-        parent = self._history.versions[last].parent or 0
+        parent = self._history.versions[current].parent or 0
         adapter = self._adapter(parent)
         self._end_round()
-        self._history.add("back", last)
+        self._history.add("back", current)
         if (begun := self._history.open) is not None:
             self._history.add("judged", begun.number, status="abandoned")
             self._tidy()
-            self._tell(begun.line())
+            self._log(begun.format_line())
         self._serve(adapter)
         return parent
 
     def close(self) -> None:
-        """End the process of a round, and close what is open; the storage's thread has ended."""
+        """End the process of a round, and close all files; the storage's thread must have ended."""
         self._end_round()
         self._index.close()
         self._history.close()
 
     def cpu_seconds(self) -> float:
-        """Processor time of this process and of its children so far."""
+        """Return the processor time of this process and its children so far."""
         ended, process = os.times(), self._process
         running = 0.0 if process is None else process.cpu_seconds
         return time.process_time() + ended.children_user + ended.children_system + running
 
-    def _worked(self) -> bool:
+    def _advance(self) -> bool:
         has_more = self._read_on()
         version = self._history.open
         if (process := self._process) is None:
@@ -227,11 +240,11 @@ class OnlineLearner:
             self._begin_round(version)
             return True
         assert version is not None
-        if self._generation != self._index.generation:  # of the rows some may be forgotten
+        if self._generation != self._index.generation:  # some of the rows may have been deleted
             self._end_round()
         elif (outcome := process.poll()) is not None:
             self._end_round()
-            self._take(version, outcome)
+            self._handle_outcome(version, outcome)
         return True
 
     def _begin_round(self, version: Version) -> None:
@@ -254,11 +267,11 @@ class OnlineLearner:
         if self._process is not None:
             self._process.pause(self._answering > 0 or self._must_wait)
 
-    def _take(self, version: Version, outcome: _Json) -> None:
-        """Do what follows from the outcome of a round."""
+    def _handle_outcome(self, version: Version, outcome: _Json) -> None:
+        """Handle the outcome of a round."""
         if outcome["status"] == "problem":
             raise RunError(outcome["problem"], code="round-failed")
-        # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
+        # An adapter that has learnt a deleted row is not served: the round begins again without the row.
         if not self._index.has_all(self._keys) or outcome["status"] == "changed":
             return
         adapter = self._read(version.number) if outcome["status"] == "served" else None
@@ -267,17 +280,17 @@ class OnlineLearner:
         if adapter is not None:
             self._serve(adapter)
         self._tidy()
-        self._tell(version.line())
+        self._log(version.format_line())
 
     def _read_on(self) -> bool:
-        """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
+        """Read feedback for a moment, and begin a round if there is enough; True if there is more to read."""
         if self._index.read_on():
             return True
         history, every = self._history, self._flags.learn_every
         if history.open is not None:
             return False
-        seen = self._index.generation, len(self._index), len(history.versions) + history.abandoned
-        if seen == self._seen:
+        state = self._index.generation, len(self._index), len(history.versions) + history.abandoned
+        if state == self._seen:
             return False
         until, new = 0.0, list[str]()
         for key in self._index.keys:
@@ -287,7 +300,7 @@ class OnlineLearner:
                 until = until or time.monotonic() + SECONDS
                 if time.monotonic() > until:
                     return True
-                if not self._look_at(key):
+                if not self._is_learnable(key):
                     continue
             new.append(key)
             if len(new) == every:
@@ -295,26 +308,26 @@ class OnlineLearner:
                 for each in new:
                     del self._learnable[each]
                 return False
-        self._seen = seen
+        self._seen = state
         return False
 
-    def _look_at(self, key: str) -> bool:
-        """Whether a row can be learnt, by trying; False where it isn't there any more."""
+    def _is_learnable(self, key: str) -> bool:
+        """Try whether a row can be trained on; False if it is no longer there."""
         try:
             (row,) = self._index.rows([key])
         except ChangedError:
-            return False  # the index has another generation now
+            return False  # the index has a new generation
         try:
             self.examples.build(row)
         except UnlearnableError as error:
             self._learnable[key] = False
-            self._tell(unlearnable(row, error))
+            self._log(unlearnable(row, error))
         else:
             self._learnable[key] = True
         return self._learnable[key]
 
     def _tidy(self) -> None:
-        """Delete the adapters of versions that can no longer be restored, and what a round went on from."""
+        """Delete adapters that can no longer be restored, and checkpoints of finished rounds."""
         for version in self._history.versions[1:]:
             folder = self._folder_of(version.number)
             if version.status == "served":
@@ -326,9 +339,9 @@ class OnlineLearner:
         return self._folder / ROUNDS / f"{version:04d}"
 
     def _new_round(self, version: Version) -> Round:
-        """A round with its rows, as far as the file has them still."""
+        """Return a round with its rows, as far as the file still has them."""
 
-        def there(keys: Sequence[str]) -> list[IndexEntry]:
+        def existing_entries(keys: Sequence[str]) -> list[IndexEntry]:
             return [entry for entry in self._index.entries(keys) if entry.is_learnable]
 
         parent = version.parent or 0
@@ -338,11 +351,11 @@ class OnlineLearner:
             if each.status not in ("served", "refused"):
                 continue
             if each.number > parent:
-                unlearnt += there(each.rows)
+                unlearnt += existing_entries(each.rows)
             else:
-                learning, held = held_back(there(each.rows))
+                learning, held = split_held_out(existing_entries(each.rows))
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
-        learning, held = held_back(there(version.rows))
+        learning, held = split_held_out(existing_entries(version.rows))
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -372,23 +385,23 @@ class OnlineLearner:
 def plan_rounds(
     flags: LearnFlags, engine: EngineFlags, source: Path | None, bundle: Bundle, tokenizer: Tokenizer
 ) -> tuple[RunPlan, bool]:
-    """How rounds are taken, and whether the settings name rows that must not be forgotten.
+    """Return the plan of rounds, and whether the settings name rows that must not be forgotten.
 
     Args:
         flags: `learn` is the folder to learn into.
-        engine: flags of it.
-        source: tuning, run or PEFT folder that the adapter of the start is from; None: it is the bundle's.
+        engine: flags of the engine.
+        source: tuning, run or PEFT folder of the initial adapter; None: the bundle's adapter.
         bundle: of all adapters.
         tokenizer: of the bundle.
 
     Raises:
-        PrgeError: rows that are to be kept can't be used, or the bundle's programs can't train the adapter of
-            the start.
+        PrgeError: the rows that must not be forgotten cannot be used, or the bundle's programs cannot train
+            the initial adapter.
     """
     assert flags.learn is not None
     run = None
     if source is not None:
-        # What is only generated with may have a lora_a that the bundle's programs can't train against.
+        # An adapter for generation may have a lora_a that the bundle's programs cannot train with.
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
         run = find_run(find_adapter(source))
     tuning = None if source is None or flags.kept is not None else find_tuning(source)
@@ -397,9 +410,9 @@ def plan_rounds(
         check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
-    settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).with_date()
+    settings = settled(replace(settings, date=read_date(flags.learn) or settings.date), bundle).with_date()
     has_kept = flags.kept is not None or run is not None
-    replayed = read_kept(settings, tokenizer, bundle).replayed if has_kept else []
+    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_kept else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
     return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
 
@@ -407,14 +420,14 @@ def plan_rounds(
 def _settings(
     flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path | None, has_rows: bool
 ) -> RunSettings:
-    """How steps of rounds are taken: as the run took them that came before, or by `prge run`'s defaults.
+    """Return the settings of rounds: those of the previous run, or the defaults of `prge run`.
 
     Args:
         flags: of learning.
-        engine: flags of it.
+        engine: flags of the engine.
         bundle: that is served.
-        run: that the adapter of the start is from.
-        has_rows: whether rows to keep lie beside the run, as in the folder of a tuning.
+        run: that trained the initial adapter.
+        has_rows: whether the rows to retain are beside the run, as in the folder of a tuning.
     """
     assert flags.learn is not None
     train = flags.kept or flags.learn / FEEDBACK
@@ -423,7 +436,7 @@ def _settings(
         unread = {"bundle", "out", "adapter", "resume", "sample_prompts", "heads_of"}
         unread |= {"train", "dev"} if has_rows else set()
         unread |= set() if flags.kept is None else {"train", "dev", "task"}
-        remedy = "give the rows that are to be kept with --kept"
+        remedy = "give the rows that must not be forgotten with --kept"
         settings = read_stored(RunSettings, run / CONFIG, "prge run", unread, remedy)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
@@ -435,7 +448,8 @@ def _settings(
         threads=engine.threads,
         memory=engine.memory,
         objective="completion",
-        # A first loss of replayed rows says nothing of that of corrections, and adapters are judged anyway.
+        # The first loss may be of replayed rows, which predicts nothing about corrections, and adapters are
+        # judged anyway.
         divergence_ratio=_ANY_LOSS,
         train_start=0,
         train_limit=None,

@@ -1,4 +1,4 @@
-"""Settings that servers share: where to listen, and the key without which nobody may ask."""
+"""Settings that servers share: the address to listen at, and the API keys."""
 
 from __future__ import annotations
 
@@ -25,41 +25,44 @@ _REMEDY = f"give --api-key-file FILE, or set {KEY}"
 
 @dataclass(frozen=True, kw_only=True)
 class ListenFlags:
-    """Where to listen, and who may ask."""
+    """The address to listen at, and who may send requests."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; others than this machine reach 0.0.0.0 or ::, which needs an API key."""
+    """Address to listen at; other machines can reach 0.0.0.0 or ::, which requires an API key."""
     port: int = 8000
-    """Port to listen at; 0: a free one. It is printed."""
+    """Port to listen at; 0: a free one, which is printed."""
     allowed_hosts: list[str] = field(default_factory=list)
-    """Further names that clients may call the server by, such as a proxy's; *: any, and so pages of the web
-    whose names lead here. Known are localhost, --host and, where others may ask, the machine's own name and
-    addresses as numbers."""
+    """More host names that clients may use for the server, such as a proxy's; *: any name, which allows web
+    pages of domains that resolve to this machine. Always allowed are localhost, --host and, if other machines
+    may connect, this machine's name and numeric addresses."""
     api_key_file: InputFile | None = None
-    """File with the API keys that clients may send, one a line. Requests share cached prompts only with those
-    of the same key. Default: the environment's PRGE_API_KEY; without that, any program of this machine may
-    ask."""
+    """File with the accepted API keys, one per line. Requests share cached prompts only with requests of the
+    same key. Default: the environment variable PRGE_API_KEY; without that, any program on this machine may
+    send requests."""
     insecure: bool = False
-    """Instead of an API key: anyone who reaches the address may ask. To try things out."""
+    """Serve without an API key; anyone who reaches the address may send requests. For trying things out."""
 
     def access(self, keys: tuple[str, ...], is_reached_by_others: bool) -> Access:
-        """Who may ask.
+        """Return who may send requests.
 
         Args:
             keys: of which clients must send one; empty: none is needed.
-            is_reached_by_others: whether other machines reach the address.
+            is_reached_by_others: whether other machines can reach the address.
 
         Raises:
             ConfigError: the server would be open to others by mistake.
         """
-        from device_runner.serving.access import Access, names_of_machine
+        from device_runner.serving.access import Access, machine_names
 
         self._check_keys(keys, is_reached_by_others)
-        # Addresses are no names: those of this machine alone are known, others where others may ask.
-        given = [*self.allowed_hosts, *([self.host] if re.search("[a-z]", self.host, re.IGNORECASE) else [])]
-        names = {name.lower() for name in given}
+        # Numeric addresses are checked by Access.by_address.
+        named_hosts = [
+            *self.allowed_hosts,
+            *([self.host] if re.search("[a-z]", self.host, re.IGNORECASE) else []),
+        ]
+        names = {name.lower() for name in named_hosts}
         if is_reached_by_others:
-            names |= names_of_machine()
+            names |= machine_names()
         return Access(keys, frozenset(names), by_address=is_reached_by_others)
 
     def _check_keys(self, keys: tuple[str, ...], is_reached_by_others: bool) -> None:
@@ -71,39 +74,39 @@ class ListenFlags:
         if self.insecure and keys:
             problems.append("give an API key or --insecure, and not both")
         if is_reached_by_others and not keys and not self.insecure:
-            problems.append(f"--host {self.host} lets other machines ask, and there is no API key")
+            problems.append(f"--host {self.host} lets other machines send requests, but there is no API key")
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "These settings cannot be used:",
                 problems,
-                remedy=f"{_REMEDY}; with --insecure anyone may ask",
+                remedy=f"{_REMEDY}; with --insecure, anyone may send requests",
                 code="settings-unusable",
             )
 
 
 def refuse_api_key_flag(argv: Sequence[str]) -> None:
-    """Refuse a key among the words of a command; raises ConfigError."""
+    """Refuse an API key on the command line; raises ConfigError."""
     if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
         raise ConfigError(
-            "a setting can't be used:",
-            ["--api-key shows the key to everybody who can list processes"],
+            "A setting cannot be used:",
+            ["--api-key would show the key to everyone who can list processes"],
             remedy=_REMEDY,
             code="api-key-in-command",
         )
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:
-    """The keys of which clients must send one, one a line: a file's, else the environment's, else none.
+    """Return the accepted API keys, one per line of a file or the environment variable; empty without both.
 
     Raises:
-        ConfigError: the file can't be read, or a line of it is no key.
+        ConfigError: the file cannot be read, or one of its lines is not a key.
     """
     if path is None and KEY not in os.environ:
         return ()
     where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
     if path is not None:
-        made = "python -c 'import secrets; print(secrets.token_urlsafe())'"
-        where, remedy = str(path), f"(umask 077; {made} > {path})"
+        command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        where, remedy = str(path), f"(umask 077; {command} > {path})"
         warn_if_key_is_shared(path)
         try:
             key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
@@ -111,15 +114,15 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
             why = getattr(error, "strerror", None) or error
             remedy = f"give a file, or set {KEY}"
             raise ConfigError(
-                "there is no API key:",
-                [f"{path} can't be read: {why}"],
+                "There is no usable API key:",
+                [f"{path} cannot be read: {why}"],
                 remedy=remedy,
                 code="file-unreadable",
             ) from None
     keys = tuple(filter(None, map(str.strip, key.splitlines())))
     if not keys or not all(re.fullmatch("[!-~]+", each) for each in keys):
-        problem = "has characters that aren't printable ASCII, or spaces" if keys else "is empty"
+        problem = "has spaces or characters that are not printable ASCII" if keys else "is empty"
         raise ConfigError(
-            "there is no API key:", [f"{where} {problem}"], remedy=remedy, code="api-key-unusable"
+            "There is no usable API key:", [f"{where} {problem}"], remedy=remedy, code="api-key-unusable"
         )
     return keys

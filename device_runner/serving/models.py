@@ -1,4 +1,4 @@
-"""What a server serves: one bundle under several names, an adapter to each, and prompts for it."""
+"""What a server serves: one bundle with several adapters by name, and the prompts of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from device_runner.serving.protocol import Asked, RequestError
+from device_runner.serving.protocol import ParsedRequest, RequestError
 from prge.data.readers.feedback import AnswerRecord, Fields, adapter_digest, conversation_fields
 from prge.data.tokenization.control_tokens import RenderedText
 from prge.data.tokenization.tokenizer import Tokenizer
@@ -18,26 +18,26 @@ from prge.formats.adapter import Adapter
 from prge.generation.loop import GenerationSettings, Request
 from prge.generation.prompts import Prompt, Prompts
 
-# Of a prompt, for each token of the context: longer texts aren't given to the template or the tokenizer.
+# Characters of a prompt per token of the context; longer prompts do not reach the template or the tokenizer.
 MOST_CHARACTERS = 32
 
 _T = TypeVar("_T")
 
 
 class Models:
-    """Adapters by the names that clients call them, and the prompts of what clients say.
+    """The adapters by their model names, and the conversion of requests into prompts.
 
-    Bodies and texts are read by one thread and templates rendered by another, one request at a time: neither
-    tokenizers nor memory are for many. What waits there is forgotten with the client that leaves.
+    One thread parses bodies and tokenizes, another one renders templates, one request at a time, because
+    neither tokenizers nor memory allow many. A request that waits there is dropped if its client disconnects.
 
     Args:
         adapters: by name.
-        tokenizer: of this object alone.
-        variables: that the chat template is given where a request doesn't name them.
+        tokenizer: used by this object only.
+        variables: for the chat template, if a request does not set them.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.
-        DataError: it has one, and jinja2 isn't installed.
+        DataError: there is a chat template, but jinja2 is not installed.
     """
 
     def __init__(
@@ -51,124 +51,136 @@ class Models:
         self._digests: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
-        _ = self._prompts.chat  # its process is forked while this one has no other thread
-        self._texts, self._templates = (ThreadPoolExecutor(1, name) for name in ("texts", "templates"))
+        _ = self._prompts.chat  # forks its process while this one has no other thread
+        self._parser_thread, self._template_thread = (
+            ThreadPoolExecutor(1, name) for name in ("texts", "templates")
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may ask for."""
+        """Names of the models."""
         return tuple(self._adapters)
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be made a prompt."""
+        """Whether messages can be turned into a prompt."""
         return self._tokenizer.chat_template is not None
 
     def adapter(self, name: str) -> Adapter:
-        """The adapter of a name; raises RequestError."""
+        """Return the adapter of a model; raises RequestError if there is none."""
         if name not in self._adapters:
             raise RequestError(
                 404,
-                f"there is no model {name!r}; there are {', '.join(self._adapters)}",
+                f"there is no model {name!r}; available models: {', '.join(self._adapters)}",
                 param="model",
                 code="model_not_found",
             )
         return self._adapters[name]
 
     def replace(self, name: str, adapter: Adapter) -> None:
-        """Serve another adapter by a name; answers in the making go on with theirs."""
+        """Serve another adapter under a name; completions in progress continue with the old one."""
         self._adapters[name] = adapter
 
-    def answered(self, id: str, asked: Asked, request: Request, number: int, text: str) -> AnswerRecord:
-        """An answer to the request of a number, as feedback needs it."""
-        made: Fields = conversation_fields(asked.messages, {**self._variables, **asked.variables})
-        if not asked.is_chat:
-            made = {"prompt": asked.prompts[number // asked.count]}
+    def answer_record(
+        self, id: str, parsed: ParsedRequest, request: Request, number: int, text: str
+    ) -> AnswerRecord:
+        """Return a completion as feedback needs it; `number` is the index of its request."""
+        prompt_fields: Fields = conversation_fields(parsed.messages, {**self._variables, **parsed.variables})
+        if not parsed.is_chat:
+            prompt_fields = {"prompt": parsed.prompts[number // parsed.count]}
         digest = self._digests.get(request.adapter) or adapter_digest(request.adapter)
         self._digests[request.adapter] = digest
-        return AnswerRecord(id, asked.model, digest, made, text, request.settings.facts())
+        return AnswerRecord(id, parsed.model, digest, prompt_fields, text, request.settings.facts())
 
-    async def apart(self, work: Callable[[], _T]) -> _T:
-        """What `work` gives, done by the thread that reads."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+    async def run_in_parser(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in the parsing thread, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser_thread, work)
 
     async def requests(
-        self, body: bytes, read: Callable[[bytes], Asked], context: int
-    ) -> tuple[Asked, list[Request]]:
-        """What a body asks for, and the answers to make for it; raises RequestError.
+        self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int
+    ) -> tuple[ParsedRequest, list[Request]]:
+        """Parse a body, and return it with the generation requests for its completions.
 
         Args:
             body: of a request.
-            read: understands it.
-            context: most tokens of prompt and answer together.
+            read: parses the body.
+            context: most tokens of prompt and completion together.
+
+        Raises:
+            RequestError: the request cannot be answered.
         """
         loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(self._texts, self._read, body, read, context)
+        parsed = await loop.run_in_executor(self._parser_thread, self._read, body, read, context)
         rendered = self._prompts, RenderedText("", True)
-        if asked.is_chat:
-            rendered = await loop.run_in_executor(self._templates, self._rendered, asked)
-        return asked, await loop.run_in_executor(self._texts, self._requests, asked, *rendered, context)
+        if parsed.is_chat:
+            rendered = await loop.run_in_executor(self._template_thread, self._render, parsed)
+        return parsed, await loop.run_in_executor(
+            self._parser_thread, self._requests, parsed, *rendered, context
+        )
 
-    def _read(self, body: bytes, read: Callable[[bytes], Asked], context: int) -> Asked:
-        asked = read(body)
-        self.adapter(asked.model)
-        texts = [str(message["content"]) for message in asked.messages]
-        sizes = [len(each) if isinstance(each, str) else 0 for each in asked.prompts]
+    def _read(self, body: bytes, read: Callable[[bytes], ParsedRequest], context: int) -> ParsedRequest:
+        parsed = read(body)
+        self.adapter(parsed.model)
+        texts = [str(message["content"]) for message in parsed.messages]
+        sizes = [len(each) if isinstance(each, str) else 0 for each in parsed.prompts]
         longest = max([sum(map(len, texts)), *sizes])
         if longest > MOST_CHARACTERS * context:
-            raise _too_long(asked, f"{longest} characters", context)
+            raise _too_long(parsed, f"{longest} characters", context)
         if len(texts) > context:
-            raise _too_long(asked, f"{len(texts)} messages", context)
-        return asked
+            raise _too_long(parsed, f"{len(texts)} messages", context)
+        return parsed
 
-    def _rendered(self, asked: Asked) -> tuple[Prompts, RenderedText]:
+    def _render(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
         with self._refusing():
-            variables = {**self._variables, **asked.variables}
-            return self._prompts, self._prompts.render(asked.messages, variables)
+            variables = {**self._variables, **parsed.variables}
+            return self._prompts, self._prompts.render(parsed.messages, variables)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A RequestError for what the chat template refuses."""
+        """Raise a RequestError for what the chat template refuses."""
         try:
             yield
         except DataError as error:
             raise RequestError(400, str(error)) from None
         except BundleError as error:
-            # The template's process has ended with these messages; others get another one.
+            # The template's process has ended because of these messages; start another one for the next
+            # requests.
             self._prompts = Prompts(self._tokenizer)
             raise RequestError(400, error.what) from None
 
     def _requests(
-        self, asked: Asked, prompts: Prompts, rendered: RenderedText, context: int
+        self, parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
     ) -> list[Request]:
-        adapter = self.adapter(asked.model)
+        adapter = self.adapter(parsed.model)
         requests = []
-        for prompt in _prompts_of(asked, prompts, rendered, context):
+        for prompt in _make_prompts(parsed, prompts, rendered, context):
             tokens = len(prompt.tokens)
             if tokens >= context:
-                raise _too_long(asked, f"at least {tokens} tokens", context)
-            most = context - tokens if asked.most is None else min(asked.most, context)
-            settings = GenerationSettings(most, asked.stop, asked.sampling, draft="lookup")
-            requests += [Request(prompt, adapter, settings)] * asked.count
+                raise _too_long(parsed, f"at least {tokens} tokens", context)
+            most = context - tokens if parsed.max_tokens is None else min(parsed.max_tokens, context)
+            settings = GenerationSettings(most, parsed.stop, parsed.sampling, draft="lookup")
+            requests += [Request(prompt, adapter, settings)] * parsed.count
         return requests
 
 
-def _prompts_of(asked: Asked, prompts: Prompts, rendered: RenderedText, context: int) -> list[Prompt]:
+def _make_prompts(
+    parsed: ParsedRequest, prompts: Prompts, rendered: RenderedText, context: int
+) -> list[Prompt]:
     try:
-        if asked.is_chat:
+        if parsed.is_chat:
             return [prompts.encode_rendered(rendered, most=context)]
         return [
             prompts.encode_text(each, most=context) if isinstance(each, str) else Prompt(each)
-            for each in asked.prompts
+            for each in parsed.prompts
         ]
     except DataError as error:
         raise RequestError(400, str(error)) from None
 
 
-def _too_long(asked: Asked, found: str, context: int) -> RequestError:
+def _too_long(parsed: ParsedRequest, size: str, context: int) -> RequestError:
     return RequestError(
         400,
-        f"there are {found} to answer, the context is {context} tokens for prompt and answer together",
-        param="messages" if asked.is_chat else "prompt",
+        f"the prompt has {size}; the context is {context} tokens for prompt and completion together",
+        param="messages" if parsed.is_chat else "prompt",
         code="context_length_exceeded",
     )

@@ -1,6 +1,7 @@
-"""OpenAI's protocol: bodies of requests to what is asked for, texts to the bodies of answers.
+"""OpenAI's protocol: parses request bodies, and builds response bodies.
 
-What would change an answer and isn't known here is refused, not ignored: tools, log-probabilities, penalties.
+Parameters that would change a response and are not supported are refused, not ignored: tools,
+log-probabilities, penalties.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ MOST_CHOICES = 8
 MOST_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-# Fields that change no answer, and the values of others that ask for what is done anyway.
+# Fields that change no response; and unsupported fields with the values that ask for the default behaviour.
 _WITHOUT_EFFECT = frozenset("metadata prompt_cache_retention safety_identifier service_tier store".split())
-# Texts by which clients keep requests from sharing what is computed of prompts: vLLM's name, and OpenAI's.
+# Strings by which clients keep requests from sharing cached prompts: vLLM's name, and OpenAI's.
 _CACHE_KEYS = ("cache_salt", "prompt_cache_key", "user")
 _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -54,7 +55,7 @@ _TOKENS = ("max_completion_tokens", "max_tokens")
 
 
 class RequestError(Exception):
-    """A request that can't be answered: its HTTP status, and what OpenAI's clients are told."""
+    """A request that cannot be answered: its HTTP status, and OpenAI's error object."""
 
     def __init__(
         self,
@@ -63,77 +64,84 @@ class RequestError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         retry_after: int = 1,
     ) -> None:
         super().__init__(message)
         self.status, self.code = status, code
         self.retry_after = retry_after
         """Seconds after which a client that is refused with status 429 may try again."""
-        self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: Json = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request as it was understood; of `messages` and `prompts` one is empty."""
+class ParsedRequest:
+    """A parsed request; either `messages` or `prompts` is empty."""
 
     model: str
     messages: tuple[Message, ...]
     prompts: tuple[str | tuple[int, ...], ...]
-    most: int | None
-    """Most tokens of an answer; None: as many as there is room for."""
+    max_tokens: int | None
+    """Most tokens of a completion; None: as many as the context has room for."""
     stop: tuple[str, ...]
     sampling: SamplingSettings
     count: int
-    """Answers to each prompt."""
+    """Completions per prompt."""
     stream: bool
     usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the token counts."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is given beside the messages."""
+    """Variables for the chat template, besides the messages."""
     cache_key: tuple[str, ...] = ()
     """cache_salt, prompt_cache_key and user: only requests with equal ones share cached prompts. Empty if a
     request has none of them."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether messages are answered."""
+        """Whether the request has messages."""
         return bool(self.messages)
 
 
-def read_chat(body: bytes) -> Asked:
-    """A request to /v1/chat/completions; raises RequestError."""
+def read_chat(body: bytes) -> ParsedRequest:
+    """Parse a request to /v1/chat/completions; raises RequestError."""
     content = _content(body, ("messages", "max_completion_tokens", TEMPLATE_KWARGS))
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of at least one message")
-    read = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
+    parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
     try:
         variables = template_kwargs(content.get(TEMPLATE_KWARGS, {}))
     except RowError as error:
         raise RequestError(400, str(error), param=TEMPLATE_KWARGS) from None
-    return replace(_asked(content, None, messages=read), variables=variables)
+    return replace(_parse_common(content, None, messages=parsed), variables=variables)
 
 
-def read_completion(body: bytes) -> Asked:
-    """A request to /v1/completions; raises RequestError."""
+def read_completion(body: bytes) -> ParsedRequest:
+    """Parse a request to /v1/completions; raises RequestError."""
     content = _content(body, ("prompt",))
     prompt = content.get("prompt")
     if isinstance(prompt, str) or _is_tokens(prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong("prompt", prompt, "a text, a list of tokens, or a list of these")
+        raise _wrong("prompt", prompt, "a string, a list of tokens, or a list of these")
     for index, each in enumerate(prompt):
         if not isinstance(each, str) and not _is_tokens(each):
-            raise _wrong(f"prompt[{index}]", each, "a text or a list of tokens")
+            raise _wrong(f"prompt[{index}]", each, "a string or a list of tokens")
     prompts = tuple(each if isinstance(each, str) else tuple(each) for each in prompt)
-    # OpenAI's default here, where chats have none.
-    return _asked(content, 16, prompts=prompts)
+    # OpenAI's default for completions; chats have none.
+    return _parse_common(content, 16, prompts=prompts)
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a client says of an answer by its `id`, and where it was one of several its `index`."""
+class FeedbackRequest:
+    """Feedback on a completion.
+
+    Attributes:
+        id: of the response.
+        index: of the completion in the response.
+        rating: good or bad; None without one.
+        correction: what the completion should have been; None without one.
+    """
 
     id: str
     index: int
@@ -141,24 +149,24 @@ class Judgement:
     correction: str | None
 
 
-def read_judgement(body: bytes, most: int) -> Judgement:
-    """A request to /v1/feedback, whose correction has at most so many characters; raises RequestError."""
+def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
+    """Parse a request to /v1/feedback; its correction has at most `most` characters; raises RequestError."""
     content = _object(body)
     for name in content:
         if name not in ("id", "index", "rating", "correction"):
             raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
     for name in ("id", "rating", "correction"):
         if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
-            raise _wrong(name, content.get(name), "the id of an answer" if name == "id" else "a text")
+            raise _wrong(name, content.get(name), "the id of a response" if name == "id" else "a string")
     if len(content.get("correction", "")) > most:
-        problem = f"correction has {len(content['correction'])} characters, at most {most} are taken"
+        problem = f"correction has {len(content['correction'])} characters, at most {most} are allowed"
         raise RequestError(400, problem, param="correction")
     index = _whole(content, "index", 0) if "index" in content else 0
-    return Judgement(content["id"], index, content.get("rating"), content.get("correction"))
+    return FeedbackRequest(content["id"], index, content.get("rating"), content.get("correction"))
 
 
 def read_version(body: bytes) -> int:
-    """The version number in the body of a POST to /v1/adapters/back.
+    """Parse a POST to /v1/adapters/back, and return its version number.
 
     Raises:
         RequestError: the body has no such number.
@@ -173,11 +181,11 @@ def read_version(body: bytes) -> int:
 
 
 def _object(body: bytes) -> Json:
-    """The fields of a body that aren't null."""
+    """Return the fields of a body that are not null."""
     try:
         content = parse_json(body)
     except DocumentError as error:
-        raise RequestError(400, f"the body can't be read as JSON: {error}") from None
+        raise RequestError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise RequestError(400, f"the body is {shown(content)}, must be an object")
     return {name: value for name, value in content.items() if value is not None}
@@ -193,19 +201,19 @@ def _content(body: bytes, further: tuple[str, ...]) -> Json:
         if value not in _AS_IT_IS[name]:
             raise RequestError(
                 400,
-                f"{name} is {shown(value)}: this server doesn't do that",
+                f"{name} is {shown(value)}: this server does not support that",
                 param=name,
                 code="unsupported_parameter",
             )
     return content
 
 
-def _asked(
+def _parse_common(
     content: Json,
     default: int | None,
     messages: tuple[Message, ...] = (),
     prompts: tuple[str | tuple[int, ...], ...] = (),
-) -> Asked:
+) -> ParsedRequest:
     model = content.get("model")
     if not isinstance(model, str):
         raise _wrong("model", model, "the name of a model")
@@ -217,13 +225,15 @@ def _asked(
     stop = content.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise _wrong("stop", content["stop"], "a text or a list of texts")
+        raise _wrong("stop", content["stop"], "a string or a list of strings")
     if len(stop) > MOST_STOPS:
-        raise RequestError(400, f"stop has {len(stop)} texts, at most {MOST_STOPS} are taken", param="stop")
+        raise RequestError(
+            400, f"stop has {len(stop)} strings, at most {MOST_STOPS} are allowed", param="stop"
+        )
     count = _whole(content, "n", 1) if "n" in content else 1
     if (answers := count * max(len(prompts), 1)) > MOST_CHOICES:
         raise RequestError(
-            400, f"{answers} answers in one request, at most {MOST_CHOICES} are given", param="n"
+            400, f"{answers} completions in one request, at most {MOST_CHOICES} are allowed", param="n"
         )
     options = content.get("stream_options", {})
     if not isinstance(options, dict):
@@ -232,9 +242,9 @@ def _asked(
     usage = _switch(options, "include_usage", "stream_options.include_usage")
     for name in _CACHE_KEYS:
         if not isinstance(content.get(name, ""), str):
-            raise _wrong(name, content[name], "a text")
+            raise _wrong(name, content[name], "a string")
     cache_key = tuple(content.get(name, "") for name in _CACHE_KEYS)
-    return Asked(
+    return ParsedRequest(
         model,
         messages,
         prompts,
@@ -249,11 +259,11 @@ def _asked(
 
 
 def _choice(content: Json) -> SamplingSettings:
-    given = {name: content[name] for name in _CHOICE if name in content}
-    if type(given.get("seed")) is int:
-        given["seed"] %= 1 << 64  # any whole number is a seed there
+    values = {name: content[name] for name in _CHOICE if name in content}
+    if type(values.get("seed")) is int:
+        values["seed"] %= 1 << 64  # OpenAI accepts any integer as a seed
     try:
-        return SamplingSettings(**{"temperature": 1.0, **given})
+        return SamplingSettings(**{"temperature": 1.0, **values})
     except ConfigError as error:
         name = error.problems[0].split()[0].removeprefix("--").replace("-", "_")
         raise RequestError(400, "; ".join(error.problems).replace("--", ""), param=name) from None
@@ -268,12 +278,15 @@ def _message(where: str, message: object) -> Message:
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
             raise RequestError(
-                400, f"{where}.{name}: this server doesn't do that", param=where, code="unsupported_parameter"
+                400,
+                f"{where}.{name}: this server does not support that",
+                param=where,
+                code="unsupported_parameter",
             )
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise _wrong(f"{where}.content", message.get("content"), "a text or parts of type text")
+        raise _wrong(f"{where}.content", message.get("content"), "a string or parts of type text")
     return {"role": ROLES[role], "content": content}
 
 
@@ -288,7 +301,7 @@ def _is_tokens(value: object) -> bool:
 def _whole(content: Json, name: str, least: int) -> int:
     value = content[name]
     if type(value) is not int or value < least:
-        raise _wrong(name, value, f"a whole number of at least {least}")
+        raise _wrong(name, value, f"an integer of at least {least}")
     return value
 
 
@@ -300,62 +313,64 @@ def _switch(content: Json, name: str, where: str) -> bool:
 
 
 def _wrong(where: str, value: object, needed: str) -> RequestError:
-    seen = "is missing" if value is None else f"is {shown(value)}"
-    return RequestError(400, f"{where} {seen}, must be {needed}", param=where)
+    description = "is missing" if value is None else f"is {shown(value)}"
+    return RequestError(400, f"{where} {description}, must be {needed}", param=where)
 
 
 class Reply:
-    """Writes the bodies of the answer to one request."""
+    """Builds the bodies of the response to one request."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._request = parsed
+        prefix, object_type = (
+            ("chatcmpl", "chat.completion") if parsed.is_chat else ("cmpl", "text_completion")
+        )
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head: Json = {
             "id": self.id,
-            "object": kind,
+            "object": object_type,
             "created": int(time.time()),
-            "model": asked.model,
+            "model": parsed.model,
         }
 
     def whole(self, answers: list[tuple[str, Finish]], usage: Json) -> Json:
-        """The body of an answer that isn't streamed: texts in order, why each ended, numbers of tokens."""
+        """Return the body of a response that is not streamed: texts with finish reasons, and token counts."""
         choices = []
         for index, (text, finish) in enumerate(answers):
             message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self._asked.is_chat else {"text": text}
+            content = {"message": message} if self._request.is_chat else {"text": text}
             choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
         return {**self._head, "choices": choices, "usage": usage}
 
     def begin(self, index: int) -> list[Json]:
-        """What a stream begins an answer with."""
-        return [self._chunk(index, {"role": "assistant", "content": ""})] if self._asked.is_chat else []
+        """Return the first events of a streamed completion."""
+        return [self._chunk(index, {"role": "assistant", "content": ""})] if self._request.is_chat else []
 
-    def piece(self, index: int, text: str) -> Json:
-        """A piece of an answer's text."""
+    def text_event(self, index: int, text: str) -> Json:
+        """Return the event for a chunk of a completion's text."""
         return self._chunk(index, {"content": text}, text)
 
     def end(self, index: int, finish: Finish) -> Json:
-        """The end of an answer."""
+        """Return the last event of a completion."""
         return self._chunk(index, {}, finish=finish)
 
     def usage(self, usage: Json) -> list[Json]:
-        """What a stream ends with, if its numbers of tokens were asked for."""
-        return [self._event([], usage)] if self._asked.usage else []
+        """Return the last events of a stream: the token counts, if the request asked for them."""
+        return [self._event([], usage)] if self._request.usage else []
 
     def _chunk(self, index: int, delta: Json, text: str = "", finish: Finish | None = None) -> Json:
-        content: Json = {"delta": delta} if self._asked.is_chat else {"text": text}
+        content: Json = {"delta": delta} if self._request.is_chat else {"text": text}
         return self._event([{"index": index, **content, "logprobs": None, "finish_reason": finish}])
 
     def _event(self, choices: list[Json], usage: Json | None = None) -> Json:
         event = {**self._head, "choices": choices}
-        if self._asked.is_chat:
+        if self._request.is_chat:
             event["object"] = "chat.completion.chunk"
-        return {**event, "usage": usage} if self._asked.usage else event
+        return {**event, "usage": usage} if self._request.usage else event
 
 
-def usage_of(prompt: int, completion: int, cached: int) -> Json:
-    """Numbers of tokens, as OpenAI counts them; `cached`: tokens of prompts that weren't computed again."""
+def format_usage(prompt: int, completion: int, cached: int) -> Json:
+    """Return the token counts in OpenAI's form; `cached`: prompt tokens that were not computed again."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -1,4 +1,4 @@
-"""A process that takes one round of learning, and that another one stops, continues and kills.
+"""A child process that runs one round of learning, which the server can pause, resume and kill.
 
     the server                                  its child process
     start    --- the round, by standard input --->
@@ -6,8 +6,8 @@
     pause         SIGSTOP and SIGCONT                steps, checkpoints, the adapter
     poll     <-- the outcome, by standard output -
 
-The child ends with the server, however that ends. It holds the lock of the server's folder, too: no other
-server begins before it has ended.
+The child ends with the server, however the server ends. It also inherits the lock of the server's folder, so
+that no other server can start before the child has ended.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from prge.system.parents import end_with_starter, environment_of_child, python_c
 if TYPE_CHECKING:
     from device_runner.serving.rounds import Round
 
-# What is answered waits less for processes of a lower priority, in the moment before these are stopped.
+# Requests wait less for a process of lower priority, in the moment before it is stopped.
 _NICENESS = 5
 
 
 class RoundProcess:
-    """A child process that takes a round; its methods return at once.
+    """A child process that runs a round; all methods return at once.
 
     Args:
-        round: that is taken.
+        round: to run.
         lock: file descriptor that the child inherits; None: none.
 
     Raises:
-        OSError: the process can't be had.
+        OSError: the process cannot be started.
     """
 
     words = ("-m", "device_runner.serving.round_process")
@@ -58,19 +58,22 @@ class RoundProcess:
         self._memory = PeakMemory(self._status / "status")
         self._is_paused = False
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError), self._process.stdin as given:  # it has ended: `poll` tells
-            pickle.dump(round, given)
-        # Before this a stopped child would outlive this process.
+        with (
+            suppress(BrokenPipeError),
+            self._process.stdin as stdin,
+        ):  # the child has ended: `poll` reports it
+            pickle.dump(round, stdin)
+        # Wait for `ready`: before that, a stopped child would outlive this process.
         self._process.stdout.readline()
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it was seen to take; 0 where the system doesn't tell."""
+        """The most memory that the child was seen to use; 0 if the system does not report it."""
         return self._memory.peak or 0
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time that it has taken so far; 0 where the system doesn't tell."""
+        """Processor time that the child has used so far; 0 if the system does not report it."""
         try:
             user, system = (self._status / "stat").read_text().rpartition(")")[2].split()[11:13]
         except (OSError, ValueError):
@@ -78,10 +81,10 @@ class RoundProcess:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def poll(self) -> dict[str, Any] | None:
-        """What became of the round, see device_runner.serving.rounds.outcome_of; None while it is taken.
+        """Return the round's outcome, see device_runner.serving.rounds.round_outcome; None while it runs.
 
         Raises:
-            RunError: the process has ended and doesn't tell.
+            RunError: the process has ended without an outcome.
         """
         self._memory.sample()
         if (code := self._process.poll()) is None:
@@ -91,17 +94,17 @@ class RoundProcess:
         if line.endswith(b"\n"):
             outcome: dict[str, Any] = json.loads(line)
             return outcome
-        why = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        raise RunError(f"the process that learns {why}", code="round-process-ended")
+        reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        raise RunError(f"The learning process {reason}.", code="round-process-ended")
 
     def pause(self, is_paused: bool) -> None:
-        """Let it compute nothing, or go on."""
+        """Stop or continue the child's computation."""
         if is_paused != self._is_paused:
             self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
         self._is_paused = is_paused
 
     def end(self) -> None:
-        """Kill it where it is; what it has written another one goes on with."""
+        """Kill the child; another one can resume from the files that it has written."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None
@@ -109,23 +112,23 @@ class RoundProcess:
 
 
 def main() -> None:
-    """The child: take the round of the standard input."""
+    """Run the round from standard input, in the child process."""
     end_with_starter()
-    # A group of its own: Ctrl-C is for the server. Where the system doesn't kill a stopped child whose server
-    # ended, it sends SIGHUP to the group, for which nobody is left.
+    # A process group of its own, because Ctrl-C is for the server. A system that does not kill a stopped
+    # child with its server sends SIGHUP to the orphaned group.
     os.setpgid(0, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.nice(_NICENESS)
-    given = sys.stdin.buffer.read()
-    # What libraries print goes to the standard error.
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    pickled = sys.stdin.buffer.read()
+    # Output of libraries goes to standard error.
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    print("ready", file=answer, flush=True)
+    print("ready", file=output, flush=True)
 
-    from device_runner.serving.rounds import outcome_of
+    from device_runner.serving.rounds import round_outcome
     from device_runner.session.generation import note
 
-    print(json.dumps(outcome_of(pickle.loads(given), note)), file=answer, flush=True)
+    print(json.dumps(round_outcome(pickle.loads(pickled), note)), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One round of learning: from rows of feedback to an adapter, and whether it is better.
+"""One round of learning from feedback: train an adapter on new rows, and judge whether it is better.
 
-    new rows -> some held back, the others with rows of before -> steps -> losses of both adapters
+    new rows -> some held out, the others mixed with earlier rows -> steps -> losses of both adapters
 
-A round follows from its rows, the adapter that it begins with and its settings. It lies in a folder with the
-journal and the checkpoints of a run, and a process that was killed goes on with it to the same bits.
+A round is determined by its rows, its initial adapter and its settings. Its folder holds the journal and the
+checkpoints of a run, and a process that was killed resumes it with the same bits.
 """
 
 from __future__ import annotations
@@ -51,16 +51,23 @@ from prge.training.sampler import row_order
 from prge.training.session import SessionData, SilentObserver, open_session
 from prge.training.store import RunStore
 
-# Of what was asked in a round, one in so many is held back, the third one first.
-_HELD, _FIRST = 5, 2
-# Rows that it began with: those that are replayed are drawn from, and that a new adapter may not be worse on.
-_MOST_KEPT, _MOST_JUDGED = 2000, 64
+# Hold out every fifth prompt, starting with the third.
+_HELD_OUT_EVERY, _FIRST_HELD_OUT = 5, 2
+# Limits on rows that must not be forgotten: candidates for replay, and rows to judge by.
+_MOST_REPLAYED, _MOST_JUDGED = 2000, 64
 _LONGEST_ID = 100
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Examples of the rows that a model must not forget: to replay, and to judge by; `sha256` is theirs."""
+class RetainedExamples:
+    """Examples of the rows that must not be forgotten.
+
+    Attributes:
+        replayed: to train on again.
+        judged: to judge adapters by.
+        task: of the rows.
+        sha256: of the training rows.
+    """
 
     replayed: list[Example] = field(default_factory=list)
     judged: list[Example] = field(default_factory=list)
@@ -68,8 +75,8 @@ class Kept:
     sha256: str | None = None
 
 
-def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
-    """Examples of the training and development rows of a run; raises PrgeError."""
+def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> RetainedExamples:
+    """Build examples of a run's training and development rows; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
     train = read_source(settings.train, "train", settings.columns, objective="completion", task=task)
     if settings.dev is None:
@@ -79,17 +86,17 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
     def some(source: RowSource, most: int, training: bool) -> list[Example]:
-        rows = source.rows if task is not None else _liked(source)
+        rows = source.rows if task is not None else _well_rated(source)
         rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
         options = build_options(settings, task)
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
+    return RetainedExamples(some(train, _MOST_REPLAYED, True), judged, task, train.sha256)
 
 
-def _liked(source: RowSource) -> list[Row]:
-    """Rows of texts, or of answers that are wanted: what is disliked isn't to be kept."""
+def _well_rated(source: RowSource) -> list[Row]:
+    """Return rows of completions, or of those with good ratings: bad ones need not be retained."""
     if find_form(source.rows, source.name, source.renamed).prefers != "ratings":
         return source.rows
     liked = []
@@ -99,35 +106,38 @@ def _liked(source: RowSource) -> list[Row]:
     return liked
 
 
-def held_back(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
-    """Rows to learn and rows to hold back of those that can be learnt; one question is in one part."""
+def split_held_out(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
+    """Split rows into rows to learn and rows to hold out; rows with the same question stay together.
+
+    Rows that cannot be trained on are dropped.
+    """
     numbers: dict[int, int] = {}
     parts: tuple[list[IndexEntry], list[IndexEntry]] = [], []
     for row in rows:
         if not row.is_learnable:
             continue
         number = numbers.setdefault(row.question, len(numbers))
-        parts[number % _HELD == _FIRST].append(row)
+        parts[number % _HELD_OUT_EVERY == _FIRST_HELD_OUT].append(row)
     return parts
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round, with all that a process of its own needs to take it.
+    """A round, with everything that a process needs to run it.
 
     Args:
         number: from 1.
         settings: of its steps and its engine; `out` is its folder.
         role: of its steps.
-        adapter: that it begins with.
-        start: the adapter of the first round.
-        feedback: file of its rows.
-        learnt: rows to learn: new ones, and those that `adapter` hasn't learnt, held back there or of rounds
-            whose adapters weren't served.
+        adapter: initial adapter of the round.
+        start: adapter of the first round.
+        feedback: file with the rows.
+        learnt: rows to learn: new ones, and those that `adapter` has not learnt because they were held out or
+            their adapters were not served.
         held: new rows to judge by.
         learnt_before: all other rows.
-        replay: share of the examples that are of before.
-        may_lose: by how much an adapter may be worse than `start` on kept rows.
+        replay: fraction of the examples that are earlier ones.
+        may_lose: by how much an adapter may be worse than `start` on retained rows.
         has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
         chat_template: of the tokenizer.
         loaded: bytes of weights that may stay loaded; None: all.
@@ -149,45 +159,45 @@ class Round:
     loaded: int | None
 
     def digest(self) -> str:
-        """What its rows are."""
+        """Return a hash of the round's rows."""
         lists = [[row.key for row in part] for part in (self.learnt, self.held, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
-def outcome_of(round: Round, tell: Callable[[str], object]) -> Record:
-    """What became of a round, as JSON.
+def round_outcome(round: Round, log: Callable[[str], object]) -> Record:
+    """Run a round, and return its outcome as JSON.
 
     Returns:
-        Its verdict: `status` is `served`, `refused` or `failed`. Or `changed`: rows were forgotten. Or
-        `problem`: why it is to be tried again.
+        The verdict, with a `status` of `served`, `refused` or `failed`; or `changed` if rows were deleted; or
+        `problem`, with the reason why the round is to be tried again.
     """
     try:
-        return take_round(round, tell)
+        return run_round(round, log)
     except ChangedError:
         return {"status": "changed"}
     except (PrgeError, OSError) as error:
         return {"status": "problem", "problem": str(error)}
 
 
-def take_round(round: Round, tell: Callable[[str], object]) -> Record:
-    """Take the steps of a round, or go on with them, write its adapter, and judge it.
+def run_round(round: Round, log: Callable[[str], object]) -> Record:
+    """Take or resume the steps of a round, write its adapter, and judge it.
 
     Args:
-        round: what is learnt, and into which folder.
-        tell: called with a message about each row that can't be learnt.
+        round: what to learn, and into which folder.
+        log: called with a message about each row that cannot be trained on.
 
     Returns:
-        The verdict of the journal.
+        The verdict for the journal.
 
     Raises:
-        PrgeError, OSError: rows can't be read, or the storage or the engine refuses.
-        ChangedError: rows were forgotten meanwhile.
+        PrgeError, OSError: rows cannot be read, or the storage or the engine fails.
+        ChangedError: rows were deleted meanwhile.
     """
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     tokenizer.chat_template = round.chat_template
-    kept = read_kept(settings, tokenizer, bundle) if round.has_kept else Kept()
-    # Forks a process for the chat template, before an engine computes.
+    retained = read_retained_examples(settings, tokenizer, bundle) if round.has_kept else RetainedExamples()
+    # Forks a process for the chat template, which must happen before an engine computes.
     builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     engine = open_engine(
         bundle,
@@ -199,20 +209,22 @@ def take_round(round: Round, tell: Callable[[str], object]) -> Record:
         checkpoint_dtype=settings.checkpoint_dtype,
     ).engine
     try:
-        return _taken(round, bundle, engine, _Feedback(round, builder, tell), kept)
+        return _train_and_judge(round, bundle, engine, _Feedback(round, builder, log), retained)
     except (DivergenceError, DataError, BundleError) as error:
         return {"status": "failed", "why": error.what}
 
 
-def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, kept: Kept) -> Record:
+def _train_and_judge(
+    round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, retained: RetainedExamples
+) -> Record:
     learning = feedback.examples(round.learnt)
     if not learning:
         return _verdict(round, 0, 0, {"rows": 0}, {"rows": 0})
-    examples = learning + _replayed(round, len(learning), feedback, kept)
+    examples = learning + _replayed(round, len(learning), feedback, retained)
     plan = plan_run(bundle, examples, round.settings)
     settings, adapter, folder = plan.settings, round.adapter, round.settings.out
     identity = {
-        **origin_of(bundle, adapter, round.digest(), kept.sha256),
+        **origin_of(bundle, adapter, round.digest(), retained.sha256),
         "settings": plan.recipe.to_record(),
     }
     with Journal(_folder_of(folder, identity) / JOURNAL) as journal:
@@ -228,50 +240,54 @@ def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, ke
         session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)
         session.train(SilentObserver())
     state = session.state
-    # Without rows held back, losses are of those that were learnt.
-    judged = feedback.examples(round.held or round.learnt)
-    held: Record = {"rows": len(judged) if round.held else 0}
+    # Without held-out rows, the losses are those of the learnt rows.
+    judged_examples = feedback.examples(round.held or round.learnt)
+    held: Record = {"rows": len(judged_examples) if round.held else 0}
     held |= {
-        "before": score(engine, adapter, judged).loss,
-        "after": score(engine, state.adapter, judged).loss,
+        "before": score(engine, adapter, judged_examples).loss,
+        "after": score(engine, state.adapter, judged_examples).loss,
     }
-    on_kept: Record = {"rows": len(kept.judged)}
-    if kept.judged:
-        (name, start), (_, reached) = (_score(engine, each, kept) for each in (round.start, state.adapter))
-        on_kept |= {"metric": name, "start": start, "after": reached}
+    on_kept: Record = {"rows": len(retained.judged)}
+    if retained.judged:
+        (name, start), (_, new_value) = (
+            _score(engine, each, retained) for each in (round.start, state.adapter)
+        )
+        on_kept |= {"metric": name, "start": start, "after": new_value}
     write_result(folder / FINAL, state, bundle.adapter, overwrite=True)
     return _verdict(round, settings.steps, len(learning), held, on_kept)
 
 
-def _verdict(round: Round, steps: int, learnt: int, held: Record, kept: Record) -> Record:
-    """Whether an adapter is to be served, and why not."""
+def _verdict(round: Round, steps: int, learnt: int, held_scores: Record, retained_scores: Record) -> Record:
+    """Decide whether an adapter is to be served, and if not, why."""
     why = ""
     if not learnt:
-        why = "no row can be learnt: there are no corrections and no good ratings"
-    elif not held["after"] < held["before"]:
-        why = "no better on the feedback that it is judged by"
-    elif kept["rows"] and not kept["after"] >= kept["start"] - round.may_lose:
-        why = "worse on the kept rows"
-    facts = {"learnt": learnt, "steps": steps, "held_back": held, "kept": kept}
+        why = "no row can be trained on: there are no corrections and no good ratings"
+    elif not held_scores["after"] < held_scores["before"]:
+        why = "no better on the held-out feedback"
+    elif (
+        retained_scores["rows"] and not retained_scores["after"] >= retained_scores["start"] - round.may_lose
+    ):
+        why = "worse on the retained rows"
+    facts = {"learnt": learnt, "steps": steps, "held_back": held_scores, "kept": retained_scores}
     return {"status": "refused", "why": why, **facts} if why else {"status": "served", **facts}
 
 
-def _score(engine: Engine, adapter: Adapter, kept: Kept) -> tuple[str, float]:
-    """The metric of the kept rows' task and its value, where more is better; without a task -loss."""
-    found, _ = evaluate(engine, adapter, kept.judged, kept.task)
-    if "perplexity" in found:
-        return "-loss", -found["loss"]
-    return score_of(found)
+def _score(engine: Engine, adapter: Adapter, retained: RetainedExamples) -> tuple[str, float]:
+    """Return the name and value of the retained rows' metric, where more is better; -loss without a task."""
+    scores, _ = evaluate(engine, adapter, retained.judged, retained.task)
+    if "perplexity" in scores:
+        return "-loss", -scores["loss"]
+    return score_of(scores)
 
 
-def _replayed(round: Round, learnt: int, feedback: _Feedback, kept: Kept) -> list[Example]:
-    """Examples of before: one half feedback, the other rows that it began with, as far as there are."""
+def _replayed(round: Round, learnt: int, feedback: _Feedback, retained: RetainedExamples) -> list[Example]:
+    """Sample earlier examples: half of them feedback, half retained rows, if there are enough."""
     count = math.ceil(learnt * round.replay / (1 - round.replay))
     earlier = round.learnt_before
-    of_kept = min(len(kept.replayed), max(count - count // 2, count - len(earlier)))
+    retained_count = min(len(retained.replayed), max(count - count // 2, count - len(earlier)))
     seed, number = round.settings.seed, round.number
-    chosen = _drawn(earlier, count - of_kept, seed, number)
-    return feedback.examples(chosen) + _drawn(kept.replayed, of_kept, seed, number)
+    replayed_feedback = _sample(earlier, count - retained_count, seed, number)
+    return feedback.examples(replayed_feedback) + _sample(retained.replayed, retained_count, seed, number)
 
 
 @dataclass(frozen=True)
@@ -280,29 +296,27 @@ class _Feedback:
 
     round: Round
     builder: FeedbackExamples
-    tell: Callable[[str], object]
+    log: Callable[[str], object]
 
     def examples(self, entries: Sequence[IndexEntry]) -> list[Example]:
-        """Examples of rows, texts before messages."""
+        """Build examples of rows, rows of text before rows of messages."""
         rows = enumerate(read_rows(self.round.feedback, entries), 1)
         examples: list[Example] = []
         for number, row in sorted(rows, key=lambda numbered: "messages" in numbered[1]):
             try:
                 examples += self.builder.build(row, number)
-            except UnlearnableError as error:  # of a round that an earlier version of prge began
-                self.tell(unlearnable(row, error))
+            except UnlearnableError as error:  # possible if an earlier version of prge began the round
+                self.log(unlearnable(row, error))
         return examples
 
 
 def unlearnable(row: Fields, error: UnlearnableError) -> str:
-    """The log message about a row that is not trained on."""
-    return (
-        f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} can't be learnt: {error.problem}"
-    )
+    """Format the log message about a row that cannot be trained on."""
+    return f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} is not usable: {error.problem}"
 
 
 def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptions:
-    """How rows become examples by the settings of rounds."""
+    """Return how rows become examples, according to the settings of rounds."""
     what: ObjectiveName = "completion" if task is None else "auto"
     return BuildOptions(
         settings.overflow,
@@ -315,7 +329,7 @@ def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptio
 
 
 def _folder_of(folder: Path, identity: Record) -> Path:
-    """A round's folder: what it held of another round, such as one with a row that is forgotten, goes."""
+    """Return a round's folder; deletes what it holds of another round, such as one with a deleted row."""
     path = folder / JOURNAL
     if path.is_file():
         with Journal(path) as journal:
@@ -326,6 +340,6 @@ def _folder_of(folder: Path, identity: Record) -> Path:
     return folder
 
 
-def _drawn(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
-    """Some of the items, at most all, others in every round."""
+def _sample(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
+    """Sample up to `count` of the items, others in every round."""
     return [items[index] for index in row_order(seed, number, len(items))[:count]] if items else []

@@ -1,4 +1,4 @@
-"""Uvicorn, told how to listen, how long and for how many clients to wait, and to end where it was called."""
+"""Uvicorn with prge's timeouts and connection limits, which stops without raising signals again."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from device_runner.serving.worker import Worker
 from prge.errors import RunError
 from prge.system.interrupts import ending_signals, handle_signals
 
-# For a client to send a request's head, and to go on reading an answer.
+# Seconds for a client to send a request's head, and to continue reading a response.
 SECONDS_TO_BEGIN = 20
 SECONDS_TO_READ = 60
 MOST_CONNECTIONS = 256
-# Accepted at once, before any of them is counted.
+# Connections that are accepted at once, before they are counted.
 _BACKLOG = 64
-# For answers that are being made when the server is told to end.
+# Seconds for responses that are in progress when the server is asked to stop.
 SECONDS_TO_END = 3
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens at an address; port 0 is a free one.
+    """Open a socket that listens at an address; port 0 is a free one.
 
     Raises:
-        RunError: the address is in use, not this machine's, or none.
+        RunError: the address is in use, is not one of this machine, or does not exist.
     """
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
@@ -43,7 +43,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server(address[:2], family=family)
     except OSError as error:
         raise RunError(
-            f"{host}:{port} can't be listened at: {error.strerror}",
+            f"Cannot listen at {host}:{port}: {error.strerror}",
             remedy="give another --host or --port",
             code="address-not-available",
         ) from None
@@ -52,9 +52,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def format_address(listener: socket.socket) -> str:
-    """Host and port as a URL of this machine has them."""
+    """Return host and port as in a URL on this machine."""
     host, port = listener.getsockname()[:2]
-    if ip_address(host).is_unspecified:  # all addresses of this machine, and none that a client should name
+    if ip_address(host).is_unspecified:  # means all addresses of this machine, but clients need one
         host = "localhost"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -64,19 +64,19 @@ class Server(uvicorn.Server):
 
     Args:
         app: the application.
-        worker: whoever makes its answers; None: nobody, it answers by itself.
-        begun: called once it listens.
-        ending: called before it waits for answers that are being sent.
-        ticking: called ten times a second.
+        worker: generates its completions; None: the application needs none.
+        on_listening: called once the server listens.
+        on_stopping: called before the server waits for responses that are being sent.
+        on_each_tick: called ten times a second.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         worker: Worker | None,
-        begun: Callable[[], object] = lambda: None,
-        ending: Callable[[], object] = lambda: None,
-        ticking: Callable[[], object] = lambda: None,
+        on_listening: Callable[[], object] = lambda: None,
+        on_stopping: Callable[[], object] = lambda: None,
+        on_each_tick: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -94,35 +94,35 @@ class Server(uvicorn.Server):
             )
         )
         self._worker = worker
-        self._begun = begun
-        self._ending = ending
-        self._ticking = ticking
+        self._on_listening = on_listening
+        self._on_stopping = on_stopping
+        self._on_each_tick = on_each_tick
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; from here on signals end the server, not the process."""
+        """Start listening; from here on, signals stop the server, not the process."""
         await super().startup(sockets)
-        self._begun()
+        self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end now; asked ten times a second."""
-        self._ticking()
+        """Return whether to stop now; called ten times a second."""
+        self._on_each_tick()
         failed = self._worker is not None and not self._worker.alive
         return await super().on_tick(counter) or failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more, and send what is being sent to its end."""
-        self._ending()
+        """Stop listening, and finish the responses that are being sent."""
+        self._on_stopping()
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End at SIGINT, SIGTERM and SIGHUP; uvicorn's own would raise them again afterwards."""
+        """Stop at SIGINT, SIGTERM and SIGHUP; uvicorn's own version would raise them again afterwards."""
         with handle_signals(self.handle_exit, ending_signals()):
             yield
 
 
 class _Protocol(H11Protocol):
-    """A connection, closed where its client neither asks nor reads, sooner where others want its place."""
+    """A connection that closes if its client is idle, earlier if others need its place."""
 
     _since = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -142,7 +142,7 @@ class _Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._await_request()
-        super().on_response_complete()  # where the next request may begin, which has come already
+        super().on_response_complete()  # may begin the next request, if it has already arrived
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -153,13 +153,13 @@ class _Protocol(H11Protocol):
         self._await_request()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._is_idle:  # what is asked there has no end, and no answer
+        if not self._is_idle:  # the request that is being read has no end and gets no response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun
             self.transport.abort()
             return
-        body = json.dumps(RequestError(400, "this is no HTTP request").body).encode()
+        body = json.dumps(RequestError(400, "this is not an HTTP request").body).encode()
         headers = [("Content-Type", "application/json"), ("Connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

@@ -1,4 +1,4 @@
-"""The one thread that asks the engine: requests come from any thread, texts are told as they are made."""
+"""The thread that runs the engine: requests come from any thread, and text is passed on as generated."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from types import TracebackType
 from prge.errors import EngineError
 from prge.generation.loop import Generator, Request, Ticket
 
-Told = str | Ticket
-"""A piece of an answer's text, or at last its ticket, with the answer or an error."""
-Tell = Callable[[Told], object]
+GenerationEvent = str | Ticket
+"""A chunk of a completion's text, or finally the ticket, with the completion or an error."""
+EventHandler = Callable[[GenerationEvent], object]
 
 
 class BusyError(Exception):
-    """There are as many requests as are taken."""
+    """The queue is full."""
 
 
 class Worker:
-    """Works for a generator while it is entered.
+    """Runs a generator in a thread of its own while the context is open.
 
     Args:
-        generator: used by this thread alone.
-        most: answers that are made or wait at once.
-        on_busy: called when the first of some answers begins, with True, and when the last one has ended.
+        generator: used by this thread only.
+        most: completions that are generated or wait at once.
+        on_busy: called with True when the first of several completions begins, and with False when the last
+            one has ended.
     """
 
     def __init__(
@@ -45,39 +46,39 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        # What nobody expected: what the generator and its sequences hold isn't known any more.
+        # An unexpected error: the state of the generator and its sequences is unknown.
         if self._failure is not None and error is None:
             raise self._failure
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Most tokens of prompt and completion together."""
         return self._generator.engine.context
 
     @property
     def alive(self) -> bool:
-        """Whether requests are worked for."""
+        """Whether requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
-    def submit(self, requests: Sequence[tuple[Request, Tell]]) -> list[Ticket]:
-        """Begin answers, all or none; each is told to its own `tell`, by the thread that works.
+    def submit(self, requests: Sequence[tuple[Request, EventHandler]]) -> list[Ticket]:
+        """Begin completions, all or none; each passes its text to its own callback, in the worker's thread.
 
         Raises:
-            BusyError: there are too many.
-            DataError: a prompt can't be taken.
+            BusyError: the queue is full.
+            DataError: a prompt cannot be used.
         """
         with self._lock:
             if not self.alive or len(self._tickets) + len(requests) > self._most:
-                raise BusyError(f"at most {self._most} answers are made at once: try again later")
+                raise BusyError(f"at most {self._most} completions are generated at once: try again later")
             tickets: list[Ticket] = []
             try:
-                for request, tell in requests:
-                    tickets.append(self._generator.submit(request, tell, self._ended(tell)))
+                for request, handler in requests:
+                    tickets.append(self._generator.submit(request, handler, self._ended(handler)))
             except BaseException:
                 self.cancel(tickets)
                 raise
@@ -90,18 +91,18 @@ class Worker:
         return tickets
 
     def cancel(self, tickets: Iterable[Ticket]) -> None:
-        """End answers that nobody waits for; nothing happens to those that have ended."""
+        """End completions that nobody waits for; has no effect on those that have ended."""
         for ticket in tickets:
             self._generator.cancel(ticket)
         self._wake.set()
 
-    def _ended(self, tell: Tell) -> Callable[[Ticket], None]:
+    def _ended(self, handler: EventHandler) -> Callable[[Ticket], None]:
         def end(ticket: Ticket) -> None:
             with self._lock:
                 self._tickets.discard(ticket)
                 if not self._tickets:
                     self._on_busy(False)
-            tell(ticket)
+            handler(ticket)
 
         return end
 
@@ -115,7 +116,7 @@ class Worker:
             self._failure = error
         with self._lock:
             self._closing = True
-            left = list(self._tickets)
-        for ticket in left:
-            ticket.error = EngineError("the server ends", code="server-ends")
+            unfinished = list(self._tickets)
+        for ticket in unfinished:
+            ticket.error = EngineError("The server is shutting down.", code="server-ends")
             ticket.end()

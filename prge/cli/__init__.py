@@ -1,1 +1,1 @@
-"""Settings of verbs: fields that are flags, keys of a file and their help, with hints for what was meant."""
+"""The command line: settings of verbs as flags, YAML keys and help, with hints for mistyped names."""

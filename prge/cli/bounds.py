@@ -1,6 +1,6 @@
-"""What numbers a setting may have: one table for all verbs, by the setting's name.
+"""Bounds of numeric settings: one table for all verbs, by the setting's name.
 
-They are far beyond any use. What is outside of them would overflow, run out of memory, or never end.
+The bounds are far beyond any practical use. Values outside would overflow, run out of memory, or never end.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from prge.errors import shown
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, without the ends that are `open`."""
+    """A range of numbers from `minimum` to `maximum`; ends listed in `open` are excluded."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     open: tuple[float, ...] = ()
 
     def problem(self, value: float) -> str:
-        """What a number must be otherwise; empty if it lies in the range."""
+        """Return the requirement that a number violates, such as `must be at least 1`; empty if none."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
-        if value < self.least or (value == self.least and self.least in self.open):
-            return f"must be {'more than' if self.least in self.open else 'at least'} {self.least}"
-        if value > self.most or (value == self.most and self.most in self.open):
-            return f"must be {'less than' if self.most in self.open else 'at most'} {self.most}"
+        if value < self.minimum or (value == self.minimum and self.minimum in self.open):
+            return f"must be {'more than' if self.minimum in self.open else 'at least'} {self.minimum}"
+        if value > self.maximum or (value == self.maximum and self.maximum in self.open):
+            return f"must be {'less than' if self.maximum in self.open else 'at most'} {self.maximum}"
         return ""
 
 
@@ -100,7 +100,7 @@ BOUNDS: Mapping[str, Range] = {
 
 
 def bound_problems(settings: Any) -> list[str]:
-    """A line for every number of a settings object that lies outside of its bounds."""
+    """Return a line for every number of a settings object that is out of bounds."""
     return [
         f"{flag(item.name)} is {shown(value)}, {problem}"
         for item in dataclasses.fields(settings)
@@ -110,7 +110,7 @@ def bound_problems(settings: Any) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """A setting's flag on the command line."""
+    """Return a setting's flag on the command line."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -1,4 +1,4 @@
-"""Settings of a verb that runs another verb: those of both, from one command line.
+"""Combined settings of a verb that runs another verb, read from one command line.
 
 both = combine_settings("Run it on a phone.", JobFlags, RunSettings, without=["threads"])
 given = parse_settings(both, argv, "prge android run")
@@ -15,13 +15,13 @@ from typing import Any, get_type_hints
 def combine_settings(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
     """Combine the fields of several settings classes into one class.
 
-    The class checks types and bounds; checks across fields are left to the parts. Of fields with the same
-    name the first one counts; ONE_OF has the entries of all.
+    The combined class checks types and bounds; checks across fields are left to the parts. If several parts
+    have a field of the same name, the first one counts. ONE_OF has the entries of all parts.
 
     Args:
-        about: the first paragraph of its help, which shows the fields in the groups of their own classes.
-        parts: settings classes.
-        without: names of fields that nobody gives.
+        about: First paragraph of the help, which shows the fields grouped by their classes.
+        parts: Settings classes.
+        without: Names of fields to leave out.
     """
     one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
     fields: dict[str, tuple[str, Any, Any]] = {}
@@ -39,7 +39,7 @@ def combine_settings(about: str, *parts: type[Any], without: Collection[str] = (
 
 
 def shared_values(settings_type: type[Any], settings: Any) -> dict[str, Any]:
-    """Those of some settings that a class has, too."""
+    """Return the values of those settings that are also fields of a class, by name."""
     return {
         item.name: getattr(settings, item.name)
         for item in dataclasses.fields(settings_type)

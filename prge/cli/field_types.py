@@ -1,4 +1,4 @@
-"""Types of settings: what a value from a flag or from YAML becomes, and what a type is called."""
+"""Types of settings: conversion of values from flags and YAML, and descriptions of types for users."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from typing import (
 
 from prge.formats.documents import parse_yaml
 
-# A number of bytes, which may be given with a unit: 200MB.
+# A number of bytes; users may give a unit, such as 200MB.
 Bytes = NewType("Bytes", int)
-# One path, or several where several words are given.
+# One path, or several if several words are given.
 Paths: TypeAlias = Path | tuple[Path, ...]
-# A date as ISO 8601 writes it.
+# A date in ISO 8601.
 Day = NewType("Day", str)
 
 Mark = TypeVar("Mark")
 
-# What `convert_value` raises.
+# Exceptions of `convert_value`.
 CONVERSION_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
 
 
 class _Type(NamedTuple):
-    """What a type of values is called in messages and in help, and what may stand for it."""
+    """How messages and help describe a type, and which Python types are accepted for it."""
 
-    words: str
+    description: str
     metavar: str
     accepted: tuple[type[Any], ...]
 
@@ -59,16 +59,16 @@ _TYPES = {
 
 
 def to_python_value(value: Any) -> Any:
-    """Python's own number, truth value, text or list for numpy's; anything else as it is."""
-    # Without importing numpy, which most commands don't need.
+    """Convert a numpy scalar or array to Python's own type; return any other value unchanged."""
+    # Doesn't import numpy, which most commands don't need.
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
-def convert_value(value: Any, kind: Any) -> Any:
-    """A value from a flag, from YAML or from Python as its field's type; raises one of `CONVERSION_ERRORS`."""
+def convert_value(value: Any, field_type: Any) -> Any:
+    """Convert a value from a flag, YAML or Python to its field's type; raises one of `CONVERSION_ERRORS`."""
     value = to_python_value(value)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if len(_members(kind)) > 1:
+    origin, arguments = get_origin(field_type), get_args(field_type)
+    if len(_members(field_type)) > 1:
         if Path in arguments and isinstance(value, (list, tuple)):
             if not value:
                 raise TypeError
@@ -88,29 +88,29 @@ def convert_value(value: Any, kind: Any) -> Any:
         return {
             convert_value(name, arguments[0]): convert_value(each, arguments[1]) for name, each in entries
         }
-    if kind not in _TYPES or not isinstance(value, _TYPES[kind].accepted):
+    if field_type not in _TYPES or not isinstance(value, _TYPES[field_type].accepted):
         raise TypeError
-    if isinstance(value, bool) != (kind is bool):  # True is an int, too
+    if isinstance(value, bool) != (field_type is bool):  # bool is a subclass of int
         raise TypeError
-    if kind is Path and (value == "" or "\0" in str(value)):  # "" would be the folder that one stands in
+    if field_type is Path and (value == "" or "\0" in str(value)):  # Path("") is the current folder
         raise TypeError
-    if kind is Day:
+    if field_type is Day:
         return date.fromisoformat(value).isoformat()
-    return _bytes_of(str(value)) if kind is Bytes else kind(value)
+    return _parse_bytes(str(value)) if field_type is Bytes else field_type(value)
 
 
-def is_list_type(kind: Any) -> bool:
-    """Whether several values belong to a flag."""
-    return any(get_origin(member) in (list, tuple) for member in _members(kind))
+def is_list_type(field_type: Any) -> bool:
+    """Whether a flag of this type takes several values."""
+    return any(get_origin(member) in (list, tuple) for member in _members(field_type))
 
 
-def contains_path_type(kind: Any) -> bool:
-    """Whether a value is a path, or has paths."""
-    return kind is Path or any(map(contains_path_type, get_args(kind)))
+def contains_path_type(field_type: Any) -> bool:
+    """Whether values of this type are paths or contain paths."""
+    return field_type is Path or any(map(contains_path_type, get_args(field_type)))
 
 
 def find_marks(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
-    """The marks of one class that the annotated types of settings carry, by the settings' names."""
+    """Return the annotations of one class that the types of settings carry, by the settings' names."""
     hints = get_type_hints(settings_type, include_extras=True)
     return {
         item.name: each
@@ -119,49 +119,49 @@ def find_marks(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
     }
 
 
-def choices(kind: Any) -> list[str]:
-    """The words that a value is one of; none where any may be given."""
-    literals = [member for member in _members(kind) if get_origin(member) is Literal]
+def list_choices(field_type: Any) -> list[str]:
+    """Return the allowed values of a Literal type; empty for other types."""
+    literals = [member for member in _members(field_type) if get_origin(member) is Literal]
     return [each for literal in literals for each in get_args(literal)]
 
 
-def describe_type(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if len(_members(kind)) > 1:
+def describe_type(field_type: Any) -> str:
+    """Describe a type to users, such as `a whole number`."""
+    origin, arguments = get_origin(field_type), get_args(field_type)
+    if len(_members(field_type)) > 1:
         return " or ".join(map(describe_type, arguments))
     if origin is Literal:
         return "one of " + ", ".join(arguments)
     if origin in (list, tuple):
         return f"a list of {describe_type(arguments[0]).removeprefix('a ')}s"
-    return _TYPES[kind].words if kind in _TYPES else "a mapping"
+    return _TYPES[field_type].description if field_type in _TYPES else "a mapping"
 
 
-def metavar(kind: Any) -> str:
-    """What stands for a value in help."""
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    if is_list_type(kind) and len(_members(kind)) == 1:
-        return f"{metavar(get_args(kind)[0])}..."
-    if len(_members(kind)) > 1:
-        several = "..." if Path in get_args(kind) and is_list_type(kind) else ""
-        return metavar(get_args(kind)[0]) + several
-    return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
+def metavar(field_type: Any) -> str:
+    """Return the placeholder for a value in help."""
+    if get_origin(field_type) is Literal:
+        return "{" + ",".join(get_args(field_type)) + "}"
+    if is_list_type(field_type) and len(_members(field_type)) == 1:
+        return f"{metavar(get_args(field_type)[0])}..."
+    if len(_members(field_type)) > 1:
+        several = "..." if Path in get_args(field_type) and is_list_type(field_type) else ""
+        return metavar(get_args(field_type)[0]) + several
+    return _TYPES[field_type].metavar if field_type in _TYPES else "VALUE"
 
 
-def _marks(kind: Any, mark: type[Mark]) -> Iterator[Mark]:
-    yield from (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, mark))
-    for member in get_args(kind):
+def _marks(field_type: Any, mark: type[Mark]) -> Iterator[Mark]:
+    yield from (each for each in getattr(field_type, "__metadata__", ()) if isinstance(each, mark))
+    for member in get_args(field_type):
         yield from _marks(member, mark)
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the type alone."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+def _members(field_type: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union, or the type alone."""
+    return get_args(field_type) if get_origin(field_type) in (Union, types.UnionType) else (field_type,)
 
 
-def _bytes_of(text: str) -> int:
-    """Bytes of a number with a unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
+def _parse_bytes(text: str) -> int:
+    """Parse a number of bytes with an optional unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
     match = _BYTES.fullmatch(text)
     if match is None:
         return int(text)

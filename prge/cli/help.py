@@ -1,7 +1,7 @@
-"""Help of verbs, and tab completion, which is help of another form: argcomplete asks for what is listed.
+"""Help of verbs, and tab completion with argcomplete, which completes what the help lists.
 
-A shell that has evaluated what `register-python-argcomplete prge` prints starts prge with its line in the
-environment.
+For a completion, the shell starts prge with the command line in the environment; `register-python-argcomplete
+prge` prints the code that makes the shell do so.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prge.cli.bounds import flag
-from prge.cli.field_types import choices, is_list_type, metavar
+from prge.cli.field_types import is_list_type, list_choices, metavar
 
-_ASKED = "_ARGCOMPLETE"
+_COMPLETING = "_ARGCOMPLETE"
 _WIDTH, _INDENT = 110, 30
 _SOURCES = (
-    ("--config FILE", "YAML file with settings; flags win over it"),
-    ("--print-config", "print all settings as YAML and stop"),
-    ("-h, --help", "show this and stop"),
+    ("--config FILE", "YAML file with settings; flags override it"),
+    ("--print-config", "print all settings as YAML and exit"),
+    ("-h, --help", "show this message and exit"),
 )
 
 
 def completion_argv(argv: Sequence[str]) -> list[str]:
-    """The words of a command line; where a shell asks for completion, those of its line, and `--help`."""
-    if _ASKED not in os.environ:
+    """Return the command line's words; while a shell completes a line, that line's words and `--help`."""
+    if _COMPLETING not in os.environ:
         return list(argv)
     from argcomplete.lexers import split_line
 
@@ -39,24 +39,27 @@ def completion_argv(argv: Sequence[str]) -> list[str]:
 
 
 def print_settings_help(
-    settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: Sequence[str]
+    settings_type: type[Any], field_types: Mapping[str, Any], prog: str, positional: Sequence[str]
 ) -> None:
-    """Print the help of a verb: its own settings first, then each group that it shares with others.
+    """Print the help of a verb: its own settings first, then each group that it shares with other verbs.
 
     Args:
-        settings_type: its dataclass; a group is a base, whose docstring is its heading.
-        kinds: type of each field.
-        prog: what the user types before its words.
-        shown: fields that may be given without their flag.
+        settings_type: The verb's dataclass; each base class is a group, whose docstring is the heading.
+        field_types: Type of each field.
+        prog: The command, such as `prge run`.
+        shown: Fields that may be given without their flag.
     """
     flags: dict[str, tuple[list[str], str | None]] = {}
-    for name, kind in kinds.items():
-        flags[flag(name)] = (choices(kind), "+" if is_list_type(kind) else "0" if kind is bool else None)
-        if kind is bool and getattr(settings_type, name, False):
+    for name, field_type in field_types.items():
+        flags[flag(name)] = (
+            list_choices(field_type),
+            "+" if is_list_type(field_type) else "0" if field_type is bool else None,
+        )
+        if field_type is bool and getattr(settings_type, name, False):
             flags[f"--no-{flag(name)[2:]}"] = ([], "0")
     flags |= {"--config": ([], None), "--print-config": ([], "0"), "--help": ([], "0")}
     _complete(prog, flags)
-    words = [f"{name.upper()}..." if is_list_type(kinds[name]) else name.upper() for name in shown]
+    words = [f"{name.upper()}..." if is_list_type(field_types[name]) else name.upper() for name in positional]
     print(" ".join(["usage:", prog, *words, "[flags]"]))
     print(f"\n{_paragraph(settings_type)}")
     helps = field_help(settings_type)
@@ -67,21 +70,24 @@ def print_settings_help(
         for base in reversed(part.__mro__[:-1]):
             introduced = dict.fromkeys(inspect.get_annotations(base), base) | introduced
     groups = [[name for name in fields if introduced[name] is base] for base in dict.fromkeys(bases)]
-    # Those with something that must be given come first.
+    # Groups with a required setting come first.
     for names in sorted(
         filter(None, groups), key=lambda names: not any(is_required(fields[n]) for n in names)
     ):
         base = introduced[names[0]]
         print("\nsettings:" if base is settings_type else f"\n{_paragraph(base).rstrip('.')}:")
         for name in names:
-            _entry(_form(name, kinds[name], fields[name]), f"{helps.get(name, '')} {_note(fields[name])}")
+            _entry(
+                _flag_text(name, field_types[name], fields[name]),
+                f"{helps.get(name, '')} {_default_note(fields[name])}",
+            )
     print("\nwhere settings come from:")
     for form, text in _SOURCES:
         _entry(form, text)
 
 
 def print_verbs_help(prog: str, helps: Mapping[str, str], about: str) -> None:
-    """Print the help of verbs, each with its own; `about` is a sentence for the list."""
+    """Print the list of verbs with their help, below the text `about`."""
     _complete(prog, {"verb": (list(helps), None)})
     width = max(map(len, helps))
     print(f"usage: {prog} <verb> [flags]\n\n{about}\n")
@@ -91,13 +97,13 @@ def print_verbs_help(prog: str, helps: Mapping[str, str], about: str) -> None:
 
 
 def field_help(settings_type: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, bases included."""
+    """Return the help of each field of a dataclass: the string below the field, bases included."""
     helps: dict[str, str] = {}
     bases = [base for part in _parts(settings_type) for base in part.__mro__[:-1]]
     for base in reversed(bases):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for statement, below in itertools.pairwise(ast.iter_child_nodes(definition)):
-            match statement, below:
+        for statement, next_statement in itertools.pairwise(ast.iter_child_nodes(definition)):
+            match statement, next_statement:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     helps[name] = inspect.cleandoc(text)
     return helps
@@ -109,19 +115,19 @@ def is_required(item: dataclasses.Field[Any]) -> bool:
 
 
 def _parts(settings_type: type[Any]) -> tuple[type[Any], ...]:
-    """The classes that define a class's fields: those it is combined of, or it alone."""
+    """Return the classes that define the fields: the parts of a combined class, or the class alone."""
     parts: tuple[type[Any], ...] = getattr(settings_type, "PARTS", (settings_type,))
     return parts
 
 
 def _complete(prog: str, flags: Mapping[str, tuple[Iterable[str], str | None]]) -> None:
-    """Where a shell asks, complete the word and exit.
+    """If the shell asks for completions, print them and exit.
 
     Args:
-        prog: what comes before the words.
-        flags: their choices and how many values they take, as argparse counts; 0: none.
+        prog: The words before those to complete.
+        flags: Flags with their choices and number of values (argparse's `nargs`; "0" for none).
     """
-    if _ASKED not in os.environ:
+    if _COMPLETING not in os.environ:
         return
     import argparse
 
@@ -133,8 +139,8 @@ def _complete(prog: str, flags: Mapping[str, tuple[Iterable[str], str | None]]) 
             parser.add_argument(name, action="store_true")
         else:
             parser.add_argument(name, choices=list(values) or None, nargs=count)
-    # Words of the line that come before the parser's.
-    os.environ[_ASKED] = str(len(prog.split()))
+    # Number of words before those that the parser handles.
+    os.environ[_COMPLETING] = str(len(prog.split()))
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 
@@ -143,7 +149,7 @@ def _paragraph(settings_type: type[Any]) -> str:
 
 
 def _entry(form: str, text: str) -> None:
-    """A flag and its help, in two columns."""
+    """Print a flag and its help in two columns."""
     lines = textwrap.wrap(text, _WIDTH - _INDENT) or [""]
     first = f"  {form:<{_INDENT - 2}}"
     print(f"{first}{lines.pop(0)}".rstrip() if len(form) <= _INDENT - 4 else first.rstrip())
@@ -151,15 +157,15 @@ def _entry(form: str, text: str) -> None:
         print(f"{'':<{_INDENT}}{line}")
 
 
-def _form(name: str, kind: Any, item: dataclasses.Field[Any]) -> str:
-    """How a flag is written."""
-    if kind is bool:
+def _flag_text(name: str, field_type: Any, item: dataclasses.Field[Any]) -> str:
+    """Return a flag with the placeholder of its value."""
+    if field_type is bool:
         return f"{flag(name)}, --no-{flag(name)[2:]}" if item.default else flag(name)
-    return f"{flag(name)} {metavar(kind)}"
+    return f"{flag(name)} {metavar(field_type)}"
 
 
-def _note(item: dataclasses.Field[Any]) -> str:
-    """What help says of a field beside its text: that it is required, or its default if that is something."""
+def _default_note(item: dataclasses.Field[Any]) -> str:
+    """Return the note after a field's help: that the field is required, or its default unless it is empty."""
     if is_required(item):
         return "(required)"
     default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()

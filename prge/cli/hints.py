@@ -1,4 +1,4 @@
-"""What people type who come from other tools, and what it is called here: habits.yaml as hints of errors."""
+"""Hints of error messages for users of other tools: which name of prge an unknown name means (hints.yaml)."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from prge.formats.documents import read_yaml
 
 
 def suggest_setting(key: str, known: Collection[str], written: Callable[[str], str]) -> tuple[str, str]:
-    """Which of a verb's settings an unknown one means, and what an error says of it; each may be empty.
+    """Return the setting that an unknown name means, and a hint for the error message; each may be empty.
 
     Args:
-        key: the unknown setting, with underscores.
-        known: the verb's settings.
-        written: how a setting is written where the unknown one was found.
+        key: The unknown name, with underscores.
+        known: Settings of the verb.
+        written: Formats a setting as the user wrote it, as a flag or a YAML key.
     """
-    names = _habits("settings")
+    names = _names_by_alias("settings")
     key = key.lower()
 
-    def same(theirs: str) -> list[tuple[str, str]]:
-        words = [word.partition("=") for ours in names.get(theirs, ()) for word in ours.split()]
+    def settings_of_alias(alias: str) -> list[tuple[str, str]]:
+        words = [word.partition("=") for text in names.get(alias, ()) for word in text.split()]
         return [(name, f"{written(name)} {value}".rstrip()) for name, _, value in words]
 
-    for name, ours in same(key):
+    for name, text in settings_of_alias(key):
         if name in known:
-            return name, f"; here it is {ours}"
-    for told in _habits("told").get(key, ()):
-        return "", f": {told}"
-    elsewhere = [ours for _, ours in same(key)]
+            return name, f"; here it is {text}"
+    for message in _names_by_alias("told").get(key, ()):
+        return "", f": {message}"
+    elsewhere = [text for _, text in settings_of_alias(key)]
     if elsewhere:
         return "", f"; other verbs call it {elsewhere[0]}"
-    near = closest_match(key, known, 0.6)
-    for name, ours in [(near, written(near))] if near else same(closest_match(key, names, 0.85)):
+    similar = closest_match(key, known, 0.6)
+    for name, text in (
+        [(similar, written(similar))] if similar else settings_of_alias(closest_match(key, names, 0.85))
+    ):
         if name in known:
-            return name, f"; did you mean {ours}?"
+            return name, f"; did you mean {text}?"
     return "", ""
 
 
 def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
-    """There is no verb of that name; what it may mean.
+    """Return the error for an unknown verb, with a suggestion.
 
     Args:
-        name: the unknown verb.
-        verbs: those that there are.
-        prog: what stands before them, such as `prge android`.
+        name: The unknown verb.
+        verbs: Known verbs.
+        prog: The words before the verb, such as `prge android`.
     """
-    ours = [verb for verb in _habits("verbs").get(name.lower(), ()) if verb in verbs]
-    near = next(iter(ours), "") or closest_match(name, verbs, 0.6)
-    remedy = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the verbs"
+    matches = [verb for verb in _names_by_alias("verbs").get(name.lower(), ()) if verb in verbs]
+    similar = next(iter(matches), "") or closest_match(name, verbs, 0.6)
+    remedy = f"did you mean `{prog} {similar}`?" if similar else f"`{prog} --help` lists the verbs"
     return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy, code="verb-unknown")
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float) -> str:
-    """The name that is most like another; empty where none is like it, by a share from 0 to 1."""
+    """Return the most similar name; empty if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(difflib.get_close_matches(name, [*names], n=1, cutoff=cutoff)), "")
 
 
 @cache
-def _habits(table: str) -> dict[str, list[str]]:
-    """Our words by those of others."""
-    found: dict[str, list[str]] = {}
-    for ours, theirs in read_yaml(Path(__file__).with_suffix(".yaml"))[table].items():
-        for name in theirs.split():
-            found.setdefault(name, []).append(ours)
-    return found
+def _names_by_alias(table: str) -> dict[str, list[str]]:
+    """Return prge's names by the names that other tools use."""
+    aliases: dict[str, list[str]] = {}
+    for name_here, alias_text in read_yaml(Path(__file__).with_suffix(".yaml"))[table].items():
+        for name in alias_text.split():
+            aliases.setdefault(name, []).append(name_here)
+    return aliases

@@ -1,10 +1,10 @@
-"""Settings that name what a verb reads, so that another machine can be given it.
+"""Types of settings that name what a verb reads, so that it can be copied to another machine.
 
     bundle: BundleInput
     train: TrainRows
     adapter: AdapterInput | None = None
 
-A setting is an input, an output (prge/cli/outputs.py), or a value that means the same on every machine.
+A setting is an input, an output (prge/cli/outputs.py), or a value with the same meaning on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prge.cli.field_types import Paths, find_marks
 
 
 class Input(Enum):
-    """What a verb reads by a setting."""
+    """What a setting names as an input."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -32,7 +32,7 @@ class Input(Enum):
     TEXT = "text, or - for standard input"
 
 
-# Inputs that are rows, and which file of a folder has them.
+# Inputs that are rows, and the file of a folder that holds them.
 PART_OF_ROWS: Mapping[Input, Literal["train", "dev", "test"]] = {
     Input.TRAIN_ROWS: "train",
     Input.DEV_ROWS: "dev",
@@ -40,16 +40,16 @@ PART_OF_ROWS: Mapping[Input, Literal["train", "dev", "test"]] = {
 }
 
 InputFile: TypeAlias = Annotated[Path, Input.FILE]
-# The name of something that prge has, or a file.
+# The name of something that comes with prge, or a file.
 NamedOrFile: TypeAlias = Annotated[str, Input.FILE]
 InputFolder: TypeAlias = Annotated[Path, Input.FOLDER]
 InputPath: TypeAlias = Annotated[Path, Input.PATH]
 BundleInput: TypeAlias = Annotated[Path, Input.BUNDLE]
 ModelInput: TypeAlias = Annotated[Path, Input.MODEL]
 AdapterInput: TypeAlias = Annotated[Path, Input.ADAPTER]
-# PATH or NAME=PATH, or the name of an adapter that needs none.
+# PATH or NAME=PATH, or the name of an adapter that needs no path.
 NamedAdapter: TypeAlias = Annotated[str, Input.ADAPTER]
-# What a user names as rows: files, a folder with a file for each part, or a data set of the hub.
+# Rows as a user names them: files, a folder with a file for each part, or a data set of the hub.
 TrainRows: TypeAlias = Annotated[Paths, Input.TRAIN_ROWS]
 DevRows: TypeAlias = Annotated[Paths, Input.DEV_ROWS]
 TestRows: TypeAlias = Annotated[Paths, Input.TEST_ROWS]
@@ -57,5 +57,5 @@ TextInput: TypeAlias = Annotated[str, Input.TEXT]
 
 
 def input_settings(settings_type: type[Any]) -> Mapping[str, Input]:
-    """What each setting names that a verb reads; settings that name nothing to read are left out."""
+    """Return the inputs among the settings of a class, by name."""
     return find_marks(settings_type, Input)

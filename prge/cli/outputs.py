@@ -1,10 +1,10 @@
-"""Settings that name what a verb writes, and the one check of such places, which changes nothing.
+"""Types of settings that name what a verb writes, and the check of these paths before the verb begins.
 
     json: OutputFile | None = None
     out: OutputFolder
 
-A path that is declared so is checked before the verb begins: one that can't be written is refused at once,
-and what lies there stays as it is, in bytes and in mode.
+A path that can't be written is refused at once. The check changes neither the content nor the mode of
+existing files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prge.system.atomic import check_file, check_writable_folder
 
 
 class Output(Enum):
-    """What a verb writes to a path."""
+    """What a setting names as an output."""
 
     FILE = "file"
     APPENDED = "file that rows are appended to"
@@ -36,16 +36,16 @@ OutputFolder: TypeAlias = Annotated[Path, Output.FOLDER]
 
 
 def output_settings(settings_type: type[Any]) -> Mapping[str, Output]:
-    """What each setting names that a verb writes; settings that name nothing of the kind are left out."""
+    """Return the outputs among the settings of a class, by name."""
     return find_marks(settings_type, Output)
 
 
 def check_outputs(settings: Any) -> None:
-    """See whether all places can be written that settings name. Nothing is written, made or opened.
+    """Check that all outputs of settings can be written; nothing is created, written or opened.
 
     Raises:
-        RunError: one can't be written.
-        ConfigError: a file would be written over another one that the settings name.
+        RunError: An output can't be written.
+        ConfigError: An output is the same file as another setting.
     """
     outputs = output_settings(type(settings))
     paths = {item.name: [*_paths(getattr(settings, item.name))] for item in dataclasses.fields(settings)}
@@ -66,7 +66,7 @@ def check_outputs(settings: Any) -> None:
 
 
 def _paths(value: Any) -> Iterator[Path]:
-    """The paths of a setting's value; a text is one where there is such a file."""
+    """Yield the paths of a setting's value; a text counts if a file of this name exists."""
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, Path) or (isinstance(each, str) and os.path.isfile(each)):
             yield Path(each)

@@ -1,4 +1,4 @@
-"""Settings of a verb: one frozen dataclass gives its flags, its YAML keys, their types and their help.
+"""Settings of a verb: one frozen dataclass defines the flags, the YAML keys, their types and their help.
 
     @dataclass(frozen=True)
     class RunSettings(EngineFlags):
@@ -12,21 +12,21 @@
     settings = parse_settings(RunSettings, argv, "prge run")
 
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
-flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
-default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values, after one flag or several. A word that no setting takes is an error. Of a flag that
-takes one value and is given again the last one counts, which is said. Settings that verbs share are in a base
-of their own, which help shows as a group. What else a class may have:
+flags override it), `--print-config` and `--help`. The string below a field is its help. A field without a
+default is required. A bool field is set by its bare flag and cleared by `--no-<flag>`. A list or tuple field
+takes several values, after one flag or several. A word that belongs to no setting is an error. If a flag with
+one value is repeated, the last value counts and a line is printed. Settings that verbs share are in a base
+class, which help shows as a group. A class may also have:
 
-ONE_OF    of the names in each entry one must be given
-STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
-KEPT      file of the folder that `folder` names: where there is one, its settings come first; paths in both
-          are followed as prge/formats/stored_settings.py says
-PRESETS   folder of YAML files: `preset` names one, whose settings come first
-current   of what a file has: settings that an earlier version wrote down, as this one has them
+ONE_OF    tuples of names; exactly one setting of each tuple must be given
+STORED    file in the folder that `resume` names, whose settings are the defaults; the folder becomes `out`
+KEPT      file in the folder that `folder` names, whose settings are the defaults if it exists; for the paths
+          in both files see prge/formats/stored_settings.py
+PRESETS   folder of YAML files, one of which `preset` names; its settings are the defaults
+current   converts the settings of a file that an earlier version wrote
 
 The type of a path says whether the verb reads it, as InputFile does (prge/cli/inputs.py), or writes it, as
-OutputFile does (prge/cli/outputs.py): places to write are checked before the verb begins.
+OutputFile does (prge/cli/outputs.py). Outputs are checked before the verb begins.
 
 Other checks across fields go into `__post_init__` and raise ConfigError.
 """
@@ -65,49 +65,49 @@ from prge.system.terminal import best_effort
 
 Settings = TypeVar("Settings")
 
-_OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
+_COMMON_FLAGS = {"config": Path, "print_config": bool, "help": bool}
 _SWITCH = {"true": True, "false": False}
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
-# What may be the name of a model or data set of the hub.
+# Settings that may name a model or data set of the hub.
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
-# Texts that may name a file or folder.
+# Settings of type str that may name a file or folder.
 PATH_LIKE_SETTINGS = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
-# The value of a setting that is known by a name of others alone, which is a problem of its own.
+# Value of a setting that was given under another tool's name, which is reported as its own problem.
 _MISNAMED = object()
 
 
 def parse_settings(
     settings_type: type[Settings], argv: Sequence[str], prog: str, positional: Sequence[str] = ()
 ) -> Settings:
-    """Read settings from a command line and the YAML files that it names.
+    """Read settings from a command line and from the YAML files that it names.
 
     Args:
-        settings_type: a dataclass as in the module's docstring.
-        argv: the words after the verb.
-        prog: what the user typed before them, such as `prge run`.
-        positional: fields that may be given without their flag, in this order; a list field takes the rest.
+        settings_type: A dataclass as described in the module's docstring.
+        argv: The words after the verb.
+        prog: The words before them, such as `prge run`.
+        positional: Fields that may be given without their flag, in this order; a list field takes the rest.
 
     Raises:
-        ConfigError: names every unknown key or flag, wrong value and missing setting at once.
-        RunError: `--resume` names a folder that has no settings, or a place can't be written.
-        SystemExit: code 0, after `--help` or `--print-config`.
+        ConfigError: Lists all unknown keys and flags, wrong values and missing settings.
+        RunError: `--resume` names a folder that has no settings, or an output can't be written.
+        SystemExit: With code 0, after `--help` or `--print-config`.
     """
-    kinds = _kinds(settings_type)
+    field_types = _field_types(settings_type)
     problems: list[str] = []
-    words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
-    own = {entry.key for entry in words}
-    if "help" in own:
-        print_settings_help(settings_type, kinds, prog, positional)
+    words = _read_words(argv, {**field_types, **_COMMON_FLAGS}, positional, problems)
+    own_keys = {entry.key for entry in words}
+    if "help" in own_keys:
+        print_settings_help(settings_type, field_types, prog, positional)
         raise SystemExit(0)
     with best_effort(sys.stderr):
-        for line in _given_again(words, kinds):
+        for line in _describe_repeated(words, field_types):
             print(f"{prog}: {line}", file=sys.stderr)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
-    given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
-    given += [entry for entry in words if entry.key in kinds]
-    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
-    if "print_config" in own:
+    entries = [entry for path in files for entry in _read_file(path, settings_type, problems)]
+    entries += [entry for entry in words if entry.key in field_types]
+    settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
+    if "print_config" in own_keys:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
     check_outputs(settings)
@@ -115,34 +115,35 @@ def parse_settings(
 
 
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
-    """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
+    """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError."""
     problems: list[str] = []
-    given = _read_file(path, settings_type, problems)
-    return _build(settings_type, given, problems, prog)
+    entries = _read_file(path, settings_type, problems)
+    return _build(settings_type, entries, problems, prog)
 
 
 def read_stored(
     settings_type: type[Settings], path: Path, prog: str, unread: Collection[str] = (), remedy: str = ""
 ) -> Settings:
-    """Read settings that a folder holds, which may be somebody else's.
+    """Read settings that are stored in a folder, which may come from another person.
 
     Args:
-        settings_type: of the verb that wrote them.
-        path: of the YAML file in its folder.
-        prog: what a user typed to have them written.
-        unread: names of settings that the caller puts others in the place of.
-        remedy: what a user can do where a path in them is refused.
+        settings_type: Settings class of the verb that wrote them.
+        path: The YAML file in the folder.
+        prog: The command that wrote them, such as `prge run`.
+        unread: Names of settings that the caller replaces.
+        remedy: What the user can do if a path is refused.
 
     Raises:
-        ConfigError: as above; or they are not the user's own, and one names a place outside of the folder.
+        ConfigError: The settings are invalid; or the user's prge didn't write them, and one of them names a
+            path outside the folder.
     """
     problems: list[str] = []
-    given = _stored(path, settings_type, unread, problems, remedy)
-    return _build(settings_type, given, problems, prog)
+    entries = _stored_settings(path, settings_type, unread, problems, remedy)
+    return _build(settings_type, entries, problems, prog)
 
 
 def is_config_of(settings_type: type[Any], path: Path) -> bool:
-    """Whether a file holds settings of this class, as a verb that began there wrote them."""
+    """Whether a file holds valid settings of this class."""
     try:
         read_settings(settings_type, path, "prge")
     except ConfigError:
@@ -151,7 +152,7 @@ def is_config_of(settings_type: type[Any], path: Path) -> bool:
 
 
 def parse_path(value: object, where: str) -> Path:
-    """A path that a program gives; raises ConfigError where it is none."""
+    """Convert an argument of a Python call to a path; raises ConfigError if it is none."""
     try:
         return Path(convert_value(value, Path))
     except CONVERSION_ERRORS:
@@ -165,18 +166,18 @@ def parse_path(value: object, where: str) -> Path:
 def settings_from_mapping(
     settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
 ) -> Settings:
-    """Settings from a mapping that came from elsewhere, such as a message; raises as `parse_settings`."""
+    """Create settings from a mapping, such as a received message; raises as `parse_settings`."""
     problems: list[str] = []
-    given = _given_by(fields, where, _kinds(settings_type), problems)
-    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+    entries = _parse_mapping(fields, where, _field_types(settings_type), problems)
+    settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
     check_outputs(settings)
     return settings
 
 
-def select_settings(kind: type[Settings], settings: Any) -> Settings:
-    """Settings of a class whose fields are all among those of other settings."""
-    own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**own)
+def select_settings(settings_type: type[Settings], settings: Any) -> Settings:
+    """Create settings of a class from other settings that have all of its fields."""
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings_type)}  # type: ignore[arg-type]
+    return settings_type(**values)
 
 
 def with_absolute_paths(
@@ -185,13 +186,13 @@ def with_absolute_paths(
     file_texts: Iterable[str] = ("task",),
     path_texts: Iterable[str] = (),
 ) -> Settings:
-    """The same settings with absolute paths, for whoever reads them in another folder.
+    """Return the settings with absolute paths, so that they can be read from another working folder.
 
     Args:
-        settings: of any verb.
-        leave: names of paths that stay as they are.
-        texts: names of texts that are paths where there is such a file.
-        places: names of texts that are paths where there is such a file or folder.
+        settings: Settings of any verb.
+        keep: Names of paths to leave unchanged.
+        file_texts: Names of texts that are paths if such a file exists.
+        path_texts: Names of texts that are paths if such a file or folder exists.
     """
     paths: dict[str, Any] = {}
     for item in dataclasses.fields(settings):  # type: ignore[arg-type]
@@ -208,131 +209,139 @@ def with_absolute_paths(
 
 
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
-    """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
+    """Format all settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
     values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
     return format_yaml(values, field_help(type(settings)) if comments else {})
 
 
 def format_yaml(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Settings by their names as YAML, each below its comment."""
+    """Format settings as YAML, each below its comment."""
     import yaml
 
     text = ""
     for name, value in values.items():
-        # By way of JSON, so that paths become texts and tuples lists.
+        # JSON turns paths into texts and tuples into lists.
         plain = json.loads(json.dumps(value, default=str))
         text += "".join(f"# {line}\n" for line in comments.get(name, "").splitlines())
         text += yaml.safe_dump({name: plain}, default_flow_style=False, sort_keys=False, width=110)
     return text
 
 
-class _Given(NamedTuple):
-    """One setting as somebody wrote it: `where` is what a message calls it."""
+class _SettingValue(NamedTuple):
+    """One setting as the user wrote it; `where` names it in messages, such as its flag."""
 
     where: str
     key: str
     value: Any
 
 
-class _Loose(NamedTuple):
-    """A word of a command line that no flag takes.
+class _StrayWord(NamedTuple):
+    """A word of a command line that belongs to no flag.
 
-    `quoted` is the flag before it with all words up to the next flag as one, where that flag takes one.
+    `quoted` is the preceding flag with all words up to the next flag quoted as its value, if it takes one.
     """
 
     word: str
     quoted: str = ""
 
     def problem(self) -> str:
-        """What is wrong with it where no setting is left that is given without a flag."""
-        hint = f" Quote a value with spaces: {shortened(self.quoted, LONGEST_VALUE)}" if self.quoted else ""
+        """Return the message for a word that no positional setting takes."""
+        hint = f" Quote values with spaces: {shortened(self.quoted, LONGEST_VALUE)}" if self.quoted else ""
         return f"{shown(self.word)} stands alone: which flag does it belong to?{hint}"
 
 
-def _kinds(settings_type: type[Any]) -> dict[str, Any]:
-    """Type of each field, in order."""
+def _field_types(settings_type: type[Any]) -> dict[str, Any]:
+    """Return the type of each field, in order."""
     hints = get_type_hints(settings_type)
     return {item.name: hints[item.name] for item in dataclasses.fields(settings_type)}
 
 
 def _read_words(
-    argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str], problems: list[str]
-) -> list[_Given]:
-    """Take a command line apart."""
-    given: list[_Given] = []
-    loose: list[_Loose] = []
-    words, before = list(argv), None
+    argv: Sequence[str], field_types: Mapping[str, Any], positional: Sequence[str], problems: list[str]
+) -> list[_SettingValue]:
+    """Parse a command line."""
+    entries: list[_SettingValue] = []
+    stray_words: list[_StrayWord] = []
+    words, last_given = list(argv), None
     while words:
         word = words.pop(0)
         if word == "--":
-            loose += [_Loose(each) for each in words]
+            stray_words += [_StrayWord(each) for each in words]
             break
         if not _is_flag(word):
             following = itertools.takewhile(lambda word: not _is_flag(word), words)
-            loose.append(_Loose(word, _quoted(before, [word, *following], kinds)))
-            before = None
+            stray_words.append(_StrayWord(word, _quoted(last_given, [word, *following], field_types)))
+            last_given = None
             continue
-        before = None
+        last_given = None
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         key = name.lstrip("-").replace("-", "_")
-        is_negated = key not in kinds and kinds.get(key.removeprefix("no_")) is bool
+        is_negated = key not in field_types and field_types.get(key.removeprefix("no_")) is bool
         key = key.removeprefix("no_") if is_negated else key
-        meant = key
-        if key not in kinds:
-            meant, hint = suggest_setting(key, kinds, flag)
+        match = key
+        if key not in field_types:
+            match, hint = suggest_setting(key, field_types, flag)
             problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
-        kind = kinds.get(meant)
+        field_type = field_types.get(match)
         values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
-        if kind is None:
-            used = int(not positional)  # its value is not a second problem
-        elif kind is bool:
-            used = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
+        if field_type is None:
+            count = int(not positional)  # don't report the value as a second problem
+        elif field_type is bool:
+            count = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
         else:
-            used = len(values) if is_list_type(kind) else 1
+            count = len(values) if is_list_type(field_type) else 1
         if not equals:
-            del words[: min(used, len(values))]
-        if key not in kinds:
-            given += [_Given(name, meant, _MISNAMED)] if meant and meant not in _OWN_KINDS else []
-        elif kind is bool:
-            given.append(
-                _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else not is_negated)
+            del words[: min(count, len(values))]
+        if key not in field_types:
+            entries += [_SettingValue(name, match, _MISNAMED)] if match and match not in _COMMON_FLAGS else []
+        elif field_type is bool:
+            entries.append(
+                _SettingValue(
+                    name, key, _SWITCH.get(values[0].lower(), values[0]) if count else not is_negated
+                )
             )
-        elif is_list_type(kind):
-            earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
-            given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
+        elif is_list_type(field_type):
+            earlier = [entry.value for entry in entries if entry.key == key and isinstance(entry.value, list)]
+            entries.append(_SettingValue(name, key, [*(earlier[-1] if earlier else ()), *values]))
             if not values:
-                problems.append(f"{name} needs a value: {describe_type(kind)}")
+                problems.append(f"{name} needs a value: {describe_type(field_type)}")
         elif values:
-            given.append(before := _Given(name, key, values[0]))
+            entries.append(last_given := _SettingValue(name, key, values[0]))
         else:
-            problems.append(f"{name} needs a value: {describe_type(kind)}")
-    by_flag = {entry.key for entry in given}
+            problems.append(f"{name} needs a value: {describe_type(field_type)}")
+    by_flag = {entry.key for entry in entries}
     for key in positional:
-        if loose and key not in by_flag:
-            taken = loose[:] if is_list_type(kinds[key]) else loose[:1]
-            texts = [each.word for each in taken]
-            given.append(_Given(key.upper(), key, texts if is_list_type(kinds[key]) else texts[0]))
-            del loose[: len(taken)]
-    problems += [each.problem() for each in loose]
-    return given
+        if stray_words and key not in by_flag:
+            taken_words = stray_words[:] if is_list_type(field_types[key]) else stray_words[:1]
+            texts = [each.word for each in taken_words]
+            entries.append(
+                _SettingValue(key.upper(), key, texts if is_list_type(field_types[key]) else texts[0])
+            )
+            del stray_words[: len(taken_words)]
+    problems += [each.problem() for each in stray_words]
+    return entries
 
 
-def _quoted(before: _Given | None, words: Sequence[str], kinds: Mapping[str, Any]) -> str:
-    """A flag with its value and the words after it as one value; empty where its type has no such values."""
-    if before is None:
+def _quoted(last_given: _SettingValue | None, words: Sequence[str], field_types: Mapping[str, Any]) -> str:
+    """Return a flag with its value and the words after it quoted as one value; empty if that is invalid."""
+    if last_given is None:
         return ""
-    value = " ".join([before.value, *words])
+    value = " ".join([last_given.value, *words])
     with suppress(*CONVERSION_ERRORS):
-        convert_value(value, kinds[before.key])
-        return shlex.join([before.where, value])
+        convert_value(value, field_types[last_given.key])
+        return shlex.join([last_given.where, value])
     return ""
 
 
-def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]:
-    """A line for every setting of a command line that takes one value and is given different ones."""
+def _describe_repeated(entries: Sequence[_SettingValue], field_types: Mapping[str, Any]) -> list[str]:
+    """Return a line for every flag that takes one value and is given different ones."""
     values: dict[str, list[Any]] = {}
-    for entry in given:
-        if entry.key in kinds and entry.value is not _MISNAMED and not is_list_type(kinds[entry.key]):
+    for entry in entries:
+        if (
+            entry.key in field_types
+            and entry.value is not _MISNAMED
+            and not is_list_type(field_types[entry.key])
+        ):
             values.setdefault(entry.key, []).append(entry.value)
     return [
         f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
@@ -341,9 +350,9 @@ def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
+def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_SettingValue]:
     content = _read_bytes(path, problems)
-    return [] if content is None else _given_in(content, path, settings_type, problems)
+    return [] if content is None else _parse_document(content, path, settings_type, problems)
 
 
 def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
@@ -354,52 +363,55 @@ def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
         return None
 
 
-def _stored(
-    path: Path, settings_type: type[Any], named_again: Collection[str], problems: list[str], remedy: str = ""
-) -> list[_Given]:
-    """Settings of a file in a folder that may be somebody else's; see `prge.formats.stored_settings`.
+def _stored_settings(
+    path: Path, settings_type: type[Any], overridden: Collection[str], problems: list[str], remedy: str = ""
+) -> list[_SettingValue]:
+    """Read settings from a file in a folder that may come from another person (formats/stored_settings.py).
 
     Args:
-        path: of the file.
-        settings_type: of the settings.
-        named_again: settings that the user gives too, or that nobody reads.
-        problems: of the file, which this adds to.
-        remedy: instead of the flags to give again.
+        path: The file.
+        settings_type: Class of the settings.
+        overridden: Settings that the user overrides, or that are not read.
+        problems: Problems of the file are appended to this list.
+        remedy: Replaces the default remedy, which lists the flags to give again.
 
     Raises:
-        ConfigError: they are not the user's own, and others name places outside of the folder.
-        RunError: the folder holds a link that leads out of it.
+        ConfigError: The user's prge didn't write the settings, and one of them names a path outside of the
+            folder.
+        RunError: The folder holds a link that leads out of it.
     """
     check_links(path.parent)
     content = _read_bytes(path, problems)
-    given = [] if content is None else _given_in(content, path, settings_type, problems)
+    entries = [] if content is None else _parse_document(content, path, settings_type, problems)
     if content is None or is_own(content, path.name):
-        return given
-    kinds, outputs = _kinds(settings_type), output_settings(settings_type)
+        return entries
+    field_types, outputs = _field_types(settings_type), output_settings(settings_type)
     refused = {
         entry.key: texts
-        for entry in given
-        if entry.key not in named_again
-        and (contains_path_type(kinds[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
-        if (texts := [each for each in _words_of(entry.value) if isinstance(each, str) and each != "null"])
+        for entry in entries
+        if entry.key not in overridden
+        and (contains_path_type(field_types[entry.key]) or entry.key in PATH_LIKE_SETTINGS)
+        if (texts := [each for each in _as_list(entry.value) if isinstance(each, str) and each != "null"])
         and any(is_outside(path.parent, each, entry.key in outputs) for each in texts)
     }
     if refused:
-        again = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
+        flags = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
         raise ConfigError(
-            f"{path} names places outside of its folder, and isn't as your prge wrote it:",
+            f"{path} names paths outside of its folder and wasn't written by your prge:",
             [f"{key}: {', '.join(map(shown, texts))}" for key, texts in refused.items()],
-            remedy=remedy or f"where that is what you want, give them again: {again}",
+            remedy=remedy or f"if you trust these paths, give them again: {flags}",
             code="path-outside",
         )
-    return given
+    return entries
 
 
-def _words_of(value: Any) -> Sequence[Any]:
+def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _given_in(document: bytes, path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
+def _parse_document(
+    document: bytes, path: Path, settings_type: type[Any], problems: list[str]
+) -> list[_SettingValue]:
     try:
         content = parse_yaml(document)
     except DocumentError as error:
@@ -411,90 +423,95 @@ def _given_in(document: bytes, path: Path, settings_type: type[Any], problems: l
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
     current = getattr(settings_type, "current", dict)
-    return _given_by(current(content), str(path), _kinds(settings_type), problems)
+    return _parse_mapping(current(content), str(path), _field_types(settings_type), problems)
 
 
-def _given_by(
-    content: Mapping[Any, Any], where: str, kinds: Mapping[str, Any], problems: list[str]
-) -> list[_Given]:
-    given = []
+def _parse_mapping(
+    content: Mapping[Any, Any], where: str, field_types: Mapping[str, Any], problems: list[str]
+) -> list[_SettingValue]:
+    entries = []
     for key, value in content.items():
-        if key in kinds:
-            given.append(_Given(f"{where}: {key}", key, to_python_value(value)))
+        if key in field_types:
+            entries.append(_SettingValue(f"{where}: {key}", key, to_python_value(value)))
         else:
-            meant, hint = suggest_setting(str(key).replace("-", "_"), kinds, str)
+            match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
-            given += [_Given(where, meant, _MISNAMED)] if meant else []
-    return given
+            entries += [_SettingValue(where, match, _MISNAMED)] if match else []
+    return entries
 
 
-def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: list[str]) -> Sequence[_Given]:
-    """What is given, after the settings of the preset and the resumed folder that it names."""
-    named = {entry.key: str(entry.value) for entry in given if isinstance(entry.value, (str, Path))}
+def _with_stored(
+    settings_type: type[Any], entries: Sequence[_SettingValue], problems: list[str]
+) -> Sequence[_SettingValue]:
+    """Return the given settings after those of the preset and of the folder that they name."""
+    named = {entry.key: str(entry.value) for entry in entries if isinstance(entry.value, (str, Path))}
     if hasattr(settings_type, "PRESETS") and "preset" in named:
         known = {path.stem: path for path in sorted(settings_type.PRESETS.glob("*.yaml"))}
         if named["preset"] in known:
-            given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
+            entries = [*_read_file(known[named["preset"]], settings_type, problems), *entries]
         else:
-            near = closest_match(named["preset"], known, 0.6)
-            hint = f"; did you mean {near}?" if near else f", must be one of {', '.join(known)}"
+            similar = closest_match(named["preset"], known, 0.6)
+            hint = f"; did you mean {similar}?" if similar else f", must be one of {', '.join(known)}"
             problems.append(f"--preset is {shown(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
         kept = Path(named["folder"]) / settings_type.KEPT
-        again = {entry.key for entry in given}
-        given = [*(_stored(kept, settings_type, again, problems) if kept.is_file() else ()), *given]
+        overridden = {entry.key for entry in entries}
+        entries = [
+            *(_stored_settings(kept, settings_type, overridden, problems) if kept.is_file() else ()),
+            *entries,
+        ]
     if hasattr(settings_type, "STORED") and "resume" in named:
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
                 f"{folder} is no run: it has no {settings_type.STORED}",
-                remedy="give the folder of `--out`",
+                remedy="give the folder that `--out` named",
                 code="not-a-run",
             )
-        again = {"out", "resume", *(entry.key for entry in given)}
-        stored = _stored(folder / settings_type.STORED, settings_type, again, problems)
-        given = [*stored, *given, _Given("--resume", "out", str(folder))]
-    return given
+        overridden = {"out", "resume", *(entry.key for entry in entries)}
+        stored = _stored_settings(folder / settings_type.STORED, settings_type, overridden, problems)
+        entries = [*stored, *entries, _SettingValue("--resume", "out", str(folder))]
+    return entries
 
 
 def _build(
-    settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
+    settings_type: type[Settings], entries: Collection[_SettingValue], problems: list[str], prog: str
 ) -> Settings:
-    """Check every value against its field's type, tell all problems, make the object."""
-    kinds = _kinds(settings_type)
+    """Check all values against their fields' types and create the settings; report all problems at once."""
+    field_types = _field_types(settings_type)
     values: dict[str, Any] = {}
-    for entry in given:
+    for entry in entries:
         values.setdefault(entry.key, None)
         if entry.value is _MISNAMED:
             continue
-        if url := _url_in(entry, kinds[entry.key]):
+        if url := _url_in(entry, field_types[entry.key]):
             problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
-            values[entry.key] = convert_value(entry.value, kinds[entry.key])
+            values[entry.key] = convert_value(entry.value, field_types[entry.key])
         except CONVERSION_ERRORS:
             problems.append(
-                f"{entry.where} must be {describe_type(kinds[entry.key])}, not {shown(entry.value)}"
+                f"{entry.where} must be {describe_type(field_types[entry.key])}, not {shown(entry.value)}"
             )
-    # A list takes all words up to the next flag, one too that was meant for a setting without a flag.
-    taken = "".join(
-        f"; {entry.where} took {shown(entry.value[-1])}, too"
-        for entry in given
+    # A list takes all words up to the next flag, even a word that was meant for a positional setting.
+    last_words = "".join(
+        f"; {entry.where} took {shown(entry.value[-1])} as well"
+        for entry in entries
         if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
-        if os.path.exists(str(entry.value[-1]))  # of a word that no file can be called it is false
+        if os.path.exists(str(entry.value[-1]))  # false for words that no file can be named
     )
     problems += [
-        f"{flag(item.name)} is missing: {describe_type(kinds[item.name])}{taken}"
+        f"{flag(item.name)} is missing: {describe_type(field_types[item.name])}{last_words}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if is_required(item) and item.name not in values
     ]
-    chosen = {entry.key for entry in given if entry.value not in (None, "null", [])}
+    chosen = {entry.key for entry in entries if entry.value not in (None, "null", [])}
     for names in getattr(settings_type, "ONE_OF", ()):
-        given_of = [flag(name) for name in names if name in chosen]
-        if not given_of:
+        given_flags = [flag(name) for name in names if name in chosen]
+        if not given_flags:
             problems.append(f"{' or '.join(map(flag, names))} is missing")
-        elif len(given_of) > 1:
-            problems.append(f"{' and '.join(given_of)}: give one of them")
+        elif len(given_flags) > 1:
+            problems.append(f"{' and '.join(given_flags)}: give one of them")
     if not problems:
         settings = settings_type(**values)
         problems = bound_problems(settings)
@@ -509,20 +526,20 @@ def _build(
     )
 
 
-def _url_in(entry: _Given, kind: Any) -> str:
-    """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
+def _url_in(entry: _SettingValue, field_type: Any) -> str:
+    """Return the URL that was given instead of a path or a name of the hub; empty if there is none."""
     words = entry.value if isinstance(entry.value, list) else [entry.value]
     urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
-    return urls[0] if urls and (entry.key in PATH_LIKE_SETTINGS or contains_path_type(kind)) else ""
+    return urls[0] if urls and (entry.key in PATH_LIKE_SETTINGS or contains_path_type(field_type)) else ""
 
 
 def _instead_of(url: str, key: str) -> str:
-    """What to give in the place of a URL."""
+    """Return what to give instead of a URL."""
     if key in _OF_HUB and (page := _HUB_PAGE.match(url)):
         return f"give the hub's name, {page[1]}"
     if url.lower().startswith("file://"):
         return f"give the path, {url[7:]}"
-    return "nothing is read from one; download it, for example with curl -LO, and give the file"
+    return "prge doesn't read from URLs; download it, for example with curl -LO, and give the file"
 
 
 def _is_flag(word: str) -> bool:

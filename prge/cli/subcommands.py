@@ -1,4 +1,4 @@
-"""Verbs of a verb, such as `prge android push`: which one is meant, and the list of all."""
+"""Subcommands of a verb, such as `prge android push`, and their list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prge.cli.hints import verb_error
 
 @dataclass(frozen=True)
 class Action:
-    """What a verb does, and what does it."""
+    """A subcommand: its help and the function that runs it."""
 
     help: str
     main: Callable[[list[str]], int]
@@ -24,17 +24,17 @@ def run_action(
     about: str,
     check: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """Run the action that the first word names; without a word, or with --help, print them all.
+    """Run the subcommand that the first word names and return its exit code; list all if there is none.
 
     Args:
-        argv: the words after `prog`.
-        actions: by name.
-        prog: what the user typed before them, such as `prge android`.
-        about: a sentence for the list.
-        check: refuses an action before it runs.
+        argv: The words after `prog`.
+        actions: Subcommands by name.
+        prog: The words before them, such as `prge android`.
+        about: A text above the list.
+        check: Called with the name before the subcommand runs; may raise.
 
     Raises:
-        PrgeError: there is no such action.
+        PrgeError: There is no such subcommand.
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):

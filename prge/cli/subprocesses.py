@@ -1,4 +1,4 @@
-"""Other verbs of prge as steps of one: each in a process of its own, which ends with this one."""
+"""Running other verbs of prge as steps of a verb, each in a child process that ends with this one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from prge.formats.run_folder import LOCK, as_run_error, run_lock
 from prge.system.atomic import write_file
 from prge.system.parents import environment_of_child, python_command
 
-# For what a verb saves when it is told to stop, and when a terminal has told it.
-_SECONDS_TO_END, _SECONDS_TO_OBEY = 30.0, 3.0
+# Time for a verb to save its state after SIGTERM, and to react to the terminal's own SIGINT.
+_SECONDS_TO_END, _SECONDS_TO_INTERRUPT = 30.0, 3.0
 
 
 def run_verb(*words: object, quiet: bool = False) -> None:
-    """Run one verb; `quiet` shows errors alone.
+    """Run a verb in a child process; `quiet` shows only errors.
 
     Raises:
-        PrgeError: it ended with another code than 0; its own message is on the terminal.
-        KeyboardInterrupt: it was told to stop, be it by others than this process's terminal.
+        PrgeError: The verb failed; its own message is on the terminal.
+        KeyboardInterrupt: The verb was interrupted, by the terminal or by another process.
     """
     if not quiet:
         print(f"$ prge {shlex.join(map(str, words))}", flush=True)
@@ -38,14 +38,14 @@ def run_verb(*words: object, quiet: bool = False) -> None:
 
 
 def run_verb_here(main: Callable[[Sequence[str]], int], *words: object) -> None:
-    """Run one verb in this process, which has imported what it needs.
+    """Run a verb in this process, which has already imported what the verb needs.
 
     Args:
         main: `prge.cli.main`.
-        words: of the verb's command line.
+        words: The verb's command line.
 
     Raises:
-        PrgeError, KeyboardInterrupt: as `run_verb`.
+        PrgeError, KeyboardInterrupt: As `run_verb`.
     """
     print(f"$ prge {shlex.join(map(str, words))}", flush=True)
     code = main([*map(str, words)])
@@ -56,20 +56,20 @@ def run_verb_here(main: Callable[[Sequence[str]], int], *words: object) -> None:
 
 
 def output_of(*words: object, codes: Container[int] = (0,)) -> str:
-    """What one verb prints.
+    """Run a verb in a child process and return its standard output.
 
     Raises:
-        PrgeError: it ended with none of these codes; its own message is on the terminal.
+        PrgeError: The exit code is not one of `codes`; the verb's own message is on the terminal.
     """
     with started(*words, stdout=subprocess.PIPE, text=True) as child:
-        told = str(child.communicate()[0])
+        output = str(child.communicate()[0])
     if child.returncode not in codes:
         raise _failed(words, child.returncode)
-    return told
+    return output
 
 
 def exit_code_of(*words: object, **options: Any) -> int:
-    """Run one verb, by options as of `started`; returns its exit code."""
+    """Run a verb in a child process and return its exit code; `options` are as for `started`."""
     with started(*words, **options) as child:
         return child.wait()
 
@@ -78,12 +78,12 @@ def exit_code_of(*words: object, **options: Any) -> int:
 def started(
     *words: object, environment: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """A verb in a process of its own: told to stop where the block raises, killed when this process ends.
+    """Start a verb in a child process, which is terminated if the block raises or this process ends.
 
     Args:
-        words: of its command line.
-        environment: variables for it alone, where they aren't set.
-        options: of subprocess.Popen.
+        words: The verb's command line.
+        environment: Defaults of environment variables for the child alone.
+        options: Arguments of subprocess.Popen.
     """
     with subprocess.Popen(
         verb_command(*words), env={**(environment or {}), **environment_of_child()}, **options
@@ -91,9 +91,9 @@ def started(
         try:
             yield child
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):  # of which a terminal tells the child too
+            if isinstance(error, KeyboardInterrupt):  # the terminal sends SIGINT to the child, too
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(_SECONDS_TO_OBEY)
+                    child.wait(_SECONDS_TO_INTERRUPT)
             child.terminate()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_SECONDS_TO_END)
@@ -102,20 +102,20 @@ def started(
 
 
 def verb_command(*words: object) -> list[str]:
-    """The command line of a verb."""
+    """Return the command line that starts a verb."""
     return [*python_command(), "-m", "prge.cli.main", *map(str, words)]
 
 
 def write_verb_config(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:
-    """Words that start a verb with settings, which are written to a file that stays.
+    """Write settings of a verb to a YAML file and return the words that start the verb with it.
 
     Args:
-        verb: such as `run` or `android run`.
-        settings: of the verb, by their names; None leaves one out.
-        path: the YAML file; its folder is made.
+        verb: A verb, such as `run` or `android run`.
+        settings: Settings by name; None leaves a setting out.
+        path: The YAML file; its folder is created.
 
     Raises:
-        RunError: the file can't be written.
+        RunError: The file can't be written.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with as_run_error(path):
@@ -125,16 +125,16 @@ def write_verb_config(verb: str, settings: Mapping[str, Any], path: Path) -> lis
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a verb wrote with `--json`, or into a run folder."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    """Read a JSON object that a verb wrote."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def wait_until_free(run: Path, seconds: float = 10.0) -> None:
-    """Wait for the process that still holds a run folder, such as one that is just being killed.
+    """Wait until no process locks a run folder, such as a process that is being killed.
 
     Raises:
-        RunError: it holds it for longer.
+        RunError: The folder is still locked after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while (run / LOCK).exists():
@@ -150,6 +150,6 @@ def wait_until_free(run: Path, seconds: float = 10.0) -> None:
 def _failed(words: Sequence[object], code: int) -> PrgeError:
     return PrgeError(
         f"`prge {words[0]}` ended with code {code}",
-        remedy="its message is above; `prge doctor` may tell more",
+        remedy="see its message above; `prge doctor` may show what is missing",
         code="verb-failed",
     )

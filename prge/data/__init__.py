@@ -1,1 +1,1 @@
-"""From rows of a file to examples, and from scored examples to metrics: the same on every side."""
+"""Data: rows of files to examples, and metrics of scored examples; used by the exporter and the device."""

@@ -1,4 +1,4 @@
-"""Columns of rows: what they hold, which there are, and their names for a person to read."""
+"""Columns of rows: reading their values, and formatting their names for users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fields = Mapping[str, Any]
 
 
 class RowError(ValueError):
-    """Something about one row; the caller adds the row's number. `code` is as of every PrgeError."""
+    """A problem with one row, to which the caller adds the row's number; `code` is as for PrgeError."""
 
     def __init__(self, what: str, *, code: str = "") -> None:
         super().__init__(what)
@@ -22,7 +22,7 @@ class RowError(ValueError):
 
 
 def get_text(fields: Fields, column: str) -> str:
-    """A column's text; raises RowError where it is missing, or no text."""
+    """Return the text of a column; raises RowError if it is missing or not a text."""
     value = fields.get(column)
     if not isinstance(value, str):
         problem, code = (
@@ -33,7 +33,7 @@ def get_text(fields: Fields, column: str) -> str:
 
 
 def decode_column(column: str, value: Any, needed: str = "a list") -> Any:
-    """What a column holds, which in a table may be JSON text; raises RowError."""
+    """Return the value of a column, parsed if it is JSON in a text, as in tables; raises RowError."""
     if not isinstance(value, str):
         return value
     try:
@@ -45,21 +45,21 @@ def decode_column(column: str, value: Any, needed: str = "a list") -> Any:
 
 
 def present_columns(rows: Sequence[Row]) -> list[str]:
-    """Columns that some row has, in the order in which they come."""
+    """Return the columns that any row has, in the order of their first occurrence."""
     return list(dict.fromkeys(column for row in rows for column in row.fields))
 
 
 def format_column_names(columns: Collection[str]) -> str:
-    """Columns for a person to read."""
+    """Format the names of columns for users."""
     return printable(shortened(", ".join(map(str, columns)), LONGEST_COLUMNS)) or "none"
 
 
 def format_columns(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """Which columns were read, from which of the file, and which were not."""
+    """Format which columns are read, by which names of the file, and which are not read."""
     used = [column for column in present if column in read]
     names = [
         column if renamed.get(column, column) == column else f"{column} from {renamed[column]}"
         for column in used
     ]
-    left = [column for column in present if column not in used]
-    return format_column_names(names) + (f"; not read: {format_column_names(left)}" if left else "")
+    unread = [column for column in present if column not in used]
+    return format_column_names(names) + (f"; not read: {format_column_names(unread)}" if unread else "")

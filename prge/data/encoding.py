@@ -1,4 +1,4 @@
-"""Segments to token ids, with a mask of those that are trained on."""
+"""Tokenizes segments, with a mask of the tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from prge.data.segments import Segment, SegmentedText
 from prge.data.tokenization.tokenizer import Control, Ids, Tokenizer
 
 Mask = NDArray[np.bool_]
-# Behind every text.
+# A position after the end of every text.
 _FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids i32 [n] of a text, and which are trained on, bool [n].
+    """A tokenized text.
 
-    The first `begin` and the last `end` of them are special tokens that were added. `events` are for the
-    report.
+    Attributes:
+        ids: Token ids, int32 [n].
+        is_trained: Which tokens are trained on, bool [n].
+        begin: Number of special tokens that were added at the beginning.
+        end: Number of special tokens that were added at the end.
+        events: Events for the report.
     """
 
     ids: Ids
@@ -36,7 +40,7 @@ class EncodedText:
 
     @property
     def targets(self) -> NDArray[np.intp]:
-        """Indices of the tokens that are learnt, [m]; never the first one, which nothing predicts."""
+        """Indices [m] of the tokens that are trained on; never the first token, which nothing predicts."""
         return 1 + np.flatnonzero(self.is_trained[1:])
 
 
@@ -44,14 +48,16 @@ def encode(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
     """Tokenize a text.
 
     Raises:
-        RowError: a segment that is to be learnt has no tokens.
-        DataError: the library can't tokenize it.
+        RowError: A segment to train on has no tokens.
+        DataError: The text can't be tokenized.
     """
-    return _encode_apart(text, tokenizer) if text.boundary == "exact" else _encode_whole(text, tokenizer)
+    return (
+        _encode_separately(text, tokenizer) if text.boundary == "exact" else _encode_joined(text, tokenizer)
+    )
 
 
-def _encode_apart(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
-    """A context's tokens, and those of what follows it."""
+def _encode_separately(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
+    """Tokenize a context and the text after it separately, with an exact boundary."""
     *context, last = text.segments
     begin, events = len(tokenizer.begin), text.events
     if context:
@@ -65,10 +71,12 @@ def _encode_apart(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
         if not pair.exact:
             events += (INEXACT,)
     else:
-        # An encoder's text may begin with control tokens of its own.
-        doubled = text.special_tokens == "begin and end"
-        ids = tokenizer.ids(last.text, control=last.control, before=() if doubled else tokenizer.begin)
-        before, after = np.array(tokenizer.begin, np.int32), ids if doubled else ids[begin:]
+        # A text for an encoder may itself begin with control tokens.
+        keeps_control_tokens = text.special_tokens == "begin and end"
+        ids = tokenizer.ids(
+            last.text, control=last.control, before=() if keeps_control_tokens else tokenizer.begin
+        )
+        before, after = np.array(tokenizer.begin, np.int32), ids if keeps_control_tokens else ids[begin:]
     if last.is_trained and not len(after):
         raise RowError(f"its {last.name} is empty: there is nothing to learn from", code="answer-empty")
     end: tuple[int, ...] = ()
@@ -82,39 +90,41 @@ def _encode_apart(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
     return EncodedText(ids, is_trained, begin, len(end), events)
 
 
-def _encode_whole(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
-    """Tokens of all segments together, trained as their characters are."""
+def _encode_joined(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
+    """Tokenize all segments joined; a token is trained on if its characters are."""
     segments, events = text.segments, text.events
-    edges = [*accumulate((len(each.text) for each in segments), initial=0)]
-    spans = [edges[index : index + 2] for index, each in enumerate(segments) if each.is_trained and each.text]
+    bounds = [*accumulate((len(each.text) for each in segments), initial=0)]
+    spans = [
+        bounds[index : index + 2] for index, each in enumerate(segments) if each.is_trained and each.text
+    ]
     first, last = np.array([*spans, (_FAR, _FAR)], np.int64).T
     tokens, mask = array("i"), bytearray()
-    joined, control = "".join(each.text for each in segments), _joined_control(segments, edges, tokenizer)
-    for part in tokenizer.parts(joined, control=control):
-        start, end = part[:, 1], part[:, 2]
-        turn = np.searchsorted(first, start, side="right")
-        inside = (turn > 0) & (end <= last[turn - 1]) & (end > start)
-        straddles = (turn < len(first)) & (end > first[np.minimum(turn, len(first) - 1)])
+    joined, control = "".join(each.text for each in segments), _joined_control(segments, bounds, tokenizer)
+    for chunk in tokenizer.parts(joined, control=control):
+        start, end = chunk[:, 1], chunk[:, 2]
+        segment = np.searchsorted(first, start, side="right")
+        inside = (segment > 0) & (end <= last[segment - 1]) & (end > start)
+        straddles = (segment < len(first)) & (end > first[np.minimum(segment, len(first) - 1)])
         if text.boundary == "trained":
-            inside |= straddles | ((turn > 0) & (start < last[turn - 1]) & (end > start))
+            inside |= straddles | ((segment > 0) & (start < last[segment - 1]) & (end > start))
         elif straddles.any() and INEXACT not in events:
             events += (INEXACT,)
-        tokens.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
+        tokens.frombytes(np.ascontiguousarray(chunk[:, 0]).tobytes())
         mask += inside.tobytes()
-    # The template writes the special tokens itself.
+    # The chat template writes the special tokens itself.
     begin = int(tokens[:1].tolist() == [tokenizer.bos_id])
     return EncodedText(np.frombuffer(tokens, np.int32), np.frombuffer(mask, np.bool_), begin, 0, events)
 
 
 def _joined_control(segments: Sequence[Segment], edges: Sequence[int], tokenizer: Tokenizer) -> Control:
-    """The control tokens of all segments, by their places in the joined text."""
+    """Return which control tokens of the joined text are read as such, by their positions."""
     first = segments[0].control
     if isinstance(first, bool) and all(each.control is first for each in segments):
         return first
-    found: list[int] = []
+    positions: list[int] = []
     for edge, each in zip(edges, segments, strict=False):
-        written = each.control
-        if isinstance(written, bool):
-            written = tokenizer.control_at(each.text) if written else ()
-        found += [edge + at for at in written]
-    return found
+        positions_in_segment = each.control
+        if isinstance(positions_in_segment, bool):
+            positions_in_segment = tokenizer.control_at(each.text) if positions_in_segment else ()
+        positions += [edge + at for at in positions_in_segment]
+    return positions

@@ -1,17 +1,17 @@
-"""Rows of a data file to the examples of one bundle. Begin to read here.
+"""Builds the examples of a bundle from the rows of a data file. Start reading here.
 
 reader -> Row -> Texts or Candidates -> token ids and a mask -> sequences that fit -> Example
 
-readers/, sources.py   files, and what else a user names, to rows: a number and fields
-row_format.py          what all rows of a file are: of a task, or of a form by their columns
-segments.py            what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
-                       trained or not, and treated alike from here on
-forms/                 a file for each form of rows makes them: completions.py (text; prompt and completion),
+readers/, sources.py   read rows (a number and fields) from files, folders and data sets of the hub
+row_format.py          the format of all rows of a file: a task's, or a form that their columns determine
+segments.py            what a row becomes: `Texts` to train on, or `Candidates` to compare; both consist of
+                       segments that are trained on or are context
+forms/                 one file for each form of rows: completions.py (text; prompt and completion),
                        messages.py (messages, ShareGPT), instructions.py (Alpaca), preferences.py (pairs,
                        ratings), task_rows.py
-encoding.py            segments to token ids with a mask of those that are learnt, by tokenization/
-fitting.py             sequences that the bundle takes: whole, cut or split
-example_building.py    their targets, and what was done to which row for the report
+encoding.py            tokenizes segments, with a mask of the tokens that are trained on
+truncation.py          makes sequences fit the bundle: whole, cut or split
+example_building.py    adds the targets, and records for the report what was done to which row
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from prge.objectives.examples import Example
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate
 
-# Tokens of a candidate that an error spells.
+# Maximum number of a candidate's tokens that an error lists.
 SPELLED = 8
 _READ_AS: Mapping[ControlTokens, str] = {
     "special": CONTROL_READ,
@@ -65,7 +65,7 @@ def load_examples(
     *,
     training: bool = True,
 ) -> tuple[list[Example], DataReport]:
-    """Select rows of a source, by default all, and build their examples; a path is read as training rows."""
+    """Select rows of a source (default: all) and build their examples; a path is read as training rows."""
     if not isinstance(source, RowSource):
         source = read_source(source)
     chosen = select_rows(source.rows, selection or Selection())
@@ -93,18 +93,18 @@ def build_examples(
     renamed: Mapping[str, str] | None = None,
     chat: ChatTemplate | None = None,
 ) -> tuple[list[Example], DataReport]:
-    """Tokenize rows for a bundle.
+    """Build the examples of rows for a bundle, and a report.
 
     Args:
-        training: build a task of objective `completion` with its right candidate alone; an evaluation
-            (false) compares all candidates, in any number of sequences.
-        source: names the data in errors.
-        renamed: columns that have other names in the file, with these.
-        chat: renders rows of messages; None: the tokenizer's chat template, compiled for this call.
+        training: Build examples of a task with the objective `completion` from the correct candidate alone;
+            false for an evaluation, which compares all candidates.
+        source: Name of the data in errors.
+        renamed: The file's names of renamed columns.
+        chat: Chat template for rows of messages; None compiles the tokenizer's template for this call.
 
     Raises:
-        DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named,
-            with the code of the first.
+        DataError: Rows lack a column, hold an unknown label or nothing to learn, or don't fit. The error
+            lists all rows and has the code of the first.
     """
     if not rows:
         raise DataError(f"{source} can't be used", ["it has no rows"], code="rows-empty")
@@ -121,7 +121,7 @@ def build_examples(
         read=row_format.columns,
         unread=tuple(column for column in present if column not in row_format.columns),
     )
-    overflow = row_format.usual_overflow if options.overflow == "auto" else options.overflow
+    overflow = row_format.default_overflow if options.overflow == "auto" else options.overflow
     segmenter = Segmenter(tokenizer, options.append_eos, options.control_tokens, row_format.chat)
     fitter = SequenceFitter(tokenizer, model.sequence_length, overflow)
     builder = _Builder(row_format, segmenter, fitter, model, report)
@@ -139,10 +139,7 @@ def build_examples(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes the examples of rows; what became of them, and what is wrong with some, goes into the report.
-
-    `codes` are those of the rows that can't be used.
-    """
+    """Builds the examples of rows and fills the report; `codes` are the error codes of unusable rows."""
 
     row_format: RowFormat
     segmenter: Segmenter
@@ -152,12 +149,12 @@ class _Builder:
     codes: list[str] = field(default_factory=list)
 
     def build(self) -> list[Example]:
-        """The examples of all rows that can be used."""
+        """Return the examples of all usable rows."""
         examples: list[Example] = []
         rows, report = self.row_format.rows, self.report
         for row in rows:
             try:
-                examples += self._of_row(row)
+                examples += self._build_row(row)
             except RowError as problem:
                 report.unusable[row.number] = str(problem)
                 self.codes.append(problem.code)
@@ -173,13 +170,13 @@ class _Builder:
                 report.targets.append(len(sequence.targets))
         return examples
 
-    def _of_row(self, row: Row) -> list[Example]:
-        """The examples of a row; raises RowError or DataError, and then nothing of it is in the report."""
+    def _build_row(self, row: Row) -> list[Example]:
+        """Return the examples of a row; raises RowError or DataError before the report changes."""
         segmenter, report = self._segmenter_of(row), self.report
         segments = self.row_format.segments(segmenter, row)
         fitted = self.fitter.fit(segments)
         self._check_vocabulary(fitted.sequences)
-        examples = self._make(row.number, segments, fitted.sequences)
+        examples = self._make_examples(row.number, segments, fitted.sequences)
         events = (*segments.events, *fitted.events)
         tokenizer = segmenter.tokenizer
         written = tokenizer.count_control([row.fields.get(column) for column in self.row_format.columns])
@@ -191,37 +188,40 @@ class _Builder:
                 report.written.setdefault(event, Counter()).update(written)
         report.dropped += fitted.dropped
         if tokenizer.unknown_id is not None:
-            learnt = [each.ids[each.targets] for each in fitted.sequences]
-            report.unknown += int(np.count_nonzero(np.concatenate(learnt) == tokenizer.unknown_id))
+            trained_ids = [each.ids[each.targets] for each in fitted.sequences]
+            report.unknown += int(np.count_nonzero(np.concatenate(trained_ids) == tokenizer.unknown_id))
         if isinstance(segments, Candidates) and segments.class_name is not None:
             report.classes[segments.class_name] += 1
         is_cut = any(event in CUTS for event in events)
         return [replace(each, cut=is_cut, weight=segments.weight) for each in examples]
 
     def _segmenter_of(self, row: Row) -> Segmenter:
-        """What makes segments of a row, which may say itself where control tokens are such."""
-        own = row.fields.get(CONTROL_TOKENS) if CONTROL_TOKENS in self.row_format.columns else None
-        if own is None:
+        """Return the segmenter of a row, which may have its own setting for control tokens."""
+        setting = row.fields.get(CONTROL_TOKENS) if CONTROL_TOKENS in self.row_format.columns else None
+        if setting is None:
             return self.segmenter
-        if own not in get_args(ControlTokens):
+        if setting not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
             raise RowError(
-                f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}", code="control-tokens-unknown"
+                f"its {CONTROL_TOKENS} is {shown(setting)}, must be one of {known}",
+                code="control-tokens-unknown",
             )
-        return replace(self.segmenter, control_tokens=cast(ControlTokens, own))
+        return replace(self.segmenter, control_tokens=cast(ControlTokens, setting))
 
     def _check_vocabulary(self, sequences: Sequence[EncodedText]) -> None:
-        """Raise RowError if a token isn't the bundle's."""
+        """Raise RowError if a token is not in the bundle's vocabulary."""
         largest = max(int(np.max(each.ids, initial=0)) for each in sequences)
         if largest >= self.model.vocabulary_size:
             raise RowError(
-                f"has the token {self.segmenter.tokenizer.token(largest)!r} ({largest}), "
-                f"the bundle knows {self.model.vocabulary_size}: the tokenizer is not this bundle's",
+                f"it has the token {self.segmenter.tokenizer.token(largest)!r} ({largest}), "
+                f"the bundle has {self.model.vocabulary_size} tokens: the tokenizer is not this bundle's",
                 code="token-unknown",
             )
 
-    def _make(self, number: int, row: Texts | Candidates, sequences: Sequence[EncodedText]) -> list[Example]:
-        """Examples of sequences: of each where they are texts, else one that compares them."""
+    def _make_examples(
+        self, number: int, row: Texts | Candidates, sequences: Sequence[EncodedText]
+    ) -> list[Example]:
+        """Return an example for each sequence of texts, or one example that compares candidates."""
         if isinstance(row, Texts):
             return [Example(number, (_sequence(each),), 1, None, row.answers) for each in sequences]
         if shares_sequence(row, sequences):
@@ -231,22 +231,22 @@ class _Builder:
         return [Example(number, compared, row.count, row.label, row.answers, row.choices, liked=row.is_liked)]
 
     def _shared_sequence(self, row: Candidates, sequences: Sequence[EncodedText]) -> TokenSequence:
-        """The prompt of candidates of one token, with a target for each at its last token."""
+        """Return the prompt of candidates of one token each, with a target for each candidate at its end."""
         candidates = [each.ids[each.targets].tolist() for each in sequences]
         tokens = [token for (token,) in candidates]
         if len(set(tokens)) < len(tokens):
             raise RowError(
-                f"has two candidates that are one token: {self._spelled(row, candidates)}",
+                f"it has two candidates with the same token: {self._spelled(row, candidates)}",
                 code="candidates-alike",
             )
         prompt = tuple(sequences[0].ids[: sequences[0].targets[0]].tolist())
-        at = len(prompt) - 1
+        last = len(prompt) - 1
         return TokenSequence(
-            prompt, tuple(Target(at, token, 1.0, index) for index, token in enumerate(tokens))
+            prompt, tuple(Target(last, token, 1.0, index) for index, token in enumerate(tokens))
         )
 
     def _spelled(self, row: Candidates, candidates: Sequence[Sequence[int]]) -> str:
-        """Candidates with their tokens, for an error."""
+        """Format candidates with their tokens for an error."""
         texts = [text.segments[-1].text for text in row.texts]
         token = self.segmenter.tokenizer.token
         return ", ".join(
@@ -256,7 +256,7 @@ class _Builder:
 
 
 def _sequence(text: EncodedText, candidate: int = 0) -> TokenSequence:
-    """A sequence whose learnt tokens are targets of a candidate, with equal weights."""
+    """Return a sequence whose trained tokens are targets of a candidate, with equal weights."""
     tokens, targets = text.ids.tolist(), text.targets.tolist()
     return TokenSequence(
         tuple(tokens),
@@ -265,7 +265,7 @@ def _sequence(text: EncodedText, candidate: int = 0) -> TokenSequence:
 
 
 def _check_dropped(report: DataReport, source: str, limit: float | None) -> None:
-    """Raise DataError if more target tokens would be left out than the options allow."""
+    """Raise DataError if the share of dropped target tokens exceeds the limit."""
     share = report.dropped_share
     if limit is not None and share > limit:
         targets = report.dropped + sum(report.targets)
@@ -275,7 +275,7 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
                 f"{report.dropped} of {targets} don't fit rows of {report.sequence_length} tokens; "
                 f"--max-dropped is {limit:g}"
             ],
-            remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
-            "leave them out with a larger --max-dropped",
+            remedy="keep them with --overflow split or an export with a larger --sequence-length, or allow "
+            "dropping them with a larger --max-dropped",
             code="targets-dropped",
         )

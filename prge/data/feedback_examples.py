@@ -1,4 +1,4 @@
-"""Examples of feedback, one row at a time: a row that can't be learnt says why, and holds up no other row."""
+"""Builds examples from single rows of feedback; a row that can't be used doesn't affect other rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class UnlearnableError(DataError):
-    """A row of feedback that can't become an example; `problem` says why."""
+    """A row of feedback can't become an example; `problem` says why."""
 
     def __init__(self, problem: str, *, code: str) -> None:
         super().__init__(f"the feedback can't be learnt: {problem}", [], code=code)
@@ -29,35 +29,35 @@ class UnlearnableError(DataError):
 
 
 class FeedbackExamples:
-    """Builds the examples of single rows of feedback; used by one thread at a time.
+    """Builds the examples of single rows of feedback; not thread-safe.
 
-    The chat template runs in a child process that is forked here, so create this before an engine computes. A
-    row that ends the child, because its template takes too much time or memory, costs the next row a new one.
+    The chat template runs in a child process that is forked here, so create this object before an engine
+    computes. If a row ends the child by taking too much time or memory, the next row starts a new one.
 
     Args:
-        tokenizer: of this object alone.
-        model: of the bundle.
-        options: how rows become examples; the objective follows from the row.
+        tokenizer: A tokenizer that nothing else uses.
+        model: Specification of the bundle's model.
+        options: How rows become examples; the objective follows from the row.
 
     Raises:
-        BundleError: the tokenizer's chat template is damaged.
-        DataError: it has one, and jinja2 isn't installed.
+        BundleError: The tokenizer's chat template is damaged.
+        DataError: There is a chat template, and jinja2 isn't installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, model: ModelSpec, options: BuildOptions | None = None) -> None:
         self._tokenizer, self._model = tokenizer, model
         self._options = options or BuildOptions(overflow="auto")
-        self._chat = self._compiled()
+        self._chat = self._compile()
 
     def build(self, row: Fields, number: int = 1) -> list[Example]:
-        """The examples of a row: of what should be answered, or of a bad answer as one that is disliked.
+        """Return the examples of a row: a completion to learn, or a bad answer as a disliked one.
 
         Args:
-            row: of feedback, which anybody may have written.
-            number: that the examples have.
+            row: A row of feedback, which is untrusted.
+            number: Row number of the examples.
 
         Raises:
-            UnlearnableError: it can't be learnt.
+            UnlearnableError: The row can't become an example.
         """
         if problem := find_feedback_problem(row):
             raise UnlearnableError(problem, code="feedback-unsound")
@@ -65,7 +65,7 @@ class FeedbackExamples:
         rows, _ = rows_from_feedback([Row(number, row)], objective)
         options = replace(self._options, objective=objective, skip_unusable=False)
         try:
-            self._chat = self._chat or self._compiled()
+            self._chat = self._chat or self._compile()
             examples, _ = build_examples(
                 rows, self._tokenizer, self._model, None, options, source="feedback", chat=self._chat
             )
@@ -76,8 +76,8 @@ class FeedbackExamples:
             problems = [problem.removeprefix(f"row {rows[0].number}: ") for problem in error.problems]
             raise UnlearnableError(printable("; ".join(problems) or error.what), code=error.code) from None
         if not examples:
-            raise UnlearnableError("nothing of it is learnt by the chat template", code="nothing-to-learn")
+            raise UnlearnableError("the chat template renders nothing to train on", code="nothing-to-learn")
         return examples
 
-    def _compiled(self) -> ChatTemplate | None:
+    def _compile(self) -> ChatTemplate | None:
         return compile_chat_template(self._tokenizer, self._options.date)

@@ -1,4 +1,4 @@
-"""Measures of answers: accuracy, macro F1, exact match, token F1 and ROUGE of texts, perplexity."""
+"""Metrics: accuracy, macro F1, exact match, token F1 and ROUGE-L of texts, perplexity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def accuracy(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> float:
-    """Share of predictions that equal their label."""
+    """Return the share of predictions that equal their label."""
     _check(predictions, labels)
     return sum(prediction == label for prediction, label in zip(predictions, labels, strict=True)) / len(
         labels
@@ -22,7 +22,7 @@ def accuracy(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> flo
 
 
 def macro_f1(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> float:
-    """Mean of the F1 of each class that occurs among predictions or labels."""
+    """Return the mean F1 of the classes that occur among predictions or labels."""
     _check(predictions, labels)
     right = Counter(
         label for prediction, label in zip(predictions, labels, strict=True) if prediction == label
@@ -34,21 +34,21 @@ def macro_f1(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> flo
 
 
 def normalized_answer(text: str) -> str:
-    """Lower case, without punctuation and English articles, single spaces (SQuAD, arXiv 1606.05250)."""
+    """Normalize a text to lower case without punctuation and English articles (SQuAD, arXiv 1606.05250)."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction is one of the answers, both normalized (SQuAD, arXiv 1606.05250), else 0."""
+    """Return 1 if the normalized prediction is one of the answers (SQuAD, arXiv 1606.05250), else 0."""
     return float(normalized_answer(prediction) in map(normalized_answer, answers))
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """Highest F1 of shared words with one of the answers (SQuAD, arXiv 1606.05250), or 0."""
-    return max((_shared_words(prediction, answer) for answer in answers), default=0.0)
+    """Return the highest F1 of shared words with any answer (SQuAD, arXiv 1606.05250), or 0."""
+    return max((_token_f1(prediction, answer) for answer in answers), default=0.0)
 
 
-def _shared_words(prediction: str, answer: str) -> float:
+def _token_f1(prediction: str, answer: str) -> float:
     predicted, gold = normalized_answer(prediction).split(), normalized_answer(answer).split()
     if not predicted or not gold:
         return float(predicted == gold)
@@ -57,14 +57,14 @@ def _shared_words(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answers: Sequence[str]) -> float:
-    """Highest ROUGE-L with one of the answers, or 0 (Lin 2004, ROUGE, section 3).
+    """Return the highest ROUGE-L with any answer, or 0 (Lin 2004, ROUGE, section 3).
 
-    It is the F-measure of the longest common subsequence of lower-cased words, precision and recall alike.
+    ROUGE-L is the F1 of the longest common subsequence of lower-cased words.
     """
-    return max((_common_order(prediction, answer) for answer in answers), default=0.0)
+    return max((_rouge_l(prediction, answer) for answer in answers), default=0.0)
 
 
-def _common_order(prediction: str, answer: str) -> float:
+def _rouge_l(prediction: str, answer: str) -> float:
     predicted, gold = WORD.findall(prediction.lower()), WORD.findall(answer.lower())
     if not predicted or not gold:
         return float(predicted == gold)
@@ -72,26 +72,26 @@ def _common_order(prediction: str, answer: str) -> float:
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Length of the longest sequence that both have in this order, with anything between.
+    """Return the length of the longest common subsequence.
 
-    A row of the usual table is one integer, whose zeros are where the length grows (Hyyro 2004,
-    Bit-parallel LCS-length computation revisited): time is that of len(first) additions of len(second) bits.
+    A row of the usual table is stored as one integer, whose zero bits mark where the length grows (Hyyro
+    2004, Bit-parallel LCS-length computation revisited). Takes len(first) additions of len(second) bits.
     """
-    places: dict[Hashable, int] = {}
+    positions: dict[Hashable, int] = {}
     for index, element in enumerate(second):
-        places[element] = places.get(element, 0) | 1 << index
-    row = whole = (1 << len(second)) - 1
+        positions[element] = positions.get(element, 0) | 1 << index
+    row = all_ones = (1 << len(second)) - 1
     for element in first:
-        matches = row & places.get(element, 0)
-        row = ((row + matches) | (row - matches)) & whole
+        matches = row & positions.get(element, 0)
+        row = ((row + matches) | (row - matches)) & all_ones
     return len(second) - bin(row).count("1")
 
 
 def perplexity(losses: Sequence[float], counts: Sequence[int]) -> float:
-    """exp of the mean loss of a token, by the mean and the number of tokens of each text."""
+    """Return exp of the mean loss per token, from each text's mean loss and number of tokens."""
     _check(losses, counts)
     mean = math.fsum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    # Python's exp raises where a float overflows; an untrained model may get there.
+    # math.exp raises on overflow, which an untrained model may cause.
     return math.exp(mean) if mean < 709 else math.inf
 
 

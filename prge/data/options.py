@@ -1,4 +1,4 @@
-"""How rows become examples, as a user sets it."""
+"""Options for building examples from rows."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Overflow = Literal["auto", "error", "truncate", "split"]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How rows become examples."""
+    """Options for building examples from rows."""
 
     overflow: Overflow = "error"
-    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
-    texts and chats, truncate all else."""
+    """How to handle rows that are too long for the bundle: `error`, `truncate`, or `split` (not for
+    candidates); `auto` splits texts and chats and truncates all others."""
     append_eos: bool = True
-    """Learn an end-of-sequence token after texts, completions and answers, where the model has one and they
+    """Train on an end-of-sequence token after texts, completions and answers, if the model has one and they
     don't end with it."""
     max_dropped: float | None = None
-    """Largest share of target tokens that may be left out; None: any."""
+    """Largest share of target tokens that may be dropped; None for no limit."""
     skip_unusable: bool = False
-    """Leave out rows that can't be used, as long as there are others; the report has them."""
+    """Skip rows that can't be used, unless there are no others; the report lists them."""
     objective: ObjectiveName | None = None
-    """What is learnt of the rows; None: not of preferences, which are refused."""
+    """Objective of the training; None refuses rows of preferences."""
     date: str | None = None
-    """Day that a chat template takes for today, in ISO 8601; None: today."""
+    """Date that a chat template sees as today, in ISO 8601; None for the current date."""
     control_tokens: ControlTokens = "special"
-    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
-    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
+    """Where control tokens that are written in rows are read as such: `special`, in texts, prompts and
+    completions; `prompt`, in prompts only; `all`, also in messages; `text`, nowhere."""

@@ -1,4 +1,4 @@
-"""What the rows of a file are as a whole: of a task or of a form, and what is learnt of them."""
+"""The format of all rows of a file, a task's or a form, and the objective of their training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ if TYPE_CHECKING:
 class RowFormat:
     """How the rows of a file become segments.
 
-    `name` names what they are, `columns` are those that are read, `objective` is what is learnt of them.
-    `segments` makes segments of one of the `rows`; `usual_overflow` is what becomes of those that are too
-    long where the user leaves it open.
+    Attributes:
+        name: Name of the format for users.
+        columns: Columns that are read.
+        objective: Objective of the training.
+        default_overflow: How rows that are too long are handled unless the user sets it.
+        rows: The rows.
+        segments: Converts one of the rows to segments.
+        chat: The model's chat template, if the rows become messages.
     """
 
     name: str
     columns: tuple[str, ...]
     objective: ObjectiveName
-    usual_overflow: Overflow
+    default_overflow: Overflow
     rows: Sequence[Row]
     segments: Callable[[Segmenter, Row], Texts | Candidates]
     chat: ChatTemplate | None = None
@@ -45,10 +50,10 @@ class RowFormat:
 def task_format(
     rows: Sequence[Row], task: Task, model: ModelSpec, options: BuildOptions, training: bool, source: str
 ) -> RowFormat:
-    """How a task's rows become segments; in `training` of completions, the right candidate alone.
+    """Return the format of a task's rows; for `training` on completions, with only the correct candidate.
 
     Raises:
-        DataError: the rows lack columns, or the task doesn't fit the objective or the bundle.
+        DataError: The rows lack columns, or the task doesn't fit the objective or the bundle.
     """
     objective = options.objective
     if objective in (None, "auto"):
@@ -57,7 +62,7 @@ def task_format(
     if objective != task.objective and not is_known:
         raise DataError(
             f"{source} can't be used",
-            [f"--objective is {objective}, which the task {task.name} can't be learnt by"],
+            [f"--objective is {objective}, which doesn't fit the task {task.name}"],
             remedy="leave --objective out, or give rows of pairs or ratings without a task",
             code="objective-does-not-fit",
         )
@@ -73,10 +78,10 @@ def task_format(
         )
     problems = []
     if model.is_encoder and not task.classes:
-        problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
+        problems.append(f"an encoder predicts classes only; the task {task.name} has no label_words")
     if options.overflow == "split" and not task.is_completion:
         problems.append(
-            "overflow split is for texts, completions and messages: a prompt with candidates is one"
+            "overflow split is for texts, completions and messages; a prompt with candidates can't be split"
         )
     if problems:
         raise DataError(f"the task {task.name} doesn't fit the bundle", problems, code="task-does-not-fit")
@@ -94,18 +99,18 @@ def form_format(
     renamed: Mapping[str, str],
     chat: ChatTemplate | None,
 ) -> RowFormat:
-    """How rows become segments whose columns say what they are.
+    """Return the format of rows whose form follows from their columns.
 
-    `chat` is the model's compiled chat template; None: it is compiled if it is needed.
+    `chat` is the model's compiled chat template; None compiles it if it is needed.
 
     Raises:
-        DataError: the columns are of no form, or of one that doesn't fit the objective or the model.
-        BundleError: the chat template is damaged.
+        DataError: The columns match no form, or the form doesn't fit the objective or the model.
+        BundleError: The chat template is damaged.
     """
     if model.readout != "logprobs":
         raise DataError(
             f"{source} can't be used",
-            [f"the bundle's readout is {model.readout}: it compares classes, learns no texts"],
+            [f"the bundle's readout is {model.readout}: it can train on classes, not on texts"],
             remedy="give a task (a name or a task file)",
             code="bundle-learns-no-texts",
         )
@@ -114,8 +119,8 @@ def form_format(
     if chat is None and form.chat == "needs":
         raise DataError(
             f"{source} can't be used",
-            ["its rows are messages and the model has no chat template"],
-            remedy="export with --chat-template plain, take a chat model, or prompts and completions",
+            ["its rows are messages, but the model has no chat template"],
+            remedy="export with --chat-template plain, use a chat model, or give prompts and completions",
             code="chat-template-missing",
         )
     if chat is not None:
@@ -134,27 +139,27 @@ def form_format(
 
 
 def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveName:
-    """What is learnt of rows of a form; raises DataError where they don't fit the options."""
+    """Return the objective for rows of a form; raises DataError if they don't fit the options."""
     what = f"{source} can't be used"
     if form.prefers and options.objective is None:
         raise DataError(
             what,
-            [f"its rows are {form.name}, which `prge tune`, `prge run` and `prge eval` take alone"],
+            [f"its rows are {form.name}, which only `prge tune`, `prge run` and `prge eval` accept"],
             remedy="give rows of prompts and completions",
             code="rows-of-preferences",
         )
     try:
         objective = resolve_objective(options.objective or "auto", form.prefers)
     except ValueError as error:
-        remedy = "leave --objective out: the columns choose it"
+        remedy = "leave --objective out: it follows from the columns"
         raise DataError(
             what, [f"{error}; its rows are {form.name}"], remedy=remedy, code="objective-does-not-fit"
         ) from None
     if objective in PREFERENCES and options.overflow == "split":
         raise DataError(
             what,
-            [f"--overflow is split; a row of {form.name} is one"],
-            remedy="truncate them",
+            [f"--overflow is split, but a row of {form.name} can't be split"],
+            remedy="give --overflow truncate",
             code="overflow-does-not-fit",
         )
     return objective

@@ -1,4 +1,4 @@
-"""What became of a data file's rows, and one of them decoded, for a person to read before training."""
+"""The report on a data file's rows that users read before training, and the display of an example."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from prge.system.terminal import best_effort
 SHOWN_ROWS = 5
 SHOWN_TOKENS = 8
 
+# Events of rows. Their texts are keys of stored reports.
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
 TURN_INEXACT = "assistant turns that have a part of the generation prompt alone, learnt after that part"
 TURN_REFUSED = "assistant turns that the chat template refuses to end with, not learnt"
@@ -40,11 +41,11 @@ CONTROL_OF_MESSAGES = "control tokens written in messages, read as control token
 CONTROL = (CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES)
 CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
-# What KTO learns of labels that are all alike.
+# Warnings about ratings that are all equal.
 ONE_RATING = {
-    "true": "all labels are true: KTO raises these answers far above other ones, and nothing says what isn't "
-    "wanted; --objective completion learns them as they are",
-    "false": "all labels are false: KTO lowers these answers, and nothing says what to write instead",
+    "true": "all labels are true: KTO makes these answers far more likely without examples of what to avoid; "
+    "--objective completion trains on them directly",
+    "false": "all labels are false: KTO makes these answers less likely without examples of what to write",
 }
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
@@ -66,15 +67,28 @@ REMEDIES = {
 
 @dataclass
 class DataReport:
-    """What became of the rows, for a person to read before training.
+    """The report on the rows of a data file.
 
-    `kind` says what they are, `columns` which of theirs were read and which not, in words, `read` which a row
-    of this kind may have, `unread` which of theirs were not read, `objective` what is learnt of them;
-    `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
-    out; `written` are control tokens that are written in rows, by how they were read.
+    Attributes:
+        title: Source and format of the rows.
+        sequence_length: Longest sequence that the bundle takes.
+        columns: Text that says which columns are read.
+        objective: Objective of the training.
+        dropped: Target tokens that didn't fit.
+        rows: Number of usable rows.
+        examples: Number of examples.
+        lengths: Tokens of each sequence.
+        targets: Target tokens of each sequence.
+        unknown: Target tokens that the tokenizer can't spell.
+        classes: Number of rows of each class.
+        notes: Row numbers by event.
+        unusable: Problems of rows that were skipped, by row number.
+        read: Columns that rows of this format may have.
+        unread: Columns of the rows that are not read.
+        written: Control tokens that are written in rows, by event.
     """
 
-    kind: str
+    title: str
     sequence_length: int
     columns: str = ""
     objective: ObjectiveName = "completion"
@@ -92,18 +106,18 @@ class DataReport:
     written: dict[str, Counter[str]] = field(default_factory=dict)
 
     def note(self, event: str, row: int) -> None:
-        """Record that something was done to a row; once a row."""
+        """Record an event for a row, once for each row."""
         numbers = self.notes.setdefault(event, [])
         if numbers[-1:] != [row]:
             numbers.append(row)
 
     @property
     def dropped_share(self) -> float:
-        """Share of the target tokens that didn't fit."""
+        """The share of the target tokens that didn't fit."""
         return self.dropped / max(1, self.dropped + sum(self.targets))
 
     def counts(self) -> dict[str, Any]:
-        """What `text` tells, as counts, without a name of the user's."""
+        """Return the report as counts, without names of the user's files and columns."""
         return {
             "rows": self.rows,
             "examples": self.examples,
@@ -117,9 +131,9 @@ class DataReport:
         }
 
     def summary(self) -> str:
-        """A few lines: columns, lengths against the bundle's, learnt tokens, classes, cuts and their rows."""
+        """Return the report as text: columns, lengths, target tokens, classes, and events with their rows."""
         lines = [
-            f"{self.kind}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
+            f"{self.title}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
             f"  columns: {self.columns}",
             f"  tokens in a sequence: {min(self.lengths)} to {max(self.lengths)}, "
             f"mean {sum(self.lengths) / len(self.lengths):.1f}; the bundle takes {self.sequence_length}",
@@ -139,7 +153,7 @@ class DataReport:
         return visible("\n".join([*lines, *(f"  {line}" for line in self.events())]))
 
     def events(self) -> list[str]:
-        """What was done to rows, which, and what would keep them as they are, a line each."""
+        """Return a line for each event, with its rows and a remedy."""
         lines = [
             ONE_RATING[label] for label in self.classes if self.objective == "kto" and len(self.classes) == 1
         ]
@@ -147,24 +161,24 @@ class DataReport:
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
-            mend = f"; {REMEDIES[event]}" if event in REMEDIES else ""
-            counted = self._counted(event)
+            remedy = f"; {REMEDIES[event]}" if event in REMEDIES else ""
+            counts = self._control_counts(event)
             lines.append(
-                f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counted}{mend}"
+                f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counts}{remedy}"
             )
         return [visible(line) for line in lines]
 
-    def _counted(self, event: str) -> str:
-        """How often which control tokens are written in the rows of an event."""
+    def _control_counts(self, event: str) -> str:
+        """Return the counts of control tokens that are written in the rows of an event."""
         written = self.written.get(event, Counter()).most_common()
         more = ", ..." if len(written) > SHOWN_TOKENS else ""
         return "".join(f", {name} {count} times" for name, count in written[:SHOWN_TOKENS]) + more
 
 
 def warn_unread(report: DataReport) -> None:
-    """Print once which columns of rows aren't read, where nothing else of the report is printed."""
+    """Print the columns that are not read, for callers that don't print the report; once for each line."""
     if report.unread:
-        _print_once(f"{report.kind}: columns that are not read: {format_column_names(report.unread)}")
+        _print_once(f"{report.title}: columns that are not read: {format_column_names(report.unread)}")
 
 
 @cache
@@ -174,29 +188,29 @@ def _print_once(line: str) -> None:
 
 
 def unknown_note(unknown: int, targets: int) -> str:
-    """What a user should know of target tokens that the tokenizer can't spell."""
+    """Return a warning about target tokens that the tokenizer can't spell."""
     return (
         f"unknown: {unknown:,} of {targets:,} target tokens ({unknown / targets:.1%}) are characters that "
-        "the tokenizer lacks: where they are is learnt, not which; clean the rows or take another model"
+        "the tokenizer lacks: the model can't tell them apart; clean the rows or use another model"
     )
 
 
 def format_sample(example: Example, tokenizer: Tokenizer) -> str:
-    """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow."""
+    """Format an example: context as text, each target token in [brackets], candidates after an arrow."""
     lines = [f"row {example.row}"]
     for sequence in example.sequences:
-        pieces = tokenizer.pieces(sequence.tokens)
-        outside = []
+        token_texts = tokenizer.token_texts(sequence.tokens)
+        extra_targets = []
         for target in sequence.targets:
-            at = target.position + 1
-            if at < len(pieces) and sequence.tokens[at] == target.token:
-                pieces[at] = f"[{pieces[at]}]"
+            index = target.position + 1
+            if index < len(token_texts) and sequence.tokens[index] == target.token:
+                token_texts[index] = f"[{token_texts[index]}]"
             else:
                 right = " <- label" if target.candidate == example.label else ""
-                outside.append(f"[{tokenizer.token(target.token)}]{right}")
-        mine = {target.candidate for target in sequence.targets} == {example.label}
-        lines.append("  " + "".join(pieces) + (" <- label" if mine and not outside else ""))
-        lines += [f"    -> {line}" for line in outside]
+                extra_targets.append(f"[{tokenizer.token(target.token)}]{right}")
+        is_label = {target.candidate for target in sequence.targets} == {example.label}
+        lines.append("  " + "".join(token_texts) + (" <- label" if is_label and not extra_targets else ""))
+        lines += [f"    -> {line}" for line in extra_targets]
     if example.label is not None and not any(sequence.targets for sequence in example.sequences):
         lines.append(f"    -> class {example.label} of {example.candidates}")
     return visible("\n".join(lines))

@@ -1,6 +1,7 @@
-"""What rows become before they are tokenized: texts in segments, which are trained on or are context.
+"""Rows before tokenization: texts of segments, which are trained on or are context.
 
-A row is either `Texts`, an example each or several, or `Candidates`, whose scores one example compares.
+A row becomes either `Texts`, each of which gives one or several examples, or `Candidates`, whose scores one
+example compares.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a text, all of it trained on or none.
+    """A part of a text that is trained on as a whole, or not at all.
 
-    `control` says which control tokens that are written in it are read as such, as for `Tokenizer.ids`.
-    `name` names it in errors.
+    `control` says which control tokens that are written in the text are read as such, as for `Tokenizer.ids`.
+    `name` is used in errors.
     """
 
     text: str
@@ -34,17 +35,18 @@ class Segment:
 class SegmentedText:
     """The text of one sequence, and how it is tokenized.
 
-    `boundary` says what becomes of a token that would straddle the boundary of two segments:
+    `boundary` says how a token that would straddle the boundary of two segments is handled:
 
-    - `exact`: there is none, since the context is tokenized alone, as it is before an answer is generated.
-      Such a text is one segment, or a context and what is trained;
-    - `untrained`, `trained`: the text is tokenized as a whole, and a token that is partly trained counts so.
+    - `exact`: There is no such token, since the context is tokenized separately, as before generating an
+      answer. Such a text has one segment, or a context and a trained segment.
+    - `untrained`, `trained`: The text is tokenized as a whole, and a straddling token is treated so.
 
-    `special_tokens` are those that are added: none to what a chat template wrote, the model's `begin`, the
-    end-of-sequence token after it too, or an encoder's `begin` and `end`. `events` are for the report.
+    `special_tokens` are those to add: none for texts of a chat template, the model's `begin`, also the
+    end-of-sequence token, or an encoder's `begin` and `end`. `events` are for the report.
 
-    `divide` gives shorter texts that together have the same trained segments, given what says whether a text
-    fits; it raises DataError where the text can't be divided. None: it is divided between any two tokens.
+    `divide` splits the text into shorter texts with the same trained segments, given a function that says
+    whether a text fits. It raises DataError if the text can't be divided. If it is None, the text may be
+    split between any two tokens.
     """
 
     segments: tuple[Segment, ...]
@@ -56,9 +58,9 @@ class SegmentedText:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts whose trained segments are learnt, an example each or several.
+    """Texts to train on, each of which gives one or several examples.
 
-    `answers` are the gold texts of a task's row. `events` are for the report, `weight` multiplies the loss.
+    `answers` are the gold texts of a task's row. `events` are for the report. `weight` multiplies the loss.
     """
 
     texts: tuple[SegmentedText, ...]
@@ -69,17 +71,17 @@ class Texts:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Texts that begin alike, and whose trained segments are compared; or a text with classes to choose from.
+    """Texts with a common beginning whose trained segments are compared, or a text with classes.
 
-    `comparison` says what they are:
+    `comparison` says what is compared:
 
-    - `choices`: of a task's row, never cut; those of one token share a sequence;
-    - `answers`: of a preference, cut where half of the bundle is too short for them;
-    - `classes`: one text, none of it trained, for an encoder's head.
+    - `choices`: Choices of a task's row, which are never cut; choices of one token share a sequence.
+    - `answers`: Answers of a preference, which are cut if they need more than half of the bundle's length.
+    - `classes`: Classes of one untrained text, for an encoder's head.
 
-    `label` is the index of the right one, None where there is one text alone, or `is_liked` rates the first.
-    `choices` are the candidates as they are compared with the gold texts `answers`. `class_name` is counted
-    by the report, `events` and `weight` are as of `Texts`.
+    `label` is the index of the correct candidate; it is None if there is only one text, or if `is_liked`
+    rates the first. `choices` are the candidates as they are compared with the gold texts `answers`. The
+    report counts `class_name`. `events` and `weight` are as for `Texts`.
     """
 
     texts: tuple[SegmentedText, ...]
@@ -94,16 +96,19 @@ class Candidates:
 
     @property
     def count(self) -> int:
-        """Number of scores."""
+        """The number of scores."""
         return len(self.choices if self.comparison == "classes" else self.texts)
 
 
 @dataclass(frozen=True)
 class Segmenter:
-    """What turns rows into segments: the model's chat template, and where written control tokens are such.
+    """Converts texts of rows to segments.
 
-    `chat` is None where rows don't become messages. `append_eos`: an end-of-sequence token follows a text or
-    a completion that is learnt.
+    Attributes:
+        tokenizer: The model's tokenizer.
+        append_eos: Append an end-of-sequence token to a trained text or completion.
+        control_tokens: Where control tokens that are written in rows are read as such.
+        chat: The model's chat template; None if rows don't become messages.
     """
 
     tokenizer: Tokenizer
@@ -112,16 +117,18 @@ class Segmenter:
     chat: ChatTemplate | None = None
 
     def text(self, text: str, *, is_trained: bool = True) -> Segment:
-        """A whole text."""
+        """Return a whole text as a segment."""
         return Segment(text, is_trained, in_texts(self.control_tokens))
 
-    def completed(self, prompt: str, completion: str, name: str = "completion") -> tuple[Segment, Segment]:
-        """A prompt, and the completion that is learnt; `name` names it in errors."""
+    def prompt_and_completion(
+        self, prompt: str, completion: str, name: str = "completion"
+    ) -> tuple[Segment, Segment]:
+        """Return the segments of a prompt and of a trained completion, which errors call `name`."""
         return (
             Segment(prompt, False, in_prompts(self.control_tokens), "prompt"),
             Segment(completion, True, in_texts(self.control_tokens), name),
         )
 
-    def learnt(self, *segments: Segment) -> SegmentedText:
-        """A text that is learnt, with the end-of-sequence token after it."""
+    def trained_text(self, *segments: Segment) -> SegmentedText:
+        """Return a text to train on, with an end-of-sequence token if `append_eos` is set."""
         return SegmentedText(segments, special_tokens="begin and eos" if self.append_eos else "begin")

@@ -1,8 +1,9 @@
-"""What a user names as rows: files, a folder with a file for each part, or a data set of Hugging Face's hub.
+"""Reads the rows that a user names: files, a folder with a file for each part, or a data set of the hub.
 
-Several files are read one after another, such as the shards of a data set. A folder holds `train`, `valid`
-and `test` as files, as for MLX; a JSON file may hold lists of these names instead. A data set is named as on
-the hub, a configuration of it after a colon: `nyu-mll/glue:sst2`. A path that exists is never taken for one.
+Several files, such as the shards of a data set, are read one after another. A folder holds the files `train`,
+`valid` and `test`, as for MLX; a JSON file may hold lists with these names instead. A data set has its name
+on Hugging Face's hub, with a configuration after a colon: `nyu-mll/glue:sst2`. A path that exists is always
+read as a path.
 """
 
 from __future__ import annotations
@@ -45,20 +46,25 @@ from prge.formats.documents import DocumentError, parse_json
 from prge.objectives.preferences import ObjectiveName
 from prge.system.packages import install_extra_command
 
-# Columns that hold a list, or its JSON as a text where a file has no lists, as csv has none.
+# Columns that hold a list, or its JSON as a text in formats without lists, such as csv.
 _LISTS = ("messages", "conversations")
-# Columns that are both texts, or both messages.
-_ALIKE = (("chosen", "rejected"), ("prompt", "completion"))
+# Pairs of columns that are both texts or both messages.
+_PAIRED_COLUMNS = (("chosen", "rejected"), ("prompt", "completion"))
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?", re.ASCII)
-# Of the one question that tells whether the hub answers.
+# Timeout of the request that checks whether the hub is reachable.
 _SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows as they came: what to call them, what identifies them, and the file's names of renamed columns.
+    """Rows with their origin.
 
-    `told` says what became of feedback.
+    Attributes:
+        name: Name of the source for users.
+        rows: The rows.
+        sha256: Hash of the content.
+        renamed: The file's names of renamed columns.
+        feedback_summary: Summary of the conversion of feedback; empty for other rows.
     """
 
     name: str
@@ -76,24 +82,24 @@ def read_source(
     objective: ObjectiveName = "completion",
     task: Task | None = None,
 ) -> RowSource:
-    """Read the rows that a user names; feedback becomes rows to learn from.
+    """Read the rows that a user names, and convert feedback to rows for training.
 
     Args:
-        where: a file, a folder, or the name of a data set; or several files or folders.
-        part: which file of a folder, list of a JSON file, or split of a data set.
-        columns: words such as `prompt=question`, which call the file's column `question` `prompt`.
-        broken: as of `read_rows`.
-        objective: what feedback is to become rows of.
-        task: what says which columns are read; without one, the columns say what a row is.
+        where: A file, a folder, or the name of a data set; or several files or folders.
+        part: Which file of a folder, list of a JSON file, or split of a data set to read.
+        columns: Words such as `prompt=question`, which rename the file's column `question` to `prompt`.
+        broken: As for `read_rows`.
+        objective: Objective of the training, for the conversion of feedback.
+        task: Task whose columns are read; None if the form follows from the columns.
 
     Raises:
-        ConfigError: `columns` are no such words, or name columns that are not read.
-        DataError: there are no such rows or columns, they can't be read, or not offline.
+        ConfigError: `columns` is malformed, or names columns that are not read.
+        DataError: There are no such rows or columns, or they can't be read, for example without a network.
     """
     renamed = parse_columns(columns)
     paths = find_row_files(where, part)
-    source = _of_files(paths, part, broken) if paths else _of_hub(str(where), part)
-    _check_names(renamed, task, source)
+    source = _read_files(paths, part, broken) if paths else _read_hub(str(where), part)
+    _check_renamed(renamed, task, source)
     if renamed:
         present = present_columns(source.rows)
         if lacking := [column for column in renamed.values() if column not in present]:
@@ -106,12 +112,12 @@ def read_source(
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
         source = replace(source, rows=rows, renamed=renamed)
     if task is None:
-        source = _with_lists(source, broken)
-    return source if renamed else _learnable(source, broken, objective)
+        source = _parse_lists(source, broken)
+    return source if renamed else _convert_feedback(source, broken, objective)
 
 
 def describe_paths(where: Paths) -> str:
-    """What a user named as rows, for a person to read."""
+    """Format the names of rows for users."""
     paths = list_paths(where)
     if len(paths) < 3:
         return " and ".join(map(str, paths))
@@ -119,15 +125,15 @@ def describe_paths(where: Paths) -> str:
 
 
 def list_paths(where: Paths | str) -> list[Path]:
-    """What a user named as rows, one or several, as a list."""
+    """Return the paths that a user named as rows as a list."""
     return list(map(Path, where)) if isinstance(where, tuple) else [Path(where)]
 
 
 def find_row_files(where: Paths | str, part: Part) -> list[Path]:
-    """The files that hold the rows that a user names; none for a data set of the hub.
+    """Return the files with the rows that a user names; empty for a data set of the hub.
 
     Raises:
-        DataError: a folder has no file of the part, or several files are named of which one is not there.
+        DataError: A folder has no file of the part, or one of several named files doesn't exist.
     """
     paths = list_paths(where)
     if len(paths) == 1:
@@ -148,11 +154,11 @@ def find_row_files(where: Paths | str, part: Part) -> list[Path]:
     return [find_part_file(path, part) if path.is_dir() else path for path in paths]
 
 
-def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> RowSource:
-    """The rows of files, one after another; of several, every row's number and every problem names its file.
+def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> RowSource:
+    """Read the rows of files in order; with several files, row numbers and problems name the file.
 
     Raises:
-        DataError: as of `read_rows`; problems of all files are told at once.
+        DataError: As `read_rows`; the problems of all files are reported at once.
     """
     if len(paths) == 1:
         return RowSource(str(paths[0]), read_rows(paths[0], broken, part), file_sha256(paths[0]))
@@ -177,8 +183,8 @@ def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> Ro
     return RowSource(name, rows, digest.hexdigest())
 
 
-def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSource) -> None:
-    """Raise ConfigError where `--columns` gives a column a name that nothing reads."""
+def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSource) -> None:
+    """Raise ConfigError if `--columns` renames a column to a name that isn't read."""
     if task is not None:
         read = list(dict.fromkeys([*task.needed_columns(), *task.needed_columns(encoder=True)]))
         reader = f"the task {task.name}"
@@ -189,11 +195,11 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSourc
     for name, column in renamed.items():
         if name in read:
             continue
-        near = closest_match(name, read, 0.6)
-        hint = f"; did you mean {near}={column}?" if near else ""
+        similar = closest_match(name, read, 0.6)
+        hint = f"; did you mean {similar}={column}?" if similar else ""
         if column in read and name in present_columns(source.rows):
             hint = f"; did you mean {column}={name}?"
-        problems.append(f"{shown(name)} is no column that {reader} reads{hint}")
+        problems.append(f"{shown(name)} is not a column that {reader} reads{hint}")
     if problems:
         raise ConfigError(
             "--columns can't be used:",
@@ -203,17 +209,17 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSourc
         )
 
 
-def _with_lists(source: RowSource, broken: list[str] | None) -> RowSource:
-    """The same rows with the lists that some columns hold as JSON; raises DataError as `read_rows`."""
+def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
+    """Return the rows with JSON lists in columns parsed; raises DataError as `read_rows`."""
     problems: list[str] = [] if broken is None else broken
     rows = []
     for row in source.rows:
-        fields = _lists_read(row.fields)
+        fields = _with_parsed_lists(row.fields)
         texts = [name for name in _LISTS if isinstance(fields.get(name), str)]
-        if texts and not {*_ALIKE[0]} <= fields.keys():
+        if texts and not {*_PAIRED_COLUMNS[0]} <= fields.keys():
             problems.append(
-                f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is no list and "
-                "not the JSON of one: write it with json.dumps, or the rows as jsonl"
+                f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is neither a list nor "
+                "the JSON of one: write it with json.dumps, or the rows as jsonl"
             )
         else:
             rows.append(Row(row.number, fields))
@@ -227,24 +233,24 @@ def _with_lists(source: RowSource, broken: list[str] | None) -> RowSource:
     return replace(source, rows=rows)
 
 
-def _lists_read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row with the lists that some of its columns hold as JSON.
+def _with_parsed_lists(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with the JSON lists in its columns parsed.
 
-    Some columns are always lists. Others may be texts or messages: they are messages where all that belong
-    together are the JSON of messages.
+    Some columns are always lists. Others may be texts or messages: they are messages if all columns of a pair
+    are the JSON of messages.
     """
-    lists = {name: items for name in _LISTS if (items := _list_of(fields.get(name))) is not None}
-    for names in _ALIKE:
-        messages = {name: _messages_of(fields.get(name)) for name in names}
+    lists = {name: items for name in _LISTS if (items := _parse_list(fields.get(name))) is not None}
+    for names in _PAIRED_COLUMNS:
+        messages = {name: _parse_messages(fields.get(name)) for name in names}
         if all(messages.values()):
             lists |= {name: items for name, items in messages.items() if items is not None}
-    if "chosen" in lists and (prompt := _messages_of(fields.get("prompt"))):
+    if "chosen" in lists and (prompt := _parse_messages(fields.get("prompt"))):
         lists["prompt"] = prompt
     return {**fields, **lists} if lists else fields
 
 
-def _list_of(value: object) -> list[Any] | None:
-    """The list that a text is the JSON of; None where it is none."""
+def _parse_list(value: object) -> list[Any] | None:
+    """Parse a JSON list; returns None for any other value."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return None
     try:
@@ -254,13 +260,13 @@ def _list_of(value: object) -> list[Any] | None:
     return items if isinstance(items, list) else None
 
 
-def _messages_of(value: object) -> list[Any] | None:
-    items = _list_of(value)
+def _parse_messages(value: object) -> list[Any] | None:
+    items = _parse_list(value)
     return items if items and all(isinstance(each, dict) and "role" in each for each in items) else None
 
 
-def _learnable(source: RowSource, broken: list[str] | None, objective: ObjectiveName) -> RowSource:
-    """The same rows, or those that feedback becomes; raises DataError as `read_rows`."""
+def _convert_feedback(source: RowSource, broken: list[str] | None, objective: ObjectiveName) -> RowSource:
+    """Convert feedback to rows for training; other rows are unchanged. Raises DataError as `read_rows`."""
     rows = [row for row in source.rows if is_feedback(row.fields)]
     if not rows:
         return source
@@ -269,25 +275,25 @@ def _learnable(source: RowSource, broken: list[str] | None, objective: Objective
         raise DataError(
             what, ["it mixes feedback with other rows"], remedy="make a file of each", code="forms-mixed"
         )
-    found = {row.number: find_feedback_problem(row.fields) for row in rows}
+    row_problems = {row.number: find_feedback_problem(row.fields) for row in rows}
     problems: list[str] = [] if broken is None else broken
-    problems += [f"row {number}: {problem}" for number, problem in found.items() if problem]
-    made, told = rows_from_feedback([row for row in rows if not found[row.number]], objective)
-    if (problems and broken is None) or not made:
+    problems += [f"row {number}: {problem}" for number, problem in row_problems.items() if problem]
+    converted, summary = rows_from_feedback([row for row in rows if not row_problems[row.number]], objective)
+    if (problems and broken is None) or not converted:
         raise DataError(
             what,
-            problems or [f"no row is left to learn from: {told}"],
+            problems or [f"no row is left to train on: {summary}"],
             remedy="correct them",
             code="feedback-unsound" if problems else "rows-empty",
         )
-    return replace(source, rows=made, feedback_summary=told)
+    return replace(source, rows=converted, feedback_summary=summary)
 
 
 def find_row_file(where: Path | str, part: Part) -> Path | None:
-    """The file that holds the rows that a user names; None for a data set of the hub.
+    """Return the file with the rows that a user names; None for a data set of the hub.
 
     Raises:
-        DataError: a folder has none, or several.
+        DataError: A folder has no such file, or several.
     """
     path = Path(where)
     if path.is_dir():
@@ -296,12 +302,12 @@ def find_row_file(where: Path | str, part: Part) -> Path | None:
 
 
 def find_part_file(folder: Path, part: Part) -> Path:
-    """The file of a folder that holds a part's rows; raises DataError where it has none, or several."""
-    found = list_part_files(folder, part)
-    if len(found) == 1:
-        return found[0]
+    """Return the file of a folder with a part's rows; raises DataError if there is none, or several."""
+    files = list_part_files(folder, part)
+    if len(files) == 1:
+        return files[0]
     names = " or ".join(PART_NAMES[part])
-    problem = f"it has {', '.join(path.name for path in found)}" if found else "it has none"
+    problem = f"it has {', '.join(path.name for path in files)}" if files else "it has none"
     raise DataError(
         f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}",
         [problem],
@@ -311,15 +317,15 @@ def find_part_file(folder: Path, part: Part) -> Path:
 
 
 def list_part_files(folder: Path, part: Part) -> list[Path]:
-    """The files of a folder that may hold a part's rows; none where it is no folder."""
-    wanted = [folder / f"{name}{suffix}" for name in PART_NAMES[part] for suffix in FORMATS]
-    return [path for path in wanted if path.is_file()]
+    """Return the files of a folder that may hold a part's rows; empty if it isn't a folder."""
+    candidates = [folder / f"{name}{suffix}" for name in PART_NAMES[part] for suffix in FORMATS]
+    return [path for path in candidates if path.is_file()]
 
 
 def sources_with_part(where: Paths, part: Part) -> Paths | None:
-    """What of the named rows holds a part of its own: folders with its file, JSON files with its list.
+    """Return those of the named sources that hold a part: folders with its file, JSON files with its list.
 
-    None where there is nothing of the kind.
+    Returns None if there is none.
     """
     holding = tuple(
         path for path in list_paths(where) if list_part_files(path, part) or _has_list(path, part)
@@ -328,7 +334,7 @@ def sources_with_part(where: Paths, part: Part) -> Paths | None:
 
 
 def _has_list(path: Path, part: Part) -> bool:
-    """Whether a file of JSON has lists of several parts, of which this is one."""
+    """Whether a JSON file has lists of several parts, including this one."""
     if path.suffix.lower() not in (JSON, *LINES) or not path.is_file():
         return False
     lists = lists_of_parts(read_text(path), ALL_PART_NAMES)
@@ -336,7 +342,7 @@ def _has_list(path: Path, part: Part) -> bool:
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path is none that exists and may name a data set of the hub."""
+    """Whether a path doesn't exist and may be the name of a data set of the hub."""
     return (
         not path.exists()
         and path.suffix.lower() not in FORMATS
@@ -345,16 +351,16 @@ def is_hub_name(path: Path) -> bool:
 
 
 def hub_names(settings: object, names: Iterable[str]) -> list[str]:
-    """Which of these settings name a data set of the hub instead of paths."""
+    """Return those of the given settings that name a data set of the hub instead of paths."""
     paths = ((name, getattr(settings, name, None)) for name in names)
     return [name for name, path in paths if isinstance(path, Path) and is_hub_name(path)]
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
-    """Names of columns by words such as `prompt=question`; raises ConfigError."""
+    """Parse words such as `prompt=question` to new and old names of columns; raises ConfigError."""
     pairs = [word.partition("=") for word in words]
     problems = [
-        f"{shown(word)} is no pair of columns"
+        f"{shown(word)} is not a pair of columns"
         for word, (name, _, column) in zip(words, pairs, strict=True)
         if not name or not column
     ]
@@ -373,7 +379,7 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
 
 
 def _renamed(fields: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """The columns of a row by their new names; a column that had one of them before is not read any more."""
+    """Rename the columns of a row; a column that already had one of the new names is left out."""
     moved = {name: fields[column] for name, column in renamed.items() if column in fields}
     rest = {
         column: value
@@ -383,7 +389,7 @@ def _renamed(fields: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
     return {**moved, **rest}
 
 
-def _of_hub(name: str, part: Part) -> RowSource:
+def _read_hub(name: str, part: Part) -> RowSource:
     what = f"{name} can't be read as data"
     try:
         import datasets
@@ -401,7 +407,7 @@ def _of_hub(name: str, part: Part) -> RowSource:
     repository, _, configuration = name.partition(":")
     try:
         if not constants.HF_HUB_OFFLINE:
-            # One question, once: the library itself would try again and again.
+            # A single request, since the library itself would retry many times.
             HfApi().dataset_info(repository, timeout=_SECONDS)
         once = datasets.DownloadConfig(max_retries=0)
         splits = datasets.get_dataset_split_names(repository, configuration or None, download_config=once)
@@ -419,15 +425,15 @@ def _of_hub(name: str, part: Part) -> RowSource:
         ]
     except DataError:
         raise
-    except Exception as error:  # the library raises what its parts raise
+    except Exception as error:  # the library raises exceptions of many packages
         reason = (str(error).strip().splitlines() or [""])[0]
         raise DataError(
             what,
             [
-                "there is no such file or folder, and no such data set could be had: "
+                "there is no such file or folder, and the data set could not be loaded: "
                 f"{type(error).__name__}: {reason}"
             ],
-            remedy="check name and connection; HF_HUB_OFFLINE=1 takes a data set that was loaded before",
+            remedy="check name and connection; HF_HUB_OFFLINE=1 uses a data set that was loaded before",
             code="data-set-missing",
         ) from None
     content = json.dumps([json_fields(row.fields) for row in rows], sort_keys=True).encode()

@@ -1,10 +1,11 @@
-"""Texts and candidates to token sequences that a bundle takes: whole, cut, or split.
+"""Makes the token sequences of texts and candidates fit a bundle, by cutting or splitting them.
 
-texts        whole; or, as `overflow` says, divided as they say themselves, then between any two tokens; a
-             prompt loses its beginning, as in MeZO (arXiv 2305.17333)
-choices      the prompt loses its beginning, a choice is never cut
-answers      the prompt loses up to half of the bundle, then the answers their ends
-classes      the text loses its end
+texts        depending on `overflow`: divided between turns, then between any two tokens; a prompt is cut at
+its
+             beginning, as in MeZO (arXiv 2305.17333)
+choices      the prompt is cut at its beginning; a choice is never cut
+answers      the prompt is cut at its beginning, down to half of the bundle, then the answers at their ends
+classes      the text is cut at its end
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from prge.errors import DataError
 
 @dataclass(frozen=True)
 class FittedSequences:
-    """Sequences that fit a bundle, up to the last token that is learnt.
+    """Sequences that fit a bundle, up to the last token that is trained on.
 
-    `events` are what a report has of it, `dropped` target tokens were left out.
+    `events` are for the report. `dropped` is the number of target tokens that were left out.
     """
 
     sequences: tuple[EncodedText, ...]
@@ -52,18 +53,18 @@ class FittedSequences:
 
 @dataclass(frozen=True)
 class SequenceFitter:
-    """Makes the sequences of rows fit into `length` tokens; `overflow` is never `auto`."""
+    """Makes the sequences of rows fit `length` tokens; `overflow` is never `auto`."""
 
     tokenizer: Tokenizer
     length: int
     overflow: Overflow
 
     def fit(self, row: Texts | Candidates) -> FittedSequences:
-        """The token sequences of a row: of texts each a new example, of candidates all of one example.
+        """Return the token sequences of a row: one or several for each text or candidate.
 
         Raises:
-            RowError: there is nothing to learn, or it doesn't fit.
-            DataError: a text can't be tokenized.
+            RowError: The row doesn't fit, or has nothing to train on.
+            DataError: A text can't be tokenized.
         """
         if isinstance(row, Texts):
             return sum(map(self._fit_text, row.texts), FittedSequences(()))
@@ -71,22 +72,22 @@ class SequenceFitter:
             return self._fit_classified(encode(row.texts[0], self.tokenizer))
         return self._fit_candidates(row)
 
-    def _takes(self, text: EncodedText) -> bool:
-        """Whether a text fits up to its last token that is learnt."""
+    def _fits(self, text: EncodedText) -> bool:
+        """Whether a text fits up to its last token that is trained on."""
         return int(np.flatnonzero(text.is_trained).max(initial=-1)) < self.length
 
     def _fit_text(self, text: SegmentedText) -> FittedSequences:
         encoded = encode(text, self.tokenizer)
         _check_trained(encoded)
-        if len(text.segments) == 1 and encoded.end and not self._takes(encoded):
+        if len(text.segments) == 1 and encoded.end and not self._fits(encoded):
             bare = _without(encoded, slice(-encoded.end, None))
-            if self._takes(bare) and len(bare.targets):
+            if self._fits(bare) and len(bare.targets):
                 return self._windows(replace(bare, events=(NO_ROOM_FOR_END,)))
-        if text.divide is None or self.overflow == "error" or self._takes(encoded):
+        if text.divide is None or self.overflow == "error" or self._fits(encoded):
             return self._windows(encoded)
         try:
-            parts = text.divide(lambda part: self._takes(encode(part, self.tokenizer)))
-        except DataError:  # such as of a chat template that wants conversations whole
+            parts = text.divide(lambda part: self._fits(encode(part, self.tokenizer)))
+        except DataError:  # for example, the chat template refuses partial conversations
             parts = []
         divided = [part for each in parts if len((part := encode(each, self.tokenizer)).targets)]
         if not divided:
@@ -105,15 +106,15 @@ class SequenceFitter:
     def _windows(self, text: EncodedText) -> FittedSequences:
         """Cut or split a text between any two of its tokens.
 
-        Every target is in at most one window and keeps at least the token before it. A cut completion leaves
-        its prompt up to half of the bundle; a split text is learnt entirely.
+        Every target is in at most one window, with at least the token before it. If a completion is cut, its
+        prompt keeps up to half of the bundle's length; a split text is trained on completely.
         """
-        room, begin, mask, targets = self.length, text.begin, text.is_trained, text.targets
-        if self._takes(text):
+        length, begin, mask, targets = self.length, text.begin, text.is_trained, text.targets
+        if self._fits(text):
             return FittedSequences((_window(text, begin, targets),), text.events)
         if self.overflow == "error":
             raise RowError(
-                f"has {targets[-1] + 1} tokens, the bundle takes {room}: "
+                f"it has {targets[-1] + 1} tokens, the bundle takes {length}: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate or split",
                 code="row-too-long",
             )
@@ -122,14 +123,15 @@ class SequenceFitter:
         done, first = 0, 1
         while done < len(targets) and not (windows and self.overflow == "truncate"):
             first += int(mask[first:].argmax())
-            context = min(first, max(begin + 1, room // 2 if self.overflow == "truncate" else 0))
-            chosen = first + np.flatnonzero(mask[first : first + room - context])
+            context = min(first, max(begin + 1, length // 2 if self.overflow == "truncate" else 0))
+            chosen = first + np.flatnonzero(mask[first : first + length - context])
             if not len(chosen):
                 raise RowError(
-                    f"the bundle takes {room} tokens, too few to learn anything: export a longer one",
+                    f"the bundle takes {length} tokens, too few to train on: export with a larger "
+                    "--sequence-length",
                     code="bundle-too-short",
                 )
-            start = max(begin, int(chosen[-1]) + 1 - (room - begin))
+            start = max(begin, int(chosen[-1]) + 1 - (length - begin))
             if not windows and start > begin:
                 events.append(PROMPT_CUT)
             windows.append(_window(text, start, chosen))
@@ -141,31 +143,31 @@ class SequenceFitter:
         return FittedSequences(tuple(windows), tuple(events), len(targets) - done)
 
     def _fit_candidates(self, row: Candidates) -> FittedSequences:
-        """Cut the prompt of candidates alike for all of them, then answers that are still too long."""
+        """Cut the prompt of all candidates equally, then answers that are still too long."""
         texts = [encode(each, self.tokenizer) for each in row.texts]
         for each in texts:
             if row.comparison == "choices" and each.is_trained[0]:
-                raise RowError("has an empty prompt: nothing predicts its candidates", code="prompt-empty")
+                raise RowError("it has an empty prompt: nothing predicts its candidates", code="prompt-empty")
             _check_trained(each)
         context = min(int(each.is_trained.argmax()) for each in texts)
         after = 0 if shares_sequence(row, texts) else max(len(each.ids) for each in texts) - context
         excess = max(context + after - self.length, 0)
         if excess and self.overflow == "error" and row.comparison == "choices":
             raise RowError(
-                f"has a prompt of {context} tokens and {after} after it, the bundle takes {self.length}: "
+                f"it has a prompt of {context} tokens and {after} after it, the bundle takes {self.length}: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate",
                 code="row-too-long",
             )
-        most = max(context - texts[0].begin - 1, 0)
+        max_cut = max(context - texts[0].begin - 1, 0)
         if row.comparison == "answers":
-            most = min(most, max(context - self.length // 2, 0))
-        elif excess > most:
+            max_cut = min(max_cut, max(context - self.length // 2, 0))
+        elif excess > max_cut:
             raise RowError(
-                f"has a candidate of {after} tokens, the bundle takes {self.length}: "
+                f"it has a candidate of {after} tokens, the bundle takes {self.length}: "
                 "export with a larger --sequence-length",
                 code="candidate-too-long",
             )
-        cut = 0 if self.overflow == "error" else min(excess, most)
+        cut = 0 if self.overflow == "error" else min(excess, max_cut)
         texts = [_without(each, slice(each.begin, each.begin + cut)) for each in texts]
         if row.comparison == "answers":
             fitted = sum(map(self._windows, texts), FittedSequences(()))
@@ -175,18 +177,19 @@ class SequenceFitter:
         return replace(fitted, events=tuple(dict.fromkeys(events)))
 
     def _fit_classified(self, text: EncodedText) -> FittedSequences:
-        """Cut the end of an encoder's text, before the special tokens after it."""
+        """Cut the end of an encoder's text, before its final special tokens."""
         excess = len(text.ids) - self.length
         if excess <= 0:
             return FittedSequences((text,), text.events)
         if self.length <= text.begin + text.end:
             raise RowError(
-                f"the bundle takes {self.length} tokens, too few for any text: export a longer one",
+                f"the bundle takes {self.length} tokens, too few for any text: export with a larger "
+                "--sequence-length",
                 code="bundle-too-short",
             )
         if self.overflow != "truncate":
             raise RowError(
-                f"has {len(text.ids)} tokens, the bundle takes {self.length}: "
+                f"it has {len(text.ids)} tokens, the bundle takes {self.length}: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate",
                 code="row-too-long",
             )
@@ -195,18 +198,18 @@ class SequenceFitter:
 
 
 def shares_sequence(row: Candidates, texts: Sequence[EncodedText]) -> bool:
-    """Whether candidates are one token each, which all follow one sequence: that of their prompt."""
+    """Whether all candidates have one token and can share the sequence of their prompt."""
     return row.comparison == "choices" and all(len(each.targets) == 1 for each in texts)
 
 
 def _check_trained(text: EncodedText) -> None:
-    """Raise RowError where no token of a text is learnt, as where a chat template renders nothing."""
+    """Raise RowError if no token of a text is trained on, for example if a chat template renders nothing."""
     if not len(text.targets):
-        raise RowError(f"has {len(text.ids)} tokens and none to learn from", code="nothing-to-learn")
+        raise RowError(f"it has {len(text.ids)} tokens and none to train on", code="nothing-to-learn")
 
 
 def _window(text: EncodedText, start: int, targets: NDArray[np.intp]) -> EncodedText:
-    """The tokens from `start` to the last of the targets, after those that begin every sequence."""
+    """Return the tokens from `start` to the last target, after the special tokens at the beginning."""
     begin = text.begin
     ids = np.concatenate([text.ids[:begin], text.ids[start : targets[-1] + 1]])
     is_trained = np.zeros(len(ids), np.bool_)
@@ -214,6 +217,6 @@ def _window(text: EncodedText, start: int, targets: NDArray[np.intp]) -> Encoded
     return EncodedText(ids, is_trained, begin)
 
 
-def _without(text: EncodedText, gone: slice) -> EncodedText:
-    """A text without some of its tokens."""
-    return replace(text, ids=np.delete(text.ids, gone), is_trained=np.delete(text.is_trained, gone))
+def _without(text: EncodedText, removed: slice) -> EncodedText:
+    """Return a text without a slice of its tokens."""
+    return replace(text, ids=np.delete(text.ids, removed), is_trained=np.delete(text.is_trained, removed))

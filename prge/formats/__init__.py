@@ -1,1 +1,1 @@
-"""What lies on disk between the sides: bundles, adapters, journals, run folders; read within bounds."""
+"""Formats of the files that workstation and device share: bundles, adapters, journals, run folders."""

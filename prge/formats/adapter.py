@@ -1,9 +1,9 @@
-"""The trained adapter: the matrices of every module in one vector, and views of them.
+"""The trained adapter: the matrices of all modules in one vector, and views of them.
 
 values  [ module 0: rank x in | rank x out | module 1: ... ]    one float32 vector, in the model's order
-views   {"lora_b.<module>": [rank, out], ...}                   of it
+views   {"lora_b.<module>": [rank, out], ...}                   views of this vector
 
-LoRA-FA has no `rank x in`: its `lora_a` are constants of the bundle.
+LoRA-FA has no part `rank x in`: its `lora_a` are constants of the bundle.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from prge.model_spec import AdaptedModule, matrices
 
 
 class Adapter:
-    """The trained matrices of all modules in one float32 vector, `values`; `modules` gives its layout.
+    """The trained matrices of all modules in one float32 vector.
 
-    `lora_a`, f32 [rank, in] by module name as the bundle's programs take it, is there if it is trained, or
-    isn't the bundle's; an adapter of LoRA-FA with another writes text, and is neither trained nor scored.
+    Attributes:
+        modules: the adapted layers, which determine the layout of the vector.
+        values: the vector, f32 [size].
+        lora_a: f32 [rank, in] by module name, as the bundle's programs take it; None if it is the bundle's
+            own and frozen. A LoRA-FA adapter with another `lora_a` can generate text, but can't be trained or
+            scored.
 
     Raises:
         ValueError: `values` is not a contiguous float32 vector of the modules' total size.
@@ -42,38 +46,40 @@ class Adapter:
 
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
-        """The adapter that changes nothing."""
+        """Returns an adapter of zeros, which doesn't change the model's outputs."""
         return cls(modules, np.zeros(adapter_size(modules), np.float32))
 
     @property
     def size(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained values."""
         return len(self.values)
 
     @property
     def lora_b(self) -> dict[str, FloatArray]:
-        """Views [rank, out] into `values` by module name, always the same; writing to one writes to it."""
+        """Views of `values`, f32 [rank, out], by module name; writing to a view changes `values`."""
         return self._by_module("b")
 
     def copy(self) -> Adapter:
-        """An adapter with its own values."""
+        """Returns an adapter with a copy of the values."""
         return Adapter(self.modules, self.values.copy())
 
     def _by_module(self, letter: str) -> dict[str, FloatArray]:
         trained = matrices(self.modules)
-        return {each.module: self._matrices[each.name] for each in trained if each.letter == letter}
+        return {matrix.module: self._matrices[matrix.name] for matrix in trained if matrix.letter == letter}
 
 
 def adapter_size(modules: Sequence[AdaptedModule]) -> int:
-    """How many numbers the adapter of these modules trains."""
+    """Returns the number of trained values of an adapter for these modules."""
     return sum(matrix.size for matrix in matrices(modules))
 
 
 def views(modules: Sequence[AdaptedModule], values: FloatArray) -> dict[str, FloatArray]:
-    """Views [..., rank, width] of every trained matrix by name, into values [..., size]."""
-    found, start = {}, 0
+    """Returns views [..., rank, width] of values [..., size] for every trained matrix, by its name."""
+    matrix_views, start = {}, 0
     for matrix in matrices(modules):
         end = start + matrix.size
-        found[matrix.name] = values[..., start:end].reshape(*values.shape[:-1], matrix.rank, matrix.width)
+        matrix_views[matrix.name] = values[..., start:end].reshape(
+            *values.shape[:-1], matrix.rank, matrix.width
+        )
         start = end
-    return found
+    return matrix_views

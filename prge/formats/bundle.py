@@ -1,13 +1,14 @@
-"""Reading a bundle: the folder that an export writes and a device needs.
+"""Bundles: opening and checking the folder that an export writes and a device needs.
 
     manifest.json       chain, model, quantization, versions, verification, sha256 of every other file
-    programs/           a `.pte` for each type of block, without weights
-    weights/            a `.ptd` for each block
-    tables.safetensors  rotations of all positions, where the model has any
-    adapter/            the adapter to start from, a PEFT folder (lora_A and lora_B)
-    tokenizer/          tokenizer.json and, where the model has one, chat_template.jinja
+    programs/           a `.pte` file for each block type, without weights
+    weights/            a `.ptd` file for each block
+    tables.safetensors  rotary embeddings of all positions, if the model has any
+    adapter/            the adapter that training starts from, a PEFT folder (lora_A and lora_B)
+    tokenizer/          tokenizer.json, and chat_template.jinja if the model has a chat template
 
-Nothing of a bundle is loaded before its hash is compared. Hashes tell damage, not who wrote its programs.
+No file of a bundle is loaded before its hash is compared. Hashes detect damage; they don't prove who wrote a
+bundle.
 """
 
 from __future__ import annotations
@@ -38,42 +39,42 @@ _READ = (FORMAT_3, FORMAT)
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its files have the hashes that its manifest names; weights are not read yet."""
+    """An opened bundle, whose files match the hashes in its manifest; weights aren't read or compared yet."""
 
     folder: Path
     manifest: Mapping[str, Any]
     chain: Chain
 
     def file(self, name: str) -> Path:
-        """One of the manifest's files."""
+        """Returns the path of a file of the manifest."""
         return self.folder / name
 
     def hash_of(self, name: str) -> str:
-        """SHA-256 of one of the manifest's files."""
+        """Returns the SHA-256 of a file of the manifest."""
         return str(self.manifest["files"][name]["sha256"])
 
     @property
     def pooling(self) -> str | None:
-        """How an encoder's states become one vector; None for a decoder's."""
+        """How an encoder pools its hidden states; None for a decoder."""
         return self.chain.pooling if self.chain.is_encoder else None
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Classes of the checkpoint's own head, which lies beside the adapter; none without such a head."""
+        """Class names of the checkpoint's own head, which is in the adapter's folder; may be empty."""
         block = self.manifest.get("head")
         labels = block.get("labels") if isinstance(block, Mapping) else None
         return tuple(map(str, labels)) if isinstance(labels, list) else ()
 
     @property
     def quantization(self) -> str | None:
-        """The scheme of the frozen weights; None for float32."""
+        """Quantization scheme of the frozen weights; None for float32."""
         block = self.manifest.get("quantization")
         scheme = block.get("scheme") if isinstance(block, Mapping) else None
         return None if scheme in (None, "fp32") else str(scheme)
 
     @property
     def description(self) -> dict[str, Any]:
-        """What run.json says of the bundle that a run trains: hashes, model, quantization."""
+        """Hash, model and quantization, as the run.json of a run describes its bundle."""
         return {
             "bundle": self.sha256,
             "model": self.manifest.get("model"),
@@ -92,12 +93,12 @@ class Bundle:
 
     @property
     def sha256(self) -> str:
-        """Hash of the manifest, and through it of every file: what a run was made with."""
+        """Hash of the manifest, which identifies the bundle: the manifest has the hashes of all files."""
         return str(self.manifest["manifest_sha256"])
 
 
 def file_sha256(path: Path) -> str:
-    """Lowercase hexadecimal SHA-256 of a file's bytes."""
+    """Returns the SHA-256 of a file in lowercase hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -106,16 +107,17 @@ def file_sha256(path: Path) -> str:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Hash of a manifest's content, its own hash left out, independent of key order and white space."""
+    """Returns the hash of a manifest without its own hash, independent of key order and white space."""
     content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check `manifest.json`: format number and own hash, not yet the files.
+    """Read `manifest.json` and check its format and its own hash, but not the files.
 
     Raises:
-        BundleError: missing, not JSON, of another format, or changed since it was written.
+        BundleError: the manifest is missing, isn't JSON, has another format, or was changed after it was
+            written.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -147,14 +149,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def open_bundle(folder: Path | str) -> Bundle:
-    """Open a bundle after comparing its files with the manifest.
+    """Open a bundle, after comparing its files with the manifest.
 
-    The hashes of its weights are compared when an engine takes them.
+    The hashes of weights files are compared when an engine loads them.
+
+    Args:
+        folder: folder of the bundle, or of a tuning.
 
     Raises:
-        BundleError: the manifest is unusable; a file is missing, changed, outside the folder, or in the place
-            of one that is read and not in the manifest.
-        RunError: it is the folder of a tuning that has no bundle yet.
+        BundleError: the manifest is invalid; or a file is missing, changed, outside of the folder, or would
+            be read without being in the manifest.
+        RunError: the folder is that of a tuning that has no bundle yet.
     """
     folder = resolve_bundle(Path(folder))
     manifest = read_manifest(folder)
@@ -174,14 +179,14 @@ def open_bundle(folder: Path | str) -> Bundle:
 
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
-    """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
+    """Read the chain of a manifest; raises BundleError if it is invalid or one of its files isn't listed."""
     block = manifest.get("chain")
     chain = Chain.from_json(chain_of_format_3(block) if manifest["format"] == FORMAT_3 else block)
     needed = {program.file for program in chain.programs} | {block.weights for block in chain.blocks}
     needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
-            f"{folder / MANIFEST} lists no {shown(missing[0])}",
+            f"{folder / MANIFEST} doesn't list {shown(missing[0])}",
             remedy="copy or export the bundle again",
             code="manifest-lacks-file",
         )
@@ -189,7 +194,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
 
 
 def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
-    """Refuse files that a reader could take for the bundle's and whose hash nobody knows."""
+    """Raise BundleError if the folder of the adapter or the tokenizer has a file that the manifest lacks."""
     for name in (ADAPTER, TOKENIZER):
         for path in sorted((folder / name).glob("[!.]*")):
             if f"{name}/{path.name}" not in files:
@@ -201,10 +206,10 @@ def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bool = True) -> None:
-    """Compare one file with what the manifest says of it; without `by_hash` its place and size alone.
+    """Compare a file with its manifest entry: path, size and, with `by_hash`, hash.
 
     Raises:
-        BundleError: missing, a link, outside the folder, or of another size or hash.
+        BundleError: the file is missing, a link, outside of the folder, or has another size or hash.
     """
     entry = manifest["files"][name]
     relative = PurePosixPath(name)
@@ -216,7 +221,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
         )
     if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
         raise BundleError(
-            f"{folder / MANIFEST} says neither size nor hash of {name}",
+            f"{folder / MANIFEST} has no size or no hash of {name}",
             remedy="export the bundle again",
             code="manifest-lacks-hash",
         )
@@ -250,7 +255,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
 
 
 def check_content(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
-    """Compare a file's hash with the manifest's; raises BundleError if it is another file."""
+    """Compare a file's hash with the manifest's; raises BundleError if they differ."""
     path = folder / name
     if file_sha256(path) != manifest["files"][name]["sha256"]:
         raise BundleError(

@@ -1,11 +1,13 @@
-"""A model as a chain: its blocks in order, and the programs that compute them.
+"""The chain of a model: its blocks in order, and the programs that compute them.
 
-    embedding   tokens -> state        block   state -> state        head   state -> parts
+    embedding   tokens -> hidden states        block   hidden states -> hidden states
+    head        hidden states -> logits of the targets and sums of exponentials
 
-A program has a method for each of its roles; prge/formats/signatures.py says what these take and return.
-Shared values go from the block that makes them to several others. A decoder's head is one or more blocks of
-one program, each with a shard of the vocabulary. `table.<n>` are a block's tables, `shared_in.<n>` and `shared_out.<n>` the
-shared values that it takes and gives, and `<n>` of an adapter's inputs counts the block's adapted modules.
+A program has a method for each of its roles; prge/formats/signatures.py defines their inputs and outputs.
+Shared values are computed by one block and used by several others. A decoder's output head consists of one or
+more blocks of one program, each with a vocabulary shard. Input and output names: `table.<n>` are a block's
+tables, `shared_in.<n>` and `shared_out.<n>` the shared values that it uses and computes, and the `<n>` of
+adapter inputs is the index of the adapted module in the block.
 """
 
 from __future__ import annotations
@@ -42,43 +44,51 @@ from prge.formats.signatures import (
 from prge.model_spec import LARGEST_SIZE, AdaptedModule, ModelSpec
 
 TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
-# Those with a tensor in the tables file.
+# Types of tables with a tensor in the tables file.
 STORED_TABLES = ("rotary", "relative")
-# Of a checkpoint's own head each token has what its last layer reads.
+# Pooling of a checkpoint's own head: for each token, the input of the head's last layer.
 OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
 TABLE, SHARED_IN, SHARED_OUT = "table.", "shared_in.", "shared_out."
 _PAST = (PAST_KEYS, PAST_VALUES)
 _MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
-# Values that a block saves: a few of its own, and one for each adapted module.
+# Residuals of a block: a few for the block itself, and one for each adapted module.
 _MOST_RESIDUALS = 256
-# Things that a block carries from call to call: two of a layer, of which a block may have several.
+# Recurrent states of a block: two per layer, of which a block may have several.
 _MOST_RECURRENT_STATES = 64
 _MOST_AXES = 8
 _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
-# Of what is wrong with a chain: one mistake can show in every block.
-_SHOWN = 8
-# torch.export takes a size of 1 for another program.
+# Most problems that an error lists: one mistake can cause a problem in every block.
+_MAX_PROBLEMS = 8
+# torch.export specializes programs for a size of 1.
 FEWEST_TOKENS = 2
-# Of a batch in one call, and of a row with as many queries as short ones have, or of a chunk of a long one.
-MOST_WHOLE_TOKENS, _SHORT = 512, 256
-# Of a call of blocks with a recurrence: its products take time by the square of tokens, or by the cube.
+# Most tokens of a batch in one call; and the chunk size of longer rows, up to which all queries fit.
+MOST_WHOLE_TOKENS, _CHUNK = 512, 256
+# Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the chunk.
 RECURRENT_CHUNK = 128
-# Scores of all heads of a chunk of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
-# takes longer for each.
-_MOST_SCORES, _SHORTEST_CHUNK = 1 << 21, 64
-# What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
-# overflows.
+# Most attention scores of a chunk, all heads together: 8 MB, of which a backward pass holds several tensors.
+# Chunks of fewer than 64 tokens take longer per token.
+_MAX_SCORES, _MIN_CHUNK = 1 << 21, 64
+# Value that masks add to the scores of hidden tokens: the exponential of its sum with any score is exactly 0
+# in float32, and no sum overflows.
 MASKED = -3e4
 _REMEDY = "export the bundle again with this version of prge"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most of each size in one call of a method; `states` is of a decoder's head.
+    """Upper bounds of the sizes in one call of a method.
 
-    A row has up to `tokens`. One of more than `chunk` passes the blocks in chunks; 0 stands for `tokens`.
+    Attributes:
+        copies: copies of the adapter.
+        batch: rows in a batch.
+        queries: directions.
+        tokens: tokens of a row.
+        states: hidden states in a call of a decoder's output head.
+        sequences: sequences in text generation.
+        context: tokens of a sequence in text generation.
+        chunk: tokens in a call; longer rows are computed in chunks. 0 stands for `tokens`.
     """
 
     copies: int = 8
@@ -98,17 +108,23 @@ class Bounds:
     def for_rows(
         cls, tokens: int, context: int = 0, is_encoder: bool = False, recurs: bool = False
     ) -> Bounds:
-        """What is usual for rows of so many tokens, and texts of `context`.
+        """Returns the default bounds.
 
-        Memory is planned for a call of all bounds at once. An encoder's rows are whole: their tokens look at
-        those behind. Blocks with a recurrence take shorter chunks.
+        Programs plan their memory for a call in which all sizes are at their bounds.
+
+        Args:
+            tokens: most tokens of a row.
+            context: most tokens of a sequence in text generation.
+            is_encoder: whether the model is an encoder, whose rows can't be chunked because tokens attend to
+                later ones.
+            recurs: whether blocks have a recurrence, which needs shorter chunks.
         """
-        chunk = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _SHORT
+        chunk = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _CHUNK
         chunk = min(chunk, RECURRENT_CHUNK) if recurs else chunk
         return cls(
-            # Programs are traced, and verified, with 2 rows.
+            # Programs are traced and verified with 2 rows.
             batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // chunk)),
-            queries=cls.queries if chunk <= _SHORT else cls.queries // 2,
+            queries=cls.queries if chunk <= _CHUNK else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
             chunk=chunk,
@@ -116,38 +132,38 @@ class Bounds:
 
     @property
     def per_call(self) -> Bounds:
-        """The same with the tokens that pass a block together."""
+        """The bounds with `tokens` set to the tokens in one call, `chunk`."""
         return replace(self, tokens=self.chunk)
 
     def chunks(self, length: int, heads: int) -> Iterator[slice]:
-        """The chunks of a row of so many tokens: shorter ones where a token has more scores before it.
+        """Yields the chunks of a row; chunks get shorter as the number of earlier tokens grows.
 
         Args:
-            length: of the row.
-            heads: of queries; 0 where a block has no attention.
+            length: tokens of the row.
+            heads: attention heads; 0 if a block has no attention.
         """
         start = 0
         while start < length:
             size = self.chunk
-            while size > _SHORTEST_CHUNK and heads * size * (start + size) > _MOST_SCORES:
+            while size > _MIN_CHUNK and heads * size * (start + size) > _MAX_SCORES:
                 size //= 2
             if length - start - size == 1:
-                # No chunk has one token alone.
+                # The last chunk must not have a single token.
                 size -= 1
             yield slice(start, min(start + size, length))
             start += size
 
     @property
     def has_chunks(self) -> bool:
-        """Whether rows may be longer than a call."""
+        """Whether rows can be longer than one call."""
         return self.chunk < self.tokens
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a method: its numpy dtype, and its sizes in the largest call.
+    """The numpy dtype of a tensor, and its sizes in the largest call.
 
-    A manifest has it as its text: `float32 [8, 4, 16, 64]`.
+    Manifests store a spec as text: `float32 [8, 4, 16, 64]`.
     """
 
     dtype: str
@@ -158,7 +174,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Read a text of `str`; raises ValueError where it is none."""
+        """Parse the text of a spec; raises ValueError if it is invalid."""
         if (match := _SPEC.fullmatch(text)) is None:
             raise ValueError("a spec is a text such as float32 [8, 4, 16, 64]")
         return cls(match[1], tuple(map(int, filter(None, match[2].split(", ")))))
@@ -166,10 +182,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Interface:
-    """Names of a method's inputs and outputs, in order, and the spec of each.
+    """The inputs and outputs of a method.
 
-    Manifests of older versions have names alone: an engine takes the specs of their programs. `method` is
-    what a program of an older version calls the method, which has the name of its role since.
+    Attributes:
+        inputs: names of the inputs, in order.
+        outputs: names of the outputs, in order.
+        input_specs: specs of the inputs; empty in manifests of earlier versions, for which an engine reads
+            them from the programs.
+        output_specs: specs of the outputs, likewise.
+        method: name of the method in programs of earlier versions; empty if it is the name of the role.
     """
 
     inputs: tuple[str, ...]
@@ -180,21 +201,24 @@ class Interface:
 
     @property
     def has_specs(self) -> bool:
-        """Whether every input and output has a spec."""
+        """Whether the inputs and outputs have specs."""
         return bool(self.input_specs or self.output_specs)
 
     def sizes(self, name: str, is_output: bool = False) -> tuple[int, ...]:
-        """Sizes of an input or output; none where the method has none of that name."""
+        """Returns the sizes of an input or output; empty if the method has none of that name."""
         pairs = (self.outputs, self.output_specs) if is_output else (self.inputs, self.input_specs)
-        return next((spec.sizes for each, spec in zip(*pairs, strict=False) if each == name), ())
+        return next((spec.sizes for port, spec in zip(*pairs, strict=False) if port == name), ())
 
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The program of all blocks of one type: its file, and its methods by role.
+    """The program of all blocks of one type.
 
-    Blocks of `experts` that come one after the other are a layer's: the state is not of them, but of what
-    `prge.numerics.expert_routing` makes of all.
+    Attributes:
+        file: name of the program's file.
+        methods: its methods by role.
+        experts: whether its blocks are experts. Consecutive experts form a layer, whose hidden states
+            `prge.numerics.expert_routing` computes from the experts' outputs.
     """
 
     file: str
@@ -202,16 +226,22 @@ class BlockProgram:
     experts: bool = False
 
     def method_name(self, role: str) -> str:
-        """What the program calls the method of a role."""
+        """Returns the name of the method for a role in the program."""
         return self.methods[role].method or role
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: the number of its program, its weights file, its tables, its modules among the chain's.
+    """One block of a chain.
 
-    `shared_in` has numbers of the chain's shared values. `past` tells which of these are the keys and the values
-    of its attention, [tokens, heads x width]; it is empty if the block makes its own.
+    Attributes:
+        program: index of its program in the chain.
+        weights: name of its weights file.
+        tables: indices of its tables in the chain.
+        modules: indices of its adapted modules in the chain.
+        shared_in: indices of the chain's shared values that it uses.
+        past: positions in `shared_in` of the keys and values of its attention, [tokens, heads x width]; empty
+            if the block computes its own.
     """
 
     program: int
@@ -224,15 +254,20 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What blocks are given beside the state, made for the length of a call.
+    """A table: a tensor that depends only on the length of a call, which blocks get as an extra input.
 
-    `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
-    see itself and `window` - 1 tokens before;
-    `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
-    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens];
-    `relative`: f32 or i64 [members, tokens, tokens] by how far two tokens are apart. The tensor of the
-    table's number in the tables file has one for each distance, from the farthest before to that behind;
-    those of prge.formats.relations, f32.
+    Types of tables:
+
+    `causal`: a mask f32 [members, tokens, tokens], once for each query head of a group, with which a token
+        attends to
+    itself and the `window` - 1 tokens before it.
+    `rotary`: f32 [1, tokens, width], rows of the table's tensor in the tables file.
+    `positions`: i64 [1, tokens], counted from `first`.
+    `zeros`: i64 [1, tokens].
+    `relative`: f32 or i64 [members, tokens, tokens], a value for the distance of two tokens. The table's
+        tensor in the
+    tables file has the values of all distances, from the farthest earlier token to the farthest later one.
+    The types of prge.formats.relations: f32.
     """
 
     type: str
@@ -243,7 +278,23 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a manifest says of a model's blocks; `shared` has the block that makes each shared value."""
+    """The blocks of a model and their programs, as a manifest describes them.
+
+    Attributes:
+        readout: see ModelSpec.
+        pooling: how an encoder pools its hidden states.
+        width: width of the last hidden states.
+        vocabulary_size: number of tokens in the vocabulary.
+        modules: the adapted layers of all blocks.
+        bounds: upper bounds of the sizes in a call.
+        tables: the tables of all blocks.
+        programs: the programs of the block types.
+        blocks: the blocks, in order.
+        shared: for each shared value, the index of the block that computes it.
+
+    Raises:
+        BundleError: the chain is inconsistent; the message lists the first problems.
+    """
 
     readout: str
     pooling: str
@@ -259,7 +310,7 @@ class Chain:
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
             raise BundleError(
-                "the manifest describes no chain that can be run: " + "; ".join(problems[:_SHOWN]),
+                "the manifest describes no chain that can be run: " + "; ".join(problems[:_MAX_PROBLEMS]),
                 remedy=_REMEDY,
                 code="chain-not-runnable",
             )
@@ -283,7 +334,7 @@ class Chain:
             yield from self._block_problems(number, block)
 
     def _size_problems(self) -> Iterator[str]:
-        """What is wrong with the number of blocks, their weights files, the head, and bounds."""
+        """Yields problems of the number of blocks, their weights files, the output head, and the bounds."""
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
         for number, first in enumerate(self.first_with_weights):
@@ -295,9 +346,9 @@ class Chain:
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
-        words, shards = self.vocabulary_size, len(self.blocks) - self.head_start
-        if shards and words % shards:
-            yield f"its head has {shards} shards, of {words} tokens"
+        shards = len(self.blocks) - self.head_start
+        if shards and self.vocabulary_size % shards:
+            yield f"its head has {shards} shards, of {self.vocabulary_size} tokens"
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
@@ -305,12 +356,12 @@ class Chain:
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.chunk > self.bounds.tokens:
-            yield f"chunks of rows have {shown(self.bounds.chunk)} tokens, rows {shown(self.bounds.tokens)}"
+            yield f"chunks have {shown(self.bounds.chunk)} tokens, but rows only {shown(self.bounds.tokens)}"
         if self.bounds.has_chunks and self.bounds.context < self.bounds.tokens:
-            yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
+            yield f"rows have {shown(self.bounds.tokens)} tokens, but texts only {shown(self.bounds.context)}"
 
     def _part_problems(self) -> Iterator[str]:
-        """What is wrong with the tables, modules and programs of all blocks."""
+        """Yields problems of the tables, modules and programs of all blocks."""
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -332,7 +383,7 @@ class Chain:
             yield f"no block has the program {min(unused)}"
 
     def _block_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """What is wrong with a block; without its program, tables or shared values no more can be told of it."""
+        """Yields problems of a block; an invalid program, table or shared value hides its other problems."""
         if not 0 <= block.program < len(self.programs):
             yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
         elif any(not 0 <= table < len(self.tables) for table in block.tables):
@@ -350,19 +401,19 @@ class Chain:
             yield from self._interface_problems(number, block)
 
     def _sharing_problem(self, number: int, block: BlockSpec) -> str:
-        """What is wrong with the values that a block takes, if anything is."""
-        before = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
+        """Returns a problem of the shared values of a block, or an empty string."""
+        available = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
         if self.is_head(number) and (block.shared_in or number in self.shared):
             return f"block {number}, a head, shares values"
-        if not before.issuperset(block.shared_in) or len({*block.shared_in}) < len(block.shared_in):
+        if not available.issuperset(block.shared_in) or len({*block.shared_in}) < len(block.shared_in):
             return f"block {number} takes the values {shown(block.shared_in)} of {len(self.shared)}"
-        places = range(len(block.shared_in))
-        if block.past and (len(block.past) != len(_PAST) or not {*places}.issuperset(block.past)):
+        positions = range(len(block.shared_in))
+        if block.past and (len(block.past) != len(_PAST) or not {*positions}.issuperset(block.past)):
             return f"block {number} has its past in {shown(block.past)} of {len(block.shared_in)} values"
         return ""
 
     def _interface_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """What a block's methods ask for, or answer, otherwise than an engine expects."""
+        """Yields differences between a block's methods and the signatures that an engine expects."""
         modules = len(block.modules)
         for role, method in self.programs[block.program].methods.items():
             if role not in ALL_ROLES:
@@ -371,26 +422,26 @@ class Chain:
             if len(method.outputs) > _MOST_RESIDUALS + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
-            expected, asked = self.signature(number, role), {*method.inputs}
+            expected, inputs = self.signature(number, role), {*method.inputs}
             allowed = {*expected.allowed_inputs}
             if not self.is_head(number):
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
             allowed -= set() if self.is_encoder else {PADDING_MASK}
-            if not expected.required_inputs <= asked <= allowed or len(asked) < len(method.inputs):
+            if not expected.required_inputs <= inputs <= allowed or len(inputs) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(expected.output_names):
-                yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+                yield f"block {number} returns {shown(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
-        """What a block's method takes and answers, but for its tables."""
+        """Returns the signature of a block's method, without tables."""
         return signature(self.ports(number), ROLE_OF[role])
 
     def ports(self, number: int) -> BlockPorts:
-        """What enters and leaves a block, whatever is computed of it."""
-        block, saved = self.blocks[number], len(self._residuals(number))
+        """Returns the ports of a block."""
+        block, residuals = self.blocks[number], len(self._residuals(number))
         if self.is_head(number):
-            return BlockPorts(is_head=True, residuals=saved)
+            return BlockPorts(is_head=True, residuals=residuals)
         return BlockPorts(
             modules=len(block.modules),
             trains_a=self.trains_a,
@@ -400,11 +451,11 @@ class Chain:
             shared_out=len(self.shared_out(number)),
             past=block.past,
             recurrent_states=len(self.recurrent_states(number)),
-            residuals=saved,
+            residuals=residuals,
         )
 
     def recurrent_states(self, number: int) -> list[str]:
-        """Names of what a block carries from call to call, whatever the role."""
+        """Returns the names of a block's recurrent states."""
         methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
@@ -412,16 +463,16 @@ class Chain:
         ]
 
     def shared_out(self, number: int) -> list[int]:
-        """Numbers of the shared values that a block makes."""
+        """Returns the indices of the shared values that a block computes."""
         return [value for value, maker in enumerate(self.shared) if maker == number]
 
     def shared_inputs_from(self, number: int) -> list[int]:
-        """Numbers of the shared values that enter the blocks from this one on."""
+        """Returns the indices of earlier blocks' shared values that this block or a later one uses."""
         needed = {value for block in self.blocks[number:] for value in block.shared_in}
         return [value for value in sorted(needed) if self.shared[value] < number]
 
     def residuals(self, number: int) -> list[str]:
-        """Names of what a block's forward pass saves for the way back; none if it can't."""
+        """Returns the names of a block's residuals; empty if it can't save residuals."""
         return (
             self._residuals(number)
             if BACKWARD_SAVED in self.programs[self.blocks[number].program].methods
@@ -442,18 +493,18 @@ class Chain:
         return self.programs[self.blocks[number].program].experts
 
     def block_groups(self, numbers: Iterable[int]) -> list[range]:
-        """Blocks in order, the experts of a layer together: each is a step of a state on its way."""
-        found: list[range] = []
+        """Group blocks, in order: the experts of a layer are one group, every other block is a group."""
+        groups: list[range] = []
         for number in numbers:
-            if found and self.is_expert(number) and self.is_expert(found[-1].start):
-                found[-1] = range(found[-1].start, number + 1)
+            if groups and self.is_expert(number) and self.is_expert(groups[-1].start):
+                groups[-1] = range(groups[-1].start, number + 1)
             else:
-                found.append(range(number, number + 1))
-        return found
+                groups.append(range(number, number + 1))
+        return groups
 
     @cached_property
     def head_start(self) -> int:
-        """Number of the first block that answers no state: the first shard of a decoder's head."""
+        """Index of the first shard of a decoder's output head; the number of blocks for an encoder."""
         programs = [block.program for block in self.blocks]
         if self.is_encoder:
             return len(programs)
@@ -461,15 +512,15 @@ class Chain:
 
     @cached_property
     def first_with_weights(self) -> tuple[int, ...]:
-        """For each block the number of the first one with its weights file: some models share layers."""
+        """For each block the index of the first one with the same weights file; some models share layers."""
         first: dict[str, int] = {}
         return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
 
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
-        """Bytes that each block's weights take while it is loaded, by the size of a file.
+        """Returns the bytes that loading each block's weights takes; `size` returns the size of a file.
 
-        The first block's are tables, whose rows are read where they lie; those that were loaded for a block
-        before are there already.
+        The first block takes none, because the rows of its embedding table are read from the file. A block
+        that shares the weights of an earlier one takes none, too.
         """
         first = self.first_with_weights
         return [
@@ -479,22 +530,22 @@ class Chain:
 
     @property
     def shard_size(self) -> int:
-        """Tokens of a shard of a decoder's vocabulary."""
+        """Number of tokens in a vocabulary shard."""
         return self.vocabulary_size // (len(self.blocks) - self.head_start)
 
     @property
     def trains_a(self) -> bool:
-        """Whether its adapter is LoRA, both matrices of which are trained, and not LoRA-FA."""
+        """Whether the adapter is LoRA, with both matrices trained, and not LoRA-FA."""
         return any(module.trains_a for module in self.modules)
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it ends with states instead of log-probabilities."""
+        """Whether the model is an encoder, whose outputs are pooled states."""
         return self.readout == "pooled"
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The roles that all blocks have which need it: those of steps from the lowest adapted one on."""
+        """The roles that the chain supports: every block that a role needs has a method for it."""
         needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
         if not self.is_encoder:
             needing |= {
@@ -514,26 +565,26 @@ class Chain:
         )
 
     def longest(self, role: str) -> int:
-        """Most tokens of a row in calls of a role of steps."""
+        """Returns the most tokens of a row in a role of training."""
         return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
     def causal_table(self, number: int) -> TableSpec | None:
-        """The mask of a block's attention, if it has one."""
-        tables = (self.tables[place] for place in self.blocks[number].tables)
+        """Returns the causal mask of a block's attention; None if it has none."""
+        tables = (self.tables[index] for index in self.blocks[number].tables)
         return next((table for table in tables if table.type == "causal"), None)
 
     def attends(self, number: int) -> bool:
-        """Whether a block looks at the tokens before."""
+        """Whether a block has causal attention."""
         return self.causal_table(number) is not None
 
     @cached_property
     def lowest_adapted(self) -> int:
-        """Number of the first block with an adapter."""
+        """Index of the first block with an adapted module."""
         return next((number for number, block in enumerate(self.blocks) if block.modules), len(self.blocks))
 
     @cached_property
     def model(self) -> ModelSpec:
-        """What callers of an engine of this chain must know."""
+        """The description of the model for callers of an engine."""
         return ModelSpec(
             readout=self.readout,
             width=self.width,
@@ -543,7 +594,7 @@ class Chain:
         )
 
     def check_role(self, role: str) -> None:
-        """Raise BundleError if the bundle can't compute a role."""
+        """Raise BundleError if the bundle doesn't have a role."""
         if role not in self.roles:
             raise BundleError(
                 f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
@@ -552,7 +603,7 @@ class Chain:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's `chain` block."""
+        """Returns the `chain` block of a manifest."""
         block = asdict(self)
         for program, written in zip(self.programs, block["programs"], strict=True):
             for role, method in program.methods.items():
@@ -564,12 +615,12 @@ class Chain:
 
     @classmethod
     def from_json(cls, block: Any) -> Chain:
-        """Read a manifest's `chain` block; raises BundleError on anything missing or of another type."""
+        """Read the `chain` block of a manifest; raises BundleError if a field is missing or invalid."""
         readout = block.get("readout") if isinstance(block, Mapping) else None
         if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
-                "the bundle answers among label words alone, which version 0.1 could",
-                remedy="export it again without --label-words: tasks compare their words over the vocabulary",
+                "the bundle compares label words only, as version 0.1 did",
+                remedy="export it again without --label-words: tasks compare their label words themselves",
                 code="bundle-of-label-words",
             )
         chain: Chain = _read(cls, block, "chain")
@@ -577,7 +628,7 @@ class Chain:
 
 
 def _spec_problems(method: Interface, where: str) -> Iterator[str]:
-    """What is wrong with the specs of a method that has any; whose they are is compared with its program."""
+    """Yields problems of a method's specs; an engine compares them with the program later."""
     for what, names, specs in (
         ("inputs", method.inputs, method.input_specs),
         ("outputs", method.outputs, method.output_specs),
@@ -589,12 +640,12 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
                 yield f"one of the {what} {where} is {shown(spec)}"
 
 
-# Fields that manifests of older versions lack.
+# Fields that manifests of earlier versions lack.
 _LATER = (
     *("trains_a", "experts", "shared_in", "past", "shared", "chunk", "window"),
     *("input_specs", "output_specs", "method"),
 )
-_IN_WORDS: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     str: "a text",
@@ -605,7 +656,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(expected: Any, value: Any, name: str) -> Any:
-    """A JSON value as a field's type has it; raises BundleError if it is of another, or lacks a field."""
+    """Convert a JSON value to the type of a field; raises BundleError if that isn't possible."""
     parts = get_args(expected)
     if expected is TensorSpec:
         try:
@@ -614,22 +665,25 @@ def _read(expected: Any, value: Any, name: str) -> Any:
             raise _unreadable(name, value, str(error)) from None
     if isinstance(expected, type) and is_dataclass(expected):
         block = _checked(name, value, Mapping)
-        held = [field for field in _hints(expected) if field in block or field not in _LATER]
-        return expected(**{field: _read(_hints(expected)[field], block.get(field), field) for field in held})
+        present = [field for field in _hints(expected) if field in block or field not in _LATER]
+        return expected(
+            **{field: _read(_hints(expected)[field], block.get(field), field) for field in present}
+        )
     if get_origin(expected) is tuple:
         return tuple(_read(parts[0], each, f"one of {name}") for each in _checked(name, value, list))
     if get_origin(expected) is Mapping:
         named = _checked(name, value, Mapping).items()
         return {key: _read(parts[1], each, f"one of {name}") for key, each in named}
-    if parts:  # it, or None
+    if parts:  # an optional type
         return None if value is None else _read(parts[0], value, name)
     return _checked(name, value, expected)
 
 
 def _checked(name: str, value: Any, expected: type) -> Any:
+    """Returns a JSON value, with tuples as lists; raises BundleError if it has another type."""
     value = [*value] if isinstance(value, tuple) else value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise _unreadable(name, value, f"must be {_IN_WORDS[expected]}")
+        raise _unreadable(name, value, f"must be {_TYPE_NAMES[expected]}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Curves of runs, from the records of their metrics.jsonl: what pictures and reports draw."""
+"""Curves of runs, computed from the records of their metrics.jsonl, for charts and reports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "pairs_right", "perplexity
 
 
 def score_of(record: Mapping[str, Any]) -> tuple[str, float]:
-    """Name and value of an evaluation's metric; the loss where it has none, or one that was not finite."""
+    """Returns name and value of an evaluation's metric, or of its loss if it has no finite metric."""
     name = next((name for name in SCORES if record.get(name) is not None), "loss")
     return name, float(record[name])
 
 
 def merit_of(record: Mapping[str, Any]) -> tuple[float, float]:
-    """What evaluations of a run are compared by, more being better: their value, of equal ones the loss."""
+    """Returns a sort key of an evaluation, higher is better: its value, then its negative loss."""
     loss = record.get("loss")
     return float(record["value"]), -math.inf if loss is None else -float(loss)
 
@@ -27,7 +27,14 @@ def merit_of(record: Mapping[str, Any]) -> tuple[float, float]:
 def series(
     run: Sequence[Record], event: str, axis: str, names: Sequence[str]
 ) -> tuple[list[float], list[float]]:
-    """Points (axis, first of `names` that is there) of an event; what was not finite is left out."""
+    """Returns the points of a curve, without values that were not finite.
+
+    Args:
+        run: records of a run.
+        event: the event whose records are used.
+        axis: field of the x values.
+        names: fields of the y values; of each record, the first one that it has is used.
+    """
     points = []
     for record in run:
         if record.get("event") == event and record.get(axis) is not None:
@@ -38,7 +45,7 @@ def series(
 
 
 def smooth(values: Sequence[float], smoothing: float) -> list[float]:
-    """Exponential moving average without the pull towards zero of its first values."""
+    """Returns the exponential moving average of values, with bias correction."""
     smoothed = []
     average = weight = 0.0
     for value in values:
@@ -49,7 +56,7 @@ def smooth(values: Sequence[float], smoothing: float) -> list[float]:
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
+    """Returns a name for each run: the shortest ends of the paths that are unique."""
     parts = [run.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

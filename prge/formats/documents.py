@@ -1,8 +1,8 @@
-"""JSON and YAML from elsewhere, read within bounds, so that what is read can be shown, hashed and walked.
+"""Reading of untrusted JSON and YAML, within bounds that make the values safe to print, hash and traverse.
 
-A document is a regular file of bounded size. Its values are texts, finite numbers, true, false, null, lists
-and mappings, at most `DEEPEST` levels of them; no mapping has a key twice. YAML aliases are refused; its
-dates, and its numbers to the base of 60 or 8, are texts.
+A document is a regular file of bounded size. Its values are strings, finite numbers, true, false, null, lists
+and mappings, nested at most `DEEPEST` levels deep; no mapping has duplicate keys. YAML aliases are rejected;
+YAML dates and YAML's base-60 and octal numbers are strings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class DocumentError(ValueError):
-    """What is wrong with a document, in words that follow its name. `code` is as of every PrgeError."""
+    """A document is invalid; the message follows its name. `code`: see PrgeError."""
 
     def __init__(self, what: str, *, code: str = "") -> None:
         super().__init__(what)
@@ -39,17 +39,17 @@ class DocumentError(ValueError):
 
 
 def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
-    """The value of a JSON file; raises OSError or DocumentError. `infinite`: numbers may be so."""
+    """Read a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
     return parse_json(read_document(path, most_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file; raises OSError or DocumentError."""
+    """Read a YAML file; raises OSError or DocumentError."""
     return parse_yaml(read_document(path, MOST_YAML_BYTES))
 
 
 def read_document(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a regular file; raises OSError, or DocumentError where it is larger."""
+    """Read a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
     with open_regular(path, "rb", follow=True) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(most_bytes + 1)
@@ -62,12 +62,12 @@ def read_document(path: Path, most_bytes: int) -> bytes:
 
 
 def parse_json(content: bytes | str, infinite: bool = False) -> Any:
-    """The value of a JSON text, UTF-8; raises DocumentError. The caller bounds its size."""
+    """Parse a JSON text in UTF-8; raises DocumentError. The caller has to limit its size."""
     return _parsed(_decoded(content), (_WITH_INFINITY if infinite else _DECODER).decode)
 
 
 def parse_json_values(text: str) -> list[Any]:
-    """All values of a text in which JSON values follow one another, as `jq` prints them; see `parse_json`."""
+    """Parse a text of consecutive JSON values, as `jq` prints them; see `parse_json`."""
     values: list[Any] = _parsed(text, _consecutive)
     return values
 
@@ -84,7 +84,7 @@ def _consecutive(text: str) -> list[Any]:
 def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
     try:
         value = decode(text)
-        # Half of an escaped pair, legal in JSON, is no text that a tokenizer or a file could take.
+        # An unpaired surrogate escape is legal in JSON, but can't be encoded in UTF-8.
         if _HALF_PAIR.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         deep = _is_deep(value)
@@ -103,8 +103,8 @@ def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """The value of a YAML text, UTF-8; raises DocumentError. The caller bounds its size."""
-    # Imported here: only verbs that read YAML pay for it.
+    """Parse a YAML text in UTF-8; raises DocumentError. The caller has to limit its size."""
+    # Imported here, because most verbs don't read YAML.
     import yaml
 
     text = _decoded(content)
@@ -113,13 +113,13 @@ def parse_yaml(content: bytes | str) -> Any:
         _check_events(text, loader)
         value = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
-        # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
+        # PyYAML 6.0.4 limits the depth itself, before it emits the first event.
         if "nesting depth" in str(error.problem):
             raise DocumentError(_TOO_DEEP, code="document-too-deep") from None
         mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise DocumentError(
-            f"not YAML: {place}{error.problem or error.context}", code="yaml-malformed"
+            f"not YAML: {position}{error.problem or error.context}", code="yaml-malformed"
         ) from None
     except yaml.YAMLError as error:
         raise DocumentError(f"not YAML: {' '.join(str(error).split())}", code="yaml-malformed") from None
@@ -134,7 +134,7 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A value of a document that should be a mapping; empty if it is none."""
+    """Returns the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -148,12 +148,12 @@ def _decoded(content: bytes | str) -> str:
     return text.removeprefix(_UTF8_MARK)
 
 
-def _with_keys_once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A mapping of pairs; a key that comes twice is refused, of which Python would take the last value."""
+def _without_duplicate_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Returns a mapping of pairs; raises DocumentError for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise DocumentError(f"it has the key {shown(twice)} twice", code="key-twice")
+        duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise DocumentError(f"it has the key {shown(duplicate)} twice", code="key-twice")
     return value
 
 
@@ -161,7 +161,7 @@ def _mapping_of_yaml(loader: Any, node: Any) -> dict[Any, Any]:
     pairs = loader.construct_pairs(node, deep=True)
     if any(isinstance(key, (list, dict)) for key, _ in pairs):
         raise DocumentError("it has a list or a mapping as a key", code="key-not-scalar")
-    return _with_keys_once(pairs)
+    return _without_duplicate_keys(pairs)
 
 
 def _whole_number(text: str) -> int:
@@ -189,32 +189,32 @@ def _infinity(name: str) -> float:
 
 
 _decoder = partial(
-    json.JSONDecoder, parse_float=_number, parse_int=_whole_number, object_pairs_hook=_with_keys_once
+    json.JSONDecoder, parse_float=_number, parse_int=_whole_number, object_pairs_hook=_without_duplicate_keys
 )
 _WITH_INFINITY = _decoder(parse_constant=_infinity)
 _DECODER = _decoder(parse_constant=_refuse_constant)
 
 
 def _is_deep(value: object) -> bool:
-    """Whether a value has more than `DEEPEST` levels of lists and mappings."""
+    """Whether a value is nested more than `DEEPEST` levels deep."""
     level: list[object] = [value]
     for _ in range(DEEPEST):
         level = [
-            *(inner for each in level if isinstance(each, list) for inner in each),
-            *(inner for each in level if isinstance(each, dict) for inner in each.values()),
+            *(inner for outer in level if isinstance(outer, list) for inner in outer),
+            *(inner for outer in level if isinstance(outer, dict) for inner in outer.values()),
         ]
-    return any(isinstance(each, (list, dict)) for each in level)
+    return any(isinstance(inner, (list, dict)) for inner in level)
 
 
 def _yaml_loader() -> type[Any]:
-    """A loader of JSON's types alone, in C where PyYAML has it."""
+    """Returns a YAML loader for the types of JSON only, in C if PyYAML has it."""
     import yaml
 
     global _loader
     if _loader is None:
         base: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        kinds = ("null", "bool", "int", "float", "str", "seq", "map")
-        tags = [f"tag:yaml.org,2002:{kind}" for kind in kinds]
+        types = ("null", "bool", "int", "float", "str", "seq", "map")
+        tags = [f"tag:yaml.org,2002:{name}" for name in types]
         constructors = {tag: base.yaml_constructors[tag] for tag in tags} | {
             None: base.yaml_constructors[None]
         }
@@ -230,7 +230,7 @@ def _yaml_loader() -> type[Any]:
 
 
 def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """What YAML 1.1 takes for a number, without 1:30, which it reads as 90, and 010, which it reads as 8."""
+    """Returns YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)
@@ -240,7 +240,10 @@ _loader: type[Any] | None = None
 
 
 def _check_events(text: str, loader: type[Any]) -> None:
-    """Refuse depth and aliases before anything is built: building descends, and an alias may be a bomb."""
+    """Raise DocumentError for deep nesting and aliases, before values are constructed.
+
+    Construction is recursive, and aliases can expand to any size.
+    """
     import yaml
 
     depth = 0
@@ -258,7 +261,7 @@ def _check_events(text: str, loader: type[Any]) -> None:
 
 
 def _check_scalars(value: object) -> None:
-    """Refuse numbers that are infinite or too long, and texts that can't be written."""
+    """Raise DocumentError for numbers that are infinite or too long, and strings that can't be encoded."""
     if isinstance(value, dict):
         for key, each in value.items():
             _check_scalars(key)

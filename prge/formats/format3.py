@@ -1,4 +1,4 @@
-"""Bundles of format 3, which prge 0.2 wrote: the chain of their manifest in the words of this version."""
+"""Bundles of format 3, which prge 0.2 wrote: translation of their manifest to the current format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FORMAT_3 = 3
-# Roles were called so, and the methods of programs still are.
+# Current role names by the names of format 3, which the methods of its programs still have.
 ROLES: Mapping[str, str] = {
     "stack": "forward",
     "tangent": "jvp",
@@ -38,11 +38,11 @@ _PREFIXES: Mapping[str, str] = {"d_": "tangent_", "slope_": "grad_"}
 
 
 def chain_of_format_3(chain: Any) -> Any:
-    """The `chain` block of a manifest as this version writes it; what isn't a chain stays as it is."""
+    """Returns a manifest's `chain` block in the current format; an invalid block stays as it is."""
     try:
         return {
             **{name: value for name, value in chain.items() if name != "kinds"},
-            "programs": [_program(kind) for kind in chain["kinds"]],
+            "programs": [_program(block_type) for block_type in chain["kinds"]],
             "blocks": [
                 _renamed(block, {"kind": "program", "takes": "shared_in"}) for block in chain["blocks"]
             ],
@@ -50,12 +50,12 @@ def chain_of_format_3(chain: Any) -> Any:
             "bounds": _renamed(chain["bounds"], {"piece": "chunk"}),
         }
     except (AttributeError, KeyError, TypeError, ValueError):
-        return chain  # its reader says what is wrong
+        return chain  # Chain.from_json reports what is wrong
 
 
-def _program(kind: Mapping[str, Any]) -> dict[str, Any]:
-    methods = {ROLES.get(role, role): _method(role, method) for role, method in kind["methods"].items()}
-    return _renamed({**kind, "methods": methods}, {"program": "file"})
+def _program(block_type: Mapping[str, Any]) -> dict[str, Any]:
+    methods = {ROLES.get(role, role): _method(role, method) for role, method in block_type["methods"].items()}
+    return _renamed({**block_type, "methods": methods}, {"program": "file"})
 
 
 def _method(role: str, method: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _method(role: str, method: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def port_of_format_3(name: str) -> str:
-    """The name of an input or output of a method in this version's words."""
+    """Returns the current name of an input or output of a method."""
     stem, dot, index = name.partition(".")
     if stem in _GRADIENTS:
         return f"{_GRADIENTS[stem]}{dot}{index}"

@@ -1,12 +1,12 @@
-"""Append-only record of a run: what every step learnt, enough to make the adapter again.
+"""The journal of a run: an append-only log from which the trained adapter can be computed again.
 
-One JSON object a line, each with the CRC-32 of its content. A line is complete or it never was: a torn last
-line (a kill, a full disk) is dropped, a damaged line in the middle is an error.
+Every line is a JSON object with the CRC-32 of its content. An incomplete last line, left by a kill or a full
+disk, is dropped; a damaged line before it is an error.
 
-    {"kind": "start", ...}       what the run is: settings, bundle, seed
+    {"kind": "start", ...}       identity of the run: settings, bundle, seed
     {"kind": "head", ...}        an encoder's fitted head
-    {"kind": "step", ...}        rows, scalars or gradient, learning rate, loss
-    {"kind": "evaluation", ...}  loss and metric on development rows before a step
+    {"kind": "step", ...}        rows, projected gradients ("scalars") or gradient, learning rate, loss
+    {"kind": "evaluation", ...}  loss and metrics on development rows before a step
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from prge.system.atomic import storage_error, write_file
 from prge.system.regular_files import open_regular, read_regular
 
 Record = dict[str, Any]
-# Of a step's record: a gradient as it is, megabytes of a large adapter.
+# Key of an exact gradient in a step's record: megabytes for a large adapter.
 GRADIENT = "gradient"
 
 
 class Journal:
-    """The journal of one run, opened for appending, or for reading alone while its run may still write.
+    """The journal of a run, opened for appending, or only for reading while another process may write to it.
+
+    Args:
+        path: path of the file.
+        writable: whether to open it for appending; creates the file.
+
+    Attributes:
+        records: the records, in order.
 
     Raises:
         RunError: a line other than the last is damaged, or the file can't be written.
@@ -43,10 +50,10 @@ class Journal:
     def __init__(self, path: Path, writable: bool = True) -> None:
         self.path = path
         self._stream: BinaryIO | None = None
-        # Whether the file has a part of a line that couldn't be written, nor taken back.
+        # Whether the file ends with an incomplete line that couldn't be removed.
         self._is_torn = False
-        # What lay beside a journal that is new.
-        self._beside = None if not writable or os.path.lexists(path) else _names(path)
+        # Names of the other files in the folder of a new journal.
+        self._initial_names = None if not writable or os.path.lexists(path) else _names(path)
         try:
             self.records, self._length = _read(path)
             if writable:
@@ -54,30 +61,30 @@ class Journal:
                 self._stream.truncate(self._length)
         except OSError as error:
             raise storage_error(path, error) from None
-        self._at = {(record["kind"], record.get("step")): record for record in self.records}
+        self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
 
-    def first(self, kind: str) -> Record | None:
-        """The first record of a kind."""
-        return next((record for record in self.records if record["kind"] == kind), None)
+    def first(self, record_type: str) -> Record | None:
+        """Returns the first record of a type; None if there is none."""
+        return next((record for record in self.records if record["kind"] == record_type), None)
 
     def step(self, step: int) -> Record | None:
-        """The record of a step that was already taken."""
-        return self._at.get(("step", step))
+        """Returns the record of a step, counted from 0; None if the journal doesn't have it."""
+        return self._by_step.get(("step", step))
 
     def evaluation(self, step: int) -> Record | None:
-        """The evaluation already made before a step."""
-        return self._at.get(("evaluation", step))
+        """Returns the evaluation before a step; None if the journal doesn't have it."""
+        return self._by_step.get(("evaluation", step))
 
     @property
     def steps(self) -> int:
-        """Steps that the run has taken."""
-        return sum(kind == "step" for kind, _ in self._at)
+        """Number of steps."""
+        return sum(record_type == "step" for record_type, _ in self._by_step)
 
     def append(self, record: Record) -> Record:
-        """Write one record; it survives a kill of the process from here on.
+        """Append a record, which survives a kill of the process from then on; return the record.
 
         Raises:
-            RunError: no space left, or another failure of the file system; the journal stays whole.
+            RunError: the record can't be written; the journal stays intact.
         """
         if self._stream is None:
             raise ValueError(f"{self.path} is open for reading")
@@ -97,16 +104,14 @@ class Journal:
             raise storage_error(self.path, error) from None
         self._length += len(line)
         self.records.append(record)
-        self._at[record["kind"], record.get("step")] = record
+        self._by_step[record["kind"], record.get("step")] = record
         return record
 
     def forget_gradients(self, before: int) -> None:
-        """Leave out the gradients of steps before one, because a checkpoint has what came of them.
-
-        A kill leaves the file as it was, or as it is to be.
+        """Remove the gradients of the steps before `before`, whose result is in a checkpoint. Atomic.
 
         Raises:
-            RunError: as `append`.
+            RunError: the file can't be written.
         """
         large = [record for record in self.records if GRADIENT in record and record["step"] < before]
         if not large or self._stream is None:
@@ -120,17 +125,17 @@ class Journal:
         self._length = len(content)
 
     def truncate(self, kept: int) -> None:
-        """Leave out all but the first `kept` records, of something that was begun and not finished."""
+        """Remove all but the first `kept` records, to undo an operation that wasn't finished."""
         if kept == len(self.records) or self._stream is None:
             return
         del self.records[kept:]
         self._length = sum(len(_line(record)) for record in self.records)
         self._stream.truncate(self._length)
-        self._at = {(record["kind"], record.get("step")): record for record in self.records}
+        self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
 
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:
-        """Use a record that the journal held; RunError if it lacks something or has it otherwise."""
+        """Convert exceptions of a block that uses an invalid record of the journal into a RunError."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -142,20 +147,20 @@ class Journal:
             ) from error
 
     def sync(self) -> None:
-        """Force what was written to the disk, so that it survives a power cut too."""
+        """Flush the file to the disk, so that its records survive a power failure."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Close the file; the object can still be read.
+        """Close the file; the records stay available.
 
-        A journal that was made here is removed if it got no record and nothing else was made beside it.
+        A new journal without records is removed, if the folder has no other new files.
         """
         if self._stream is None:
             return
         self._stream.close()
-        is_empty = self._beside is not None and not self._length and not self._is_torn
-        if is_empty and _names(self.path) == self._beside:
+        is_empty = self._initial_names is not None and not self._length and not self._is_torn
+        if is_empty and _names(self.path) == self._initial_names:
             self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Journal:
@@ -166,23 +171,23 @@ class Journal:
 
 
 def encode_array(values: FloatArray) -> str:
-    """Exact text form of f32 values: base64 of their little-endian bytes."""
+    """Encode f32 values exactly as text: base64 of their little-endian bytes."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def decode_array(text: str) -> FloatArray:
-    """Inverse of `encode_array`, f32 [n]."""
+    """Decode a text of `encode_array`, f32 [n]."""
     return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
 
 
 def _line(record: Record) -> bytes:
-    # Python prints the shortest decimal that reads back as the same double: scalars survive exactly.
+    # Numbers are stored exactly: Python prints the shortest decimal that reads back as the same double.
     content = json.dumps(record, separators=(",", ":"), allow_nan=False)
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
 
 
 def _names(path: Path) -> set[str]:
-    """Names beside a file; none where its folder can't be read."""
+    """Returns the names of the other files in a file's folder; empty if the folder can't be read."""
     try:
         return {*os.listdir(path.parent)} - {path.name}
     except OSError:
@@ -190,7 +195,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
-    """Whole records of a journal file and the length of the part that holds them."""
+    """Returns the intact records of a journal file, and the length of the lines that hold them."""
     records: list[Record] = []
     length = 0
     try:
@@ -216,8 +221,8 @@ def _parse(line: bytes) -> Record | None:
     try:
         entry = parse_json(line)
         record: Record = entry["record"]
-        whole = line == _line(record) and isinstance(record["kind"], str)
-        # bool is an int too
-        return record if whole and type(record.get("step", 0)) is int else None
+        is_intact = line == _line(record) and isinstance(record["kind"], str)
+        # `type` instead of isinstance, because bool is a subclass of int.
+        return record if is_intact and type(record.get("step", 0)) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,9 +1,10 @@
-"""PEFT folders in and out: `adapter_config.json` and `adapter_model.safetensors`, their names and checks.
+"""Reading and writing PEFT folders: `adapter_config.json` and `adapter_model.safetensors`.
 
     base_model.model.<module>.lora_A.weight   [rank, in]     trained by LoRA, frozen by LoRA-FA
-    base_model.model.<module>.lora_B.weight   [out, rank]    trained; prge.formats.adapter has [rank, out]
+    base_model.model.<module>.lora_B.weight   [out, rank]    trained; [rank, out] in prge.formats.adapter
 
-Folders written here carry `hashes.json`; a folder that carries one isn't read when a file differs.
+Folders written here contain `hashes.json`. A folder with this file is rejected if another file doesn't match
+its hash.
 """
 
 from __future__ import annotations
@@ -34,27 +35,29 @@ from prge.system.memory import is_out_of_memory
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 HASHES = "hashes.json"
-# An encoder's classification head, beside its adapter.
+# The classification head of an encoder, in the folder of its adapter.
 HEAD = "head.safetensors"
-# How PEFT begins the name of a layer inside its model, in files and in memory.
+# PEFT's prefix of layer names, in files and in memory.
 PREFIX = "base_model.model."
-# Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`; without the
-# first letter what begins such a hash in `revision`.
+# Separates the name of a model folder from the hash of its files in `base_model_name_or_path`; without its
+# first character, it is the prefix of such a hash in `revision`.
 HASH_MARK = "@sha256:"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LETTERS: tuple[Literal["A", "B"], ...] = ("A", "B")
-# Of expressions; names of modules have dots, which stand for themselves here.
-_EXPRESSION_SIGNS = frozenset("*+?|()[]{}^$\\")
-# Every other initialization of LoRA also changes the base weights.
+# Characters of regular expressions; dots are allowed, because module names contain them.
+_REGEX_CHARACTERS = frozenset("*+?|()[]{}^$\\")
+# All other initializations of LoRA change the base weights, too.
 _PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A plain LoRA adapter as PEFT stores it, of any model.
+    """A plain LoRA adapter of any model, as PEFT stores it.
 
-    `lora_a` [rank, in] and `lora_b` [out, rank] are float32 by module name and not scaled by alpha / rank.
-    A module has the rank of its matrices, which may be another than its neighbour's.
+    Attributes:
+        config: content of `adapter_config.json`.
+        lora_a: f32 [rank, in] by module name, not scaled by alpha / rank; ranks can differ between modules.
+        lora_b: f32 [out, rank] by module name.
     """
 
     config: Mapping[str, Any]
@@ -68,28 +71,28 @@ class PeftAdapter:
 
     @property
     def alpha(self) -> float:
-        """What PEFT calls `lora_alpha`: that of the modules that `alpha_pattern` doesn't name."""
+        """PEFT's `lora_alpha`: alpha of the modules that `alpha_pattern` doesn't name."""
         return float(self.config["lora_alpha"])
 
     def alpha_of(self, module: str) -> float:
-        """Alpha of a module."""
+        """Returns the alpha of a module."""
         return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """What a module's product is multiplied by: alpha / rank, of rsLoRA (arXiv 2312.03732) its root."""
+        """Returns the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
         return lora_scale(
             self.alpha_of(module), len(self.lora_a[module]), bool(self.config.get("use_rslora"))
         )
 
     @property
     def target_modules(self) -> str | list[str]:
-        """An expression, or names in alphabetical order."""
+        """A regular expression, or names in alphabetical order."""
         targets = self.config["target_modules"]
         return targets if isinstance(targets, str) else sorted(targets)
 
     @property
     def modules(self) -> tuple[AdaptedModule, ...]:
-        """The layers that it adapts, in alphabetical order."""
+        """The adapted layers, in alphabetical order."""
         return tuple(
             AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], self.lora_b[name].shape[0])
             for name, lora_a in self.lora_a.items()
@@ -97,12 +100,12 @@ class PeftAdapter:
 
 
 def lora_scale(alpha: float, rank: int, by_root: bool) -> float:
-    """alpha / rank, or alpha over the rank's square root."""
+    """Returns the scale of an adapter: alpha / rank, or alpha / sqrt(rank)."""
     return alpha / math.sqrt(rank) if by_root else alpha / rank
 
 
 def weight_name(module: str, letter: Literal["A", "B"]) -> str:
-    """The name of a module's `lora_A` or `lora_B` in the file of weights."""
+    """Returns the name of a module's `lora_A` or `lora_B` in the weights file."""
     return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
@@ -110,8 +113,10 @@ def weight_name(module: str, letter: Literal["A", "B"]) -> str:
 class NamedBase:
     """The base model that an `adapter_config.json` names.
 
-    `name` is a hub id or a folder, or the name alone of a folder whose place isn't told; `sha256` is of a
-    folder's content, `commit` of a hub id.
+    Attributes:
+        name: a hub id or a folder; of folders possibly only the last part of the path.
+        commit: commit of a hub id.
+        sha256: hash of a folder's content.
     """
 
     name: str
@@ -120,10 +125,10 @@ class NamedBase:
 
 
 def named_base(config: Mapping[str, Any]) -> NamedBase | None:
-    """The base model of an adapter's configuration; None where it names none.
+    """Returns the base model of an adapter's configuration; None if it names none.
 
-    The hash of a folder's content is in `revision` where the name is a path, which loads without it; else
-    after the name.
+    The hash of a folder's content is in `revision` if the name is a path that can be loaded, else after the
+    name.
     """
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
@@ -136,10 +141,10 @@ def named_base(config: Mapping[str, Any]) -> NamedBase | None:
 
 
 def find_adapter(source: Path) -> Path:
-    """The PEFT folder that a user names by a tuning, a run, its `final/`, a checkpoint, or the folder itself.
+    """Returns the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
 
     Raises:
-        RunError: a tuning or a run without a result.
+        RunError: the tuning or the run has no result yet.
         AdapterError: there is no adapter.
     """
     if tuning := find_tuning(source):
@@ -162,7 +167,7 @@ def find_adapter(source: Path) -> Path:
 
 
 def find_run(folder: Path) -> Path | None:
-    """The run folder that a PEFT folder is the result or a checkpoint of."""
+    """Returns the run folder of a PEFT folder that is a run's result or checkpoint; else None."""
     absolute = folder.resolve()
     run = absolute.parent if absolute.name == FINAL else absolute.parent.parent
     return run if (run / JOURNAL).is_file() else None
@@ -172,7 +177,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     """Read a folder that PEFT or prge wrote, in float32, float16 or bfloat16.
 
     Raises:
-        AdapterError: it is damaged, or uses a variant of LoRA that a bundle doesn't compute.
+        AdapterError: the adapter is damaged, or uses a variant of LoRA that bundles don't support.
     """
     folder = Path(folder)
     config = _checked_config(folder)
@@ -200,7 +205,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
 
 
 def write_lora(folder: Path, adapter: PeftAdapter) -> None:
-    """Write both files of an adapter into a new folder; the same adapter gives the same bytes."""
+    """Write both files of an adapter into a new folder; equal adapters give equal bytes."""
     folder.mkdir(parents=True)
     tensors = {weight_name(module, "A"): matrix for module, matrix in adapter.lora_a.items()}
     tensors |= {weight_name(module, "B"): matrix for module, matrix in adapter.lora_b.items()}
@@ -209,7 +214,7 @@ def write_lora(folder: Path, adapter: PeftAdapter) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write `adapter_config.json`; PEFT takes its own defaults for what isn't there."""
+    """Write `adapter_config.json`; PEFT uses its defaults for missing fields."""
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
@@ -218,12 +223,12 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
     """Read an adapter that prge wrote for exactly these modules, such as a bundle's own or a checkpoint's.
 
     Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors`, float32.
-        modules: what the bundle adapts.
+        folder: folder with `adapter_config.json` and `adapter_model.safetensors`, float32.
+        modules: the bundle's adapted layers.
 
     Raises:
-        AdapterError: every tensor that is missing, unexpected, of another shape or dtype, or not finite;
-            a damaged file; a file that `hashes.json` doesn't name so.
+        AdapterError: a tensor is missing, unexpected, has another shape or dtype, or isn't finite; a file is
+            damaged or doesn't match its hash. The message lists all tensors.
     """
     folder = Path(folder)
     config = _checked_config(folder)
@@ -231,10 +236,10 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
     problems = _variant_problems(config, heads)
     problems += _number_problems(config) or _rank_problems(config, modules)
     with _open_weights(folder / WEIGHTS) as weights:
-        bad = _tensor_problems(weights, modules, heads)
-        problems += bad.values()
+        tensor_problems = _tensor_problems(weights, modules, heads)
+        problems += tensor_problems.values()
         for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
-            if name not in bad:
+            if name not in tensor_problems:
                 problems += _infinite(name, weights.get_tensor(name))
         if problems:
             raise AdapterError(
@@ -243,7 +248,7 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
                 remedy="give an adapter of this bundle, or export a bundle from it with --start-adapter",
                 code="adapter-does-not-fit",
             )
-        # Only now: the modules are a manifest's, and their sizes are those of the file.
+        # Allocated only after the file has confirmed the sizes, which come from a manifest.
         adapter = Adapter.zeros(modules)
         for name, lora_b in adapter.lora_b.items():
             lora_b[...] = weights.get_tensor(weight_name(name, "B")).T
@@ -259,81 +264,82 @@ def read_compatible_adapter(
     *,
     generates: bool = False,
 ) -> Adapter:
-    """Read an adapter for a bundle from any PEFT folder of the bundle's model; every verb reads with this.
+    """Read an adapter for a bundle from any PEFT folder of the bundle's model; all verbs use this function.
 
-    What the folder lacks changes nothing and can be trained: a module, or the ranks above a lower one, have
-    the bundle's own `lora_a` and a `lora_b` of zeros.
+    Modules that the folder lacks, and ranks above a lower rank, get the bundle's own `lora_a` and a `lora_b`
+    of zeros: they don't change outputs, and can be trained.
 
     Args:
-        folder: of plain LoRA, in float32, float16 or bfloat16; of the bundle's modules or some of them, and
-            of its rank or a lower one.
-        modules: what the bundle adapts.
-        template_folder: the bundle's own adapter.
-        generates: whether it is only generated with, for which programs take any `lora_a`. Programs that
-            train and score have that of a LoRA-FA bundle inside them.
+        folder: folder of a plain LoRA adapter in float32, float16 or bfloat16, with the bundle's modules or
+            some of them, and the bundle's rank or a lower one.
+        modules: the bundle's adapted layers.
+        template_folder: folder of the bundle's own adapter.
+        generates: whether the adapter is used only for text generation, whose programs accept any `lora_a`.
+            In a LoRA-FA bundle, programs for training and scoring contain `lora_a` as a constant.
 
     Returns:
-        The adapter, with a `lora_a` if it isn't the bundle's.
+        The adapter, with `lora_a` set if it isn't the bundle's own.
 
     Raises:
-        AdapterError: it is damaged or a variant of LoRA; it was trained on another model, as far as hash or
-            commit tell; its rank is higher, or its modules are others or of other sizes; or it has another
-            `lora_a` than the one inside the bundle's programs.
+        AdapterError: the adapter is damaged or a variant of LoRA; it was trained on another model, according
+            to its hash or commit; its rank is higher; its modules are others or have other sizes; or its
+            `lora_a` isn't the one in the bundle's programs.
     """
-    found, template = read_lora(folder), read_lora(template_folder)
-    problems = _base_problems(found.config, read_config(Path(template_folder)))
+    source, template = read_lora(folder), read_lora(template_folder)
+    problems = _base_problems(source.config, read_config(Path(template_folder)))
     known = {module.name: module for module in modules}
-    strangers = [name for name in found.lora_a if name not in known]
-    if strangers:
+    unknown = [name for name in source.lora_a if name not in known]
+    if unknown:
         problems.append(
-            f"it adapts {len(strangers)} modules that the bundle doesn't, the first is {strangers[0]}"
+            f"it adapts {len(unknown)} modules that the bundle doesn't, the first is {unknown[0]}"
         )
-    for module in found.modules:
-        wanted = known.get(module.name, module)
-        if module.rank > wanted.rank:
-            problems.append(f"{module.name} has rank {module.rank}, the bundle has {wanted.rank}")
-        sizes, expected = ((each.in_features, each.out_features) for each in (module, wanted))
-        if sizes != expected:
-            problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected}")
-    others: list[str] = []
+    for module in source.modules:
+        expected = known.get(module.name, module)
+        if module.rank > expected.rank:
+            problems.append(f"{module.name} has rank {module.rank}, the bundle has {expected.rank}")
+        sizes, expected_sizes = ((each.in_features, each.out_features) for each in (module, expected))
+        if sizes != expected_sizes:
+            problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected_sizes}")
+    differing: list[str] = []
     if not problems:
         adapter = Adapter.zeros(modules)
-        # Programs of LoRA have the bundle's own scale in them, those of LoRA-FA take it within `lora_a`.
-        units = {name: template.scale_of(name) if known[name].trains_a else 1.0 for name in known}
+        # Programs of LoRA contain the bundle's scale; in LoRA-FA, the scale is part of `lora_a`.
+        program_scales = {name: template.scale_of(name) if known[name].trains_a else 1.0 for name in known}
         frozen = {
-            name: template.lora_a[name] * np.float32(template.scale_of(name) / units[name]) for name in known
+            name: template.lora_a[name] * np.float32(template.scale_of(name) / program_scales[name])
+            for name in known
         }
         lora_a = {name: np.array(matrix) for name, matrix in frozen.items()}
-        for name, matrix in found.lora_a.items():
-            lora_a[name][: len(matrix)] = matrix * np.float32(found.scale_of(name) / units[name])
-            adapter.lora_b[name][: len(matrix)] = found.lora_b[name].T
+        for name, matrix in source.lora_a.items():
+            lora_a[name][: len(matrix)] = matrix * np.float32(source.scale_of(name) / program_scales[name])
+            adapter.lora_b[name][: len(matrix)] = source.lora_b[name].T
         for name, trained in (adapter.lora_a or {}).items():
             np.copyto(trained, lora_a[name])
-        others = [
+        differing = [
             module.name
             for module in modules
             if not module.trains_a and not np.array_equal(lora_a[module.name], frozen[module.name])
         ]
-        if others and not generates:
+        if differing and not generates:
             problems.append(
-                f"lora_A of {len(others)} of {len(modules)} modules, or its scale, differs from the one "
-                f"inside the bundle, which is frozen there; the first is {others[0]}"
+                f"lora_A of {len(differing)} of {len(modules)} modules, or its scale, differs from the one "
+                f"inside the bundle, which is frozen there; the first is {differing[0]}"
             )
     if problems:
         raise AdapterError(
             f"the adapter {folder} doesn't fit the bundle",
             problems,
             remedy="export a bundle from it with --start-adapter, or give one of this model"
-            + ("; a bundle of --adapter lora takes any lora_A" if others else ""),
+            + ("; a bundle of --adapter lora takes any lora_A" if differing else ""),
             code="adapter-does-not-fit",
         )
-    return Adapter(adapter.modules, adapter.values, lora_a) if others else adapter
+    return Adapter(adapter.modules, adapter.values, lora_a) if differing else adapter
 
 
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
-    """A PEFT folder's `lora_A` f32 [rank, in] by module name, times alpha / rank; raises AdapterError."""
-    found = read_lora(folder)
-    return {name: matrix * np.float32(found.scale_of(name)) for name, matrix in found.lora_a.items()}
+    """Returns `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
+    adapter = read_lora(folder)
+    return {name: matrix * np.float32(adapter.scale_of(name)) for name, matrix in adapter.lora_a.items()}
 
 
 def write_peft(
@@ -344,20 +350,20 @@ def write_peft(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter of a bundle as a PEFT folder, whole or not at all; equal arrays give equal bytes.
+    """Write the adapter of a bundle as a PEFT folder, atomically; equal arrays give equal bytes.
 
     Args:
-        folder: the new folder; it appears by one rename after everything is on storage.
-        adapter: what to write.
+        folder: the new folder; it appears with one rename, after all files are on storage.
+        adapter: the adapter to write.
         template_folder: the bundle's adapter; its configuration is copied unchanged, and so is its `lora_A`
             unless that is trained.
         extra: further files by name: arrays become safetensors, bytes are written as they are.
-        overwrite: whether an existing folder is replaced, by exchanging the two.
+        overwrite: whether to replace an existing folder, by exchanging the two.
 
     Raises:
-        AdapterError: the adapter has values that are not finite; the template is damaged or not of these
+        AdapterError: the adapter has values that are not finite; or the template is damaged or has other
             modules.
-        RunError: the folder exists, or the storage is full or refuses.
+        RunError: the folder exists, or can't be written.
     """
     if problem := _infinite("its vector", adapter.values):
         raise AdapterError(
@@ -395,10 +401,10 @@ def write_peft(
 
 
 def read_arrays(path: Path | str) -> dict[str, Array]:
-    """Every array of a safetensors file, such as `optimizer.safetensors` or `head.safetensors`.
+    """Read all arrays of a safetensors file, such as `optimizer.safetensors` or `head.safetensors`.
 
     Raises:
-        AdapterError: the file is missing, damaged, or holds a dtype that numpy lacks.
+        AdapterError: the file is missing or damaged, or has a dtype that numpy lacks.
     """
     path = Path(path)
     _check_hashes(path.parent, only=path.name)
@@ -415,7 +421,7 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
 
 
 def _serialize(tensors: Mapping[str, Array]) -> bytes:
-    # "pt" names the layout for transformers and PEFT, which refuse a safetensors file without it.
+    # transformers and PEFT reject safetensors files without this format name.
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     return bytes(safetensors.numpy.save(contiguous, metadata={"format": "pt"}))
 
@@ -443,12 +449,12 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`; raises AdapterError where it is missing or damaged."""
+    """Read `adapter_config.json`; raises AdapterError if it is missing or damaged."""
     return _json_object(folder / CONFIG, _read_bytes(folder / CONFIG))
 
 
 def _checked_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder whose files are those that it was written with."""
+    """Read the configuration of a folder, after comparing its files with `hashes.json`."""
     config = read_config(folder)
     _check_hashes(folder)
     return config
@@ -456,16 +462,16 @@ def _checked_config(folder: Path) -> dict[str, Any]:
 
 def _json_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        found = parse_json(content)
+        value = parse_json(content)
     except DocumentError as error:
         raise _damaged(path, error) from None
-    if not isinstance(found, dict):
-        raise _damaged(path, "it holds no JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise _damaged(path, "it is not a JSON object")
+    return value
 
 
 def _open_weights(path: Path) -> Any:
-    """Open a safetensors file: header checked, arrays read when asked for."""
+    """Open a safetensors file; its arrays are read on access."""
     if not path.is_file():
         raise _no_adapter(path, " is missing")
     try:
@@ -477,13 +483,13 @@ def _open_weights(path: Path) -> Any:
 
 
 def _check_hashes(folder: Path, only: str | None = None) -> None:
-    """Compare the folder's files with its `hashes.json`, where it has one."""
+    """Compare the files of a folder, or `only` one of them, with `hashes.json`, if there is one."""
     path = folder / HASHES
     if not path.is_file():
         return
     hashes = _json_object(path, _read_bytes(path))
     problems = []
-    present = {each.name for each in folder.iterdir() if each.is_file()}
+    present = {item.name for item in folder.iterdir() if item.is_file()}
     for name, expected in hashes.items():
         if only is not None and name != only:
             continue
@@ -503,12 +509,12 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
 
 
 def head_weights(layer: str, head: Mapping[str, Array]) -> dict[str, Array]:
-    """A classification head as PEFT has a layer that is saved whole, `weight` and `bias` by their names."""
+    """Returns the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
     return {f"{PREFIX}{layer}.{name}": array for name, array in head.items()}
 
 
 def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """Names of the tensors of a classification head, which a folder also has in a file of its own."""
+    """Returns the tensor names of a classification head that is also stored as `head.safetensors`."""
     saved = config.get("modules_to_save")
     if not (folder / HEAD).is_file() or not isinstance(saved, list):
         return set()
@@ -516,9 +522,9 @@ def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 
 def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) -> list[str]:
-    """What of a configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x)).
+    """Returns problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
 
-    `heads` are tensors of layers that are saved whole and known to be heads.
+    `heads` are names of tensors in `modules_to_save` that are known to be classification heads.
     """
     problems = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
@@ -540,7 +546,7 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
 
 
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
-    """Whether an adapter was trained on another model than its bundle's, as far as hash or commit tell."""
+    """Returns a problem if, by hash or commit, an adapter was trained on another base model."""
     named, expected = named_base(config), named_base(template)
     if named is None or expected is None:
         return []
@@ -548,31 +554,31 @@ def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> li
     if (all(hashes) and hashes[0] != hashes[1]) or (
         named.name == expected.name and all(commits) and commits[0] != commits[1]
     ):
-        given, wanted = (
+        actual, wanted = (
             f"{shown(each.name)}{f' of {shown(mark)}' if mark else ''}"
             for each in (named, expected)
             for mark in [each.sha256 or each.commit]
         )
-        return [f"{CONFIG} names the base model {given}, the bundle was exported from {wanted}"]
+        return [f"{CONFIG} names the base model {actual}, the bundle was exported from {wanted}"]
     return []
 
 
 def _number_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of rank, alpha and targets is missing or no such value."""
+    """Returns problems of rank, alpha and target modules: missing or invalid values."""
     problems = []
     rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         problems.append(f"r is {shown(rank)}, must be a whole number of at least 1")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
         problems.append(f"lora_alpha is {shown(alpha)}, must be a number above 0")
-    for name, kind in (("rank_pattern", int), ("alpha_pattern", int | float)):
+    for name, value_type in (("rank_pattern", int), ("alpha_pattern", int | float)):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(
-            isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+            isinstance(value, value_type) and not isinstance(value, bool) and 0 < value < math.inf
             for value in pattern.values()
         ):
             problems.append(f"{name} is {shown(pattern)}, must map modules to numbers above 0")
-        elif any(_EXPRESSION_SIGNS.intersection(key) for key in pattern):
+        elif any(_REGEX_CHARACTERS.intersection(key) for key in pattern):
             problems.append(f"{name} is {shown(pattern)}, must have names of modules, no expressions")
     is_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
     if not (is_names or isinstance(targets, str)) or not targets:
@@ -580,15 +586,15 @@ def _number_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _of_module(config: Mapping[str, Any], pattern: str, module: str, otherwise: float) -> float:
-    """What a pattern says of a module: of its whole name or the end of it, the first that fits."""
+def _of_module(config: Mapping[str, Any], pattern: str, module: str, default: float) -> float:
+    """Returns a pattern's value for a module: the first whose key is the module's name or the end of it."""
     values: Mapping[str, float] = config.get(pattern) or {}
-    fits = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
-    return next(fits, otherwise)
+    matching = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
+    return next(matching, default)
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """Module and letter of a tensor's name; no letter if it is no matrix of LoRA."""
+    """Returns module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
     plain = name.removeprefix(PREFIX).replace(".default.weight", ".weight")
     for letter in ("A", "B"):
         if plain.endswith(f".lora_{letter}.weight"):
@@ -597,20 +603,20 @@ def _module_of(name: str) -> tuple[str, str]:
 
 
 def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
-    """Whether a configuration says other ranks than modules have."""
-    said = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
-    others = [module for module, rank in said.items() if rank != module.rank]
+    """Returns a problem if the ranks of a configuration differ from the modules' ranks."""
+    ranks = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
+    differing = [module for module, rank in ranks.items() if rank != module.rank]
     return [
-        f"{CONFIG} has rank {said[first]} for {first.name}, the bundle has {first.rank}; {len(others)} of "
-        f"{len(modules)} modules have others"
-        for first in others[:1]
+        f"{CONFIG} has rank {ranks[first]} for {first.name}, the bundle has {first.rank}; {len(differing)} "
+        f"of {len(modules)} modules have others"
+        for first in differing[:1]
     ]
 
 
 def _pair_problems(
     config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Modules with one matrix, or with matrices that aren't of the rank that the configuration says."""
+    """Returns problems of modules that have one matrix only, or matrices of another rank than configured."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]
@@ -625,9 +631,9 @@ def _pair_problems(
 
 
 def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
-    """Every array of a file as float32; what is no float, or not finite, is added to `problems`."""
+    """Read all arrays of a file as float32; add those that aren't finite floats to `problems`."""
     _open_weights(path)
-    deserialize: Any = safetensors.deserialize  # numpy has no bfloat16, so safetensors' own reader refuses it
+    deserialize: Any = safetensors.deserialize  # safetensors' numpy reader rejects bfloat16
     arrays = {}
     for name, stored in sorted(deserialize(path.read_bytes())):
         if stored["dtype"] not in _FLOATS:
@@ -642,6 +648,7 @@ def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
 
 
 def _infinite(name: str, array: Array) -> list[str]:
+    """Returns a problem if an array has values that are not finite."""
     count = int(array.size - np.count_nonzero(np.isfinite(array)))
     return [f"{name} {list(array.shape)} has {count} values that are not finite"] if count else []
 
@@ -649,18 +656,18 @@ def _infinite(name: str, array: Array) -> list[str]:
 def _tensor_problems(
     weights: Any, modules: Sequence[AdaptedModule], heads: Collection[str] = ()
 ) -> dict[str, str]:
-    """By tensor name, everything in which a file's header differs from what the modules need."""
+    """Returns the differences between a file's header and the tensors of the modules, by tensor name."""
     expected: dict[str, list[int]] = {}
     for module in modules:
         expected[weight_name(module.name, "A")] = [module.rank, module.in_features]
         expected[weight_name(module.name, "B")] = [module.out_features, module.rank]
-    held = set(weights.keys())
+    present = set(weights.keys())
     problems = {
         name: f"{name} is missing, must be F32 {shape}"
         for name, shape in expected.items()
-        if name not in held
+        if name not in present
     }
-    for name in sorted(held.difference(heads)):
+    for name in sorted(present.difference(heads)):
         tensor = weights.get_slice(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if name not in expected:

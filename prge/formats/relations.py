@@ -1,11 +1,14 @@
-"""Tables of which token stands where to which other: 1 where they do, 0 elsewhere.
+"""Tables of positional relations between tokens (row, column): 1 where a relation holds, else 0.
 
-behind     [1, tokens, tokens]   the second is `first` to `first + window - 1` tokens before the first
-halves     [1, tokens, tokens]   of 2 `first` tokens in a row, one is of the second half, one of the first
-meeting    [1, tokens, tokens]   the second lies between the first and where the halves of its 2 `first` meet
-entering   [1, tokens, window]   the second, of `window` that came before the call, is `first` before it
-leaving    [1, tokens, window]   the token is the second of the last `window`
-staying    [1, window, window]   the first of `window` that came before is still the second of the last
+behind     [1, tokens, tokens]   the column is `first` to `first + window - 1` positions before the row
+halves     [1, tokens, tokens]   in groups of 2 * `first` tokens: the row is in a group's second half, the
+                                 column in its first half
+meeting    [1, tokens, tokens]   in groups of 2 * `first` tokens: the column is between the row and the middle
+                                 of the row's group
+entering   [1, tokens, window]   the column, one of `window` tokens before the call, is `first` before the row
+leaving    [1, tokens, window]   the column, one of the last `window` tokens of the call, is the row
+staying    [1, window, window]   the row, one of `window` tokens before the call, is the column, one of the
+                                 last `window` tokens after it
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ RELATIONS = ("behind", "halves", "meeting", "entering", "leaving", "staying")
 
 
 def relation_shape(relation_type: str, length: int, window: int | None) -> tuple[int, int, int]:
-    """The shape of a table for calls of `length` tokens."""
+    """Returns the shape of a table for calls of `length` tokens."""
     if relation_type in ("behind", "halves", "meeting"):
         return 1, length, length
     assert window is not None
@@ -29,22 +32,22 @@ def relation_shape(relation_type: str, length: int, window: int | None) -> tuple
 
 @lru_cache(maxsize=64)
 def relation(relation_type: str, length: int, first: int, window: int | None) -> FloatArray:
-    """A table f32 for calls of `length` tokens."""
+    """Returns a table for calls of `length` tokens, f32; see the module's docstring."""
     shape = relation_shape(relation_type, length, window)
     row, column = np.arange(shape[1])[:, None], np.arange(shape[2])
     if relation_type == "behind":
-        apart = row - column
-        found = (apart >= first) & (apart < (length if window is None else first + window))
+        distance = row - column
+        holds = (distance >= first) & (distance < (length if window is None else first + window))
     elif relation_type == "halves":
-        found = (row // first % 2 == 1) & (column // first == row // first - 1)
+        holds = (row // first % 2 == 1) & (column // first == row // first - 1)
     elif relation_type == "meeting":
-        # A token of the second half is itself among those, one of the first isn't.
+        # This includes the row itself in the second half, but not in the first.
         within = column // first == row // first
-        found = within & np.where(row // first % 2 == 1, column <= row, column > row)
+        holds = within & np.where(row // first % 2 == 1, column <= row, column > row)
     elif relation_type == "entering":
-        found = row + shape[2] - column == first
+        holds = row + shape[2] - column == first
     elif relation_type == "leaving":
-        found = row == length - shape[2] + column
+        holds = row == length - shape[2] + column
     else:
-        found = row == length + column
-    return found.astype(np.float32)[None]
+        holds = row == length + column
+    return holds.astype(np.float32)[None]

@@ -1,4 +1,4 @@
-"""A run folder: the names in it, and what a run leaves besides its adapter: metrics, log, summary, lock."""
+"""Run folders: the names of their files, and the metrics, the log, the summary and the lock of a run."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
 REFERENCE = "reference.json"
-# Statuses in the summary of a run with a result, and of one that can't go on.
+# Statuses of runs with a result, and of runs that can't continue.
 FINISHED = ("completed", "stopped early")
 ENDED = (*FINISHED, "diverged")
-# What `prge tune` decided, beside its run: `decisions` is a list of {name, value, why}.
+# The decisions of `prge tune`, in its folder: `decisions` is a list of {name, value, why}.
 DECISIONS = "tune.json"
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
 
 Record = dict[str, Any]
 
-# Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
+# Numeric fields of metrics.jsonl that charts and resumed runs use.
 _NUMBERS = (
     "loss",
     "value",
@@ -60,30 +60,36 @@ _NUMBERS = (
     "chosen_change",
     "rejected_change",
 )
-_MOST = 1e300
-# The process that holds a lock, or nothing.
+_MAX_NUMBER = 1e300
+# A lock file contains the id of the process that holds it, or nothing.
 _LONGEST_HOLDER = 20
-_MADE_LOCK = re.compile(rb"\d*\n?")
-# Attempts to lock what other processes remove meanwhile.
+_LOCK_CONTENT = re.compile(rb"\d*\n?")
+# Attempts to lock a folder that other processes remove at the same time.
 _ATTEMPTS = 50
-# Looks at a lock whose holder has ended, and the time before each.
-_LOOKS, _LOOK_SECONDS = 40, 0.05
+# Attempts to take the lock of a process that has ended, and the time before each.
+_RETRIES, _RETRY_SECONDS = 40, 0.05
 
 
 class RunLog:
-    """metrics.jsonl and log.txt of one run folder, open for appending.
+    """The files metrics.jsonl and log.txt of a run folder, opened for appending.
 
-    Every line is on its way to storage when the call returns, so a killed run loses at most the line that it
+    Every line is passed to the operating system before the call returns: a killed run loses at most the line
+        that it
     was writing.
+
+    Attributes:
+        folder: the run folder.
+        memory: the peak memory of the process.
+        records: the records of metrics.jsonl.
     """
 
     def __init__(self, folder: Path, keep_through: int | None = None) -> None:
-        """Open both files, creating the folder if need be.
+        """Open both files; create the folder if it doesn't exist.
 
         Args:
             folder: the run folder.
-            keep_through: when a run resumes, the last step whose records stay; None keeps all. Lines that
-                are torn or no records always go.
+            keep_through: when a run is resumed, the last step whose records are kept; None: all. Incomplete
+                and invalid lines are always removed.
 
         Raises:
             RunError: the folder can't be written, or one of the files is a link, a pipe or a device.
@@ -91,13 +97,13 @@ class RunLog:
         self.folder = folder
         self.memory = PeakMemory()
         with as_run_error(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its log shows a row
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because its log quotes rows
             self._log = open_regular(folder / LOG, "ab", buffering=0)
             self.records = self._kept_records(keep_through)
             self._metrics = open_regular(folder / METRICS, "ab", buffering=0)
 
     def metric(self, record: Mapping[str, Any]) -> None:
-        """Append one record to metrics.jsonl; infinite numbers and NaN are written as null."""
+        """Append a record to metrics.jsonl; infinite numbers and NaN are written as null."""
         plain = _plain(record)
         with as_run_error(self.folder):
             _append(self._metrics, json.dumps(plain, allow_nan=False))
@@ -105,17 +111,17 @@ class RunLog:
         self.memory.sample()
 
     def text(self, line: str) -> None:
-        """Append one line to log.txt, with the time before it."""
+        """Append a line to log.txt, with the time."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with as_run_error(self.folder):
             _append(self._log, f"{now} {line}")
 
     def last(self, event: str) -> Record | None:
-        """The newest record of an event, those from before a resume included."""
+        """Returns the newest record of an event, including records from before a resume."""
         return next((record for record in reversed(self.records) if record.get("event") == event), None)
 
     def close(self) -> None:
-        """Flush to storage and close."""
+        """Flush the files to storage and close them."""
         for stream in (self._metrics, self._log):
             if not stream.closed:
                 with as_run_error(self.folder):
@@ -129,7 +135,7 @@ class RunLog:
         self.close()
 
     def _kept_records(self, keep_through: int | None) -> list[Record]:
-        """The records of metrics.jsonl up to a step; all other lines leave the file."""
+        """Returns the records of metrics.jsonl up to a step, and removes all other lines from the file."""
         path = self.folder / METRICS
         if not os.path.lexists(path):
             return []
@@ -139,16 +145,16 @@ class RunLog:
         kept = [index for index, record in enumerate(records) if record and record["step"] <= last]
         if len(kept) < len(lines):
             write_file(path, b"".join(lines[index] for index in kept))
-        if odd := sum(record is None for record in records[:-1]):
-            self.text(f"{METRICS}: left out {odd} lines that are no records")
+        if invalid := sum(record is None for record in records[:-1]):
+            self.text(f"{METRICS}: left out {invalid} lines that are no records")
         return [record for record in records if record and record["step"] <= last]
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """Records of a run's metrics.jsonl in order; a torn last line is left out.
+    """Read the records of a run's metrics.jsonl, in order, without an incomplete last line.
 
     Raises:
-        RunError: there is no such file, or it is damaged before its last line.
+        RunError: the file doesn't exist, can't be read, or is damaged before its last line.
     """
     path = folder / METRICS
     try:
@@ -180,23 +186,23 @@ def read_metrics(folder: Path) -> list[Record]:
 def write_summary(
     folder: Path, run: Mapping[str, Any], train: Mapping[str, Any], meta: Mapping[str, Any] | None = None
 ) -> None:
-    """Write run.json whole or not at all.
+    """Write run.json atomically.
 
     Args:
         folder: the run folder.
-        run: what was run: configuration, bundle hash, status.
-        train: what came out: steps, seconds, rows, memory, final metrics.
-        meta: where it ran; None for `environment()`.
+        run: the block `run`: settings, bundle hash, status.
+        train: the block `train`: steps, seconds, rows, memory, final metrics.
+        meta: the block `meta`; default: `environment()`.
 
     Raises:
-        RunError: the storage is full, read-only or refuses.
+        RunError: the file can't be written.
     """
     content = _plain({"run": run, "train": train, "meta": environment() if meta is None else meta})
     write_file(folder / SUMMARY, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def environment() -> Record:
-    """The `meta` block of run.json: versions, platform, processor, memory. Imports none of the packages."""
+    """Returns the block `meta` of run.json: versions, platform, processor, memory; imports no packages."""
     return {
         "prge": _versions().get("prge"),
         "python": platform.python_version(),
@@ -211,13 +217,16 @@ def environment() -> Record:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[int]:
-    """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
+    """Lock a run folder for this process; the operating system releases the lock when the process ends.
 
-    The lock file stays, unless the block raises before it has made anything else in the folder. The block has
-    its file descriptor: a child process that inherits it holds the folder, too.
+    The lock file remains, unless the block raises before it has created anything else in the folder.
+
+    Yields:
+        The file descriptor of the lock: a child process that inherits it holds the lock, too.
 
     Raises:
-        RunError: another process holds it, the folder can't be written, or the file of the lock is none.
+        RunError: another process holds the lock, the folder can't be written, or the file isn't a lock of
+            prge.
     """
     with as_run_error(folder):
         held = _hold(folder)
@@ -234,45 +243,52 @@ def run_lock(folder: Path) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Held:
-    """A lock of a folder, what the folder held before it, and which folders were made for it."""
+    """A lock that is held.
+
+    Attributes:
+        folder: the locked folder.
+        stream: the lock file.
+        before: names in the folder before it was locked.
+        created: the folder and its parents, as far as they were created for the lock.
+    """
 
     folder: Path
     stream: BinaryIO
     before: Collection[str]
-    made: Sequence[Path]
+    created: Sequence[Path]
 
     def remove_new(self) -> None:
-        """Remove the lock if it and nothing else is new in its folder, and then the folders that are new."""
+        """Remove the lock file and the created folders, if nothing else was created in the folder."""
         with suppress(OSError):
             if LOCK not in self.before and {*os.listdir(self.folder)} == {LOCK, *self.before}:
                 (self.folder / LOCK).unlink()
-                for path in self.made:
+                for path in self.created:
                     path.rmdir()
 
 
 def _hold(folder: Path) -> _Held:
-    """Create a folder if it doesn't exist, and lock it; raises as `run_lock`, and OSError."""
+    """Create a folder if it doesn't exist, and lock it; raises RunError, see `run_lock`, and OSError."""
     for attempt in range(_ATTEMPTS):
         try:
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            created = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             before = os.listdir(folder)
             stream = open_regular(folder / LOCK, "a+b", buffering=0)
             with ExitStack() as held:
                 held.push(stream)
                 stream.seek(0)
-                if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
+                if not _LOCK_CONTENT.fullmatch(stream.read(_LONGEST_HOLDER)):  # its content would be lost
                     raise RunError(
-                        f"{folder / LOCK} is no lock of prge",
+                        f"{folder / LOCK} is not a lock of prge",
                         remedy="give another folder",
                         code="lock-foreign",
                     )
                 if not _lock(stream) and not _lock_after_end(stream):
                     break
-                # Whoever held it may have removed it: two processes would lock two files of one name.
+                # The former holder may have removed the file: two processes could lock two files.
                 if os.path.samestat(os.fstat(stream.fileno()), os.lstat(folder / LOCK)):
                     held.pop_all()
-                    return _Held(folder, stream, before, made)
+                    return _Held(folder, stream, before, created)
         except FileNotFoundError:  # another process has just removed the folder or its lock
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -290,20 +306,20 @@ def _holder_of(folder: Path) -> str:
 
 
 def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
-    """Refuse to begin a run in a folder that holds what no run wrote under a name that a run uses.
+    """Raise RunError if a folder without a run has a file or folder whose name a run uses.
 
     Args:
-        folder: without a run.
-        names: that this kind of run uses beside the usual ones.
+        folder: a folder without a run.
+        names: further names that this run uses.
 
     Raises:
         RunError: there is such a file or folder, which the run would replace.
     """
-    usual = (CONFIG, JOURNAL, METRICS, SAMPLES, LOG, SUMMARY, CHECKPOINTS, FINAL)
-    there = [name for name in (*usual, *names) if os.path.lexists(folder / name)]
-    if there:
+    run_names = (CONFIG, JOURNAL, METRICS, SAMPLES, LOG, SUMMARY, CHECKPOINTS, FINAL)
+    existing = [name for name in (*run_names, *names) if os.path.lexists(folder / name)]
+    if existing:
         raise RunError(
-            f"{folder} holds {there[0]}, which a run would replace",
+            f"{folder} holds {existing[0]}, which a run would replace",
             remedy="give a new or empty folder with --out",
             code="folder-occupied",
         )
@@ -315,12 +331,12 @@ def _holder(stream: BinaryIO) -> str:
 
 
 def _lock_after_end(stream: BinaryIO) -> bool:
-    """Lock what a process that has ended held: a child that it had just forked lets go of it at once."""
-    for _ in range(_LOOKS):
+    """Lock a file whose holder has ended but whose lock a forked child may hold for a moment."""
+    for _ in range(_RETRIES):
         try:
             os.kill(int(_holder(stream)), 0)
         except ProcessLookupError:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_RETRY_SECONDS)
         except (ValueError, OverflowError, OSError):
             return False
         else:
@@ -331,7 +347,7 @@ def _lock_after_end(stream: BinaryIO) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds a run folder. Changes nothing; False where that can't be known."""
+    """Whether a process holds the lock of a run folder; False if that can't be determined."""
     try:
         with open_regular(folder / LOCK, "rb") as stream:
             return not _lock(stream)
@@ -340,49 +356,49 @@ def is_held(folder: Path) -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write what a verb found, for whoever reads it; raises RunError."""
+    """Write the result of a verb as JSON; raises RunError."""
     write_output(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses inside the block into a RunError of its file, or of `path`."""
+    """Convert an OSError inside the block into a RunError that names its file, or `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # not the operating system's
+        if error.errno is None:  # not from the operating system
             raise
         raise storage_error(Path(error.filename or path), error) from None
 
 
 def _append(stream: BinaryIO, line: str) -> None:
-    """Write a line; an unbuffered stream may take only a part of it, and says what is wrong the next time."""
+    """Write a line completely; a single write to an unbuffered stream may be partial."""
     rest = memoryview(line.encode(errors="backslashreplace") + b"\n")
     while rest:
         rest = rest[stream.write(rest) :]
 
 
 def metrics_record(line: bytes) -> Record | None:
-    """A line of metrics.jsonl, if it is whole and a record: an event, its step, numbers where they belong."""
+    """Parse a line of metrics.jsonl; return None if it is incomplete or isn't a valid record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("event"), str)
-    if not whole or type(record.get("step")) is not int or not 0 <= record["step"] < _MOST:
+    is_complete = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("event"), str)
+    if not is_complete or type(record.get("step")) is not int or not 0 <= record["step"] < _MAX_NUMBER:
         return None
     return record if all(_is_number(record.get(name)) for name in _NUMBERS) else None
 
 
 def _is_number(value: Any) -> bool:
-    """Whether plots can take a value: finite, or null for what was not."""
+    """Whether a value is a finite number of a plausible size, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         return False
-    return value is None or abs(value) < _MOST
+    return value is None or abs(value) < _MAX_NUMBER
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON's own types; numpy scalars and arrays give their Python values, paths their text."""
+    """Convert a value to JSON's types: numpy scalars and arrays to Python values, paths to strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -395,7 +411,7 @@ def _plain(value: Any) -> Any:
 
 
 def _lock(stream: BinaryIO) -> bool:
-    """Lock an open file; False if another process has it. True also where files can't be locked."""
+    """Lock an open file; return False if another process holds it, True also if locks aren't supported."""
     try:
         import fcntl
     except ImportError:
@@ -411,7 +427,7 @@ def _lock(stream: BinaryIO) -> bool:
 
 @lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed; looked up once, since that reads their metadata."""
+    """Returns the versions of the installed packages; cached, because it reads their metadata."""
     versions = {}
     for name in ("prge", *_PACKAGES):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -420,7 +436,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    """The processor's name; on a phone the name of the chip."""
+    """Returns the name of the processor; on a phone, of the chip."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

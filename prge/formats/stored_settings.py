@@ -1,13 +1,14 @@
-"""Settings that a folder holds, such as config.yaml of a run: which of the paths in them are followed.
+"""Signed settings in folders, such as a run's config.yaml, and which paths in settings are trusted.
 
-A folder may be somebody else's, and its settings may name files of this machine: rows that would be trained
-on, files that would be written. A path in them is followed if it lies inside the folder, after links are
-resolved; if the user names it again on the command line; or if the settings are the user's own: prge signs
-what it writes with a key that no folder holds, so that its settings are known wherever the folder goes, and
-changed ones aren't. All other paths are refused.
+A folder can come from somebody else, and its settings can name files on this machine: rows to train on, or
+files to write. A path in settings is used only if it is inside of the folder after resolving links, if the
+user repeats it on the command line, or if the settings are the user's own. To recognize its own settings
+wherever a folder is moved, prge signs them with a key that isn't stored in any folder. All other paths are
+refused.
 
-The key is ~/.config/prge/key, or prge/key in the folder that XDG_CONFIG_HOME names. It is made when first
-needed, and only its owner reads it. Without a place for it only the process that wrote settings knows them.
+The key is ~/.config/prge/key, or prge/key in the folder that XDG_CONFIG_HOME names. It is created when it is
+first needed, and only its owner can read it. If it can't be stored, settings are recognized only by the
+process that wrote them.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from prge.system.regular_files import read_regular, warn_if_key_is_shared
 _BEGIN = b"# signed by prge: "
 _SIGNATURE = re.compile(rb"(?:(?<=\n)|\A)" + re.escape(_BEGIN) + rb"([0-9a-f]{64})\n\Z")
 _KEY = re.compile(rb"[0-9a-f]{64}\n?")
-# Of the user's key, in the folder of configurations.
+# Path of the user's key in the folder for configurations.
 KEY = Path("prge", "key")
 
 
 def new_key() -> bytes:
-    """A random key, as its file holds it but for the line break."""
+    """Returns a new random key, as its file holds it without the line break."""
     return secrets.token_hex(32).encode()
 
 
 def parse_key(content: bytes) -> bytes | None:
-    """The key of a file's content; None where it is none."""
+    """Returns the key in the content of a file; None if it is invalid."""
     return content.strip() if _KEY.fullmatch(content) else None
 
 
@@ -44,29 +45,29 @@ _process_key = new_key()
 
 
 def key_path() -> Path:
-    """Where the user's key is or would be; raises RuntimeError where there is no home."""
+    """Returns the path of the user's key; raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / KEY
 
 
 def write_settings(path: Path, text: str) -> None:
-    """Write settings into a folder as the user's own; raises RunError as `write_file`."""
+    """Write settings with the user's signature; raises RunError, see `write_file`."""
     write_file(path, sign(text, path.name))
 
 
 def sign(text: str, name: str, key: bytes | None = None) -> bytes:
-    """Settings in YAML with a signature as the last line, a comment.
+    """Returns settings in YAML with a signature in a comment as the last line.
 
     Args:
         text: the settings.
-        name: of their file; elsewhere the signature says nothing.
-        key: of whoever will read them; default: the user's.
+        name: name of their file, for which alone the signature is valid.
+        key: key of the reader; default: the user's key.
     """
     content = text.encode()
     return content + _BEGIN + _signature(content, name, key or _own_key(make=True)) + b"\n"
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether this user's prge wrote a settings file, and nobody has changed it since."""
+    """Whether a settings file has a valid signature of the user."""
     try:
         return is_own(read_regular(path), path.name)
     except OSError:
@@ -74,11 +75,11 @@ def is_own_file(path: Path) -> bool:
 
 
 def is_own(content: bytes, name: str) -> bool:
-    """Whether this user's prge wrote the bytes of a settings file, and nobody has changed them since.
+    """Whether the content of a settings file has a valid signature of the user.
 
     Args:
-        content: of their file.
-        name: of their file.
+        content: content of the file.
+        name: name of the file.
     """
     match = _SIGNATURE.search(content)
     if match is None:
@@ -87,16 +88,17 @@ def is_own(content: bytes, name: str) -> bool:
 
 
 def is_outside(folder: Path, value: str, is_written: bool = False) -> bool:
-    """Whether a value of a folder's settings names a place outside of that folder.
+    """Whether a value of the settings in a folder is a path outside of that folder.
 
-    A word without a slash that no file here is called is the name of something else, such as a task.
+    A value without a slash that isn't the name of an existing file is taken for a name of something else,
+    such as a task.
 
     Args:
-        folder: that holds the settings.
+        folder: folder of the settings.
         value: a path, or a text that may be one.
-        is_written: whether a file or folder would be made there.
+        is_written: whether a file or folder would be created there.
     """
-    with suppress(OSError, ValueError, RuntimeError):  # links in a circle, NUL
+    with suppress(OSError, ValueError, RuntimeError):  # circular links, NUL characters
         if Path(os.path.realpath(value)).is_relative_to(os.path.realpath(folder)):
             return False
         return is_written or os.sep in value or value in (".", "..") or os.path.lexists(value)
@@ -104,15 +106,16 @@ def is_outside(folder: Path, value: str, is_written: bool = False) -> bool:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder, perhaps somebody else's, that holds a link to a place outside of it.
+    """Raise RunError if a folder, which may be somebody else's, holds a link to a path outside of it.
 
-    A snapshot in a cache of Hugging Face's hub may have links to the other files of its repository.
+    Links from a snapshot in the Hugging Face cache to other files of its repository are allowed.
 
     Raises:
-        RunError: it has such a link.
+        RunError: the folder has a link to the outside.
     """
-    place = Path(os.path.realpath(folder))
-    within = place.parent.parent if place.parent.name == "snapshots" else place
+    real_folder = Path(os.path.realpath(folder))
+    is_snapshot = real_folder.parent.name == "snapshots"
+    within = real_folder.parent.parent if is_snapshot else real_folder
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = os.path.join(parent, name)
@@ -129,7 +132,7 @@ def _signature(content: bytes, name: str, key: bytes) -> bytes:
 
 
 def _own_key(make: bool) -> bytes:
-    """The user's key; that of this process where there is none, and it is not to be or can't be made."""
+    """Returns the user's key, creating it if `make` is set; the process's key if there is none."""
     with suppress(OSError, RuntimeError, RunError):
         path = key_path()
         with suppress(FileNotFoundError):
@@ -139,7 +142,7 @@ def _own_key(make: bool) -> bytes:
             partial = path.with_name(f".key.{os.getpid()}-{secrets.token_hex(4)}.partial")
             write_file(partial, new_key() + b"\n", 0o600)
             try:
-                os.link(partial, path)  # two processes that begin at once have one key
+                os.link(partial, path)  # if two processes start at once, both use the first one's key
             except FileExistsError:
                 pass
             except OSError:  # a file system, or an Android, without hard links
@@ -151,6 +154,6 @@ def _own_key(make: bool) -> bytes:
 
 
 def _read_key(path: Path) -> bytes:
-    """A key; that of this process where the file holds none."""
+    """Read a key; return the process's key if the file is invalid."""
     warn_if_key_is_shared(path)
     return parse_key(read_regular(path)) or _process_key

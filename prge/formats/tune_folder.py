@@ -1,4 +1,4 @@
-"""A folder of `prge tune` in the place of a bundle, an adapter or a run: what of it is meant."""
+"""Folders of `prge tune` given in place of a bundle, an adapter or a run."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from prge.formats.stored_settings import is_outside, is_own
 
 @dataclass(frozen=True)
 class Tuning:
-    """A folder that `prge tune` wrote, finished or not."""
+    """A folder that `prge tune` wrote, finished or unfinished."""
 
     folder: Path
 
     @property
     def name(self) -> str:
-        """What its model is called."""
+        """Name of its model: the name of the folder."""
         return self.folder.resolve().name
 
     @property
     def bundle(self) -> Path:
-        """The bundle that it trains, its own or a given one.
+        """The bundle that it trains: its own one, or the one in its settings.
 
         Raises:
-            RunError: it has none yet, or settings that aren't the user's own name one elsewhere.
+            RunError: it has no bundle yet, or its settings aren't the user's own and name a bundle elsewhere.
         """
         try:
-            given = read_bundle_path(self.folder / CONFIG)
+            path = read_bundle_path(self.folder / CONFIG)
         except (OSError, DocumentError) as error:
             raise RunError(
                 f"{self.folder / CONFIG} can't be read: {error}", code="settings-unreadable"
             ) from None
-        return given or self._there("bundle", "bundle")
+        return path or self._subfolder("bundle", "bundle")
 
     @property
     def rows(self) -> Path:
-        """The folder with its rows by part; raises RunError if there is none yet."""
-        return self._there("rows", "rows")
+        """Folder of its rows by split; raises RunError if it doesn't exist yet."""
+        return self._subfolder("rows", "rows")
 
     @property
     def run(self) -> Path:
-        """Its final run, finished or not; raises RunError if it hasn't begun."""
-        return self._there("run", "run")
+        """Folder of its final run, finished or not; raises RunError if it doesn't exist yet."""
+        return self._subfolder("run", "run")
 
     @property
     def adapter(self) -> Path:
-        """The PEFT folder that its run ended with; raises RunError if there is none yet."""
-        return self._there(f"run/{FINAL}", "trained adapter")
+        """PEFT folder of its trained adapter; raises RunError if it doesn't exist yet."""
+        return self._subfolder(f"run/{FINAL}", "trained adapter")
 
-    def _there(self, name: str, what: str) -> Path:
+    def _subfolder(self, name: str, what: str) -> Path:
         if not (self.folder / name).is_dir():
             raise RunError(
                 f"{self.folder} is a tuning that has no {what} yet",
@@ -70,41 +70,42 @@ class Tuning:
 
 
 def read_bundle_path(config: Path) -> Path | None:
-    """The bundle that settings in the folder of a run or a tuning name; None if they name none.
+    """Read the path of the bundle from the settings of a run or a tuning; None if they have none.
 
     Raises:
-        OSError, DocumentError: they can't be read.
-        RunError: they aren't the user's own, and the bundle lies elsewhere; see `prge.formats.stored_settings`.
+        OSError, DocumentError: the settings can't be read.
+        RunError: the settings aren't the user's own, and the bundle is outside of their folder; see
+            `prge.formats.stored_settings`.
     """
     content = read_document(config, MOST_YAML_BYTES)
-    given = mapping(parse_yaml(content)).get("bundle")
-    if not given:
+    bundle = mapping(parse_yaml(content)).get("bundle")
+    if not bundle:
         return None
-    is_there = os.path.lexists(str(given))
-    if is_there and is_outside(config.parent, str(given)) and not is_own(content, config.name):
+    exists = os.path.lexists(str(bundle))
+    if exists and is_outside(config.parent, str(bundle)) and not is_own(content, config.name):
         raise RunError(
-            f"{config} names the bundle {shown(given)}, outside of its folder, "
+            f"{config} names the bundle {shown(bundle)}, outside of its folder, "
             "and isn't as your prge wrote it",
-            remedy=f"where that is the bundle that you want, give --bundle {given}; and {config.parent} with "
+            remedy=f"if that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
             "--adapter to verbs that generate or score",
             code="path-outside",
         )
-    return Path(str(given))
+    return Path(str(bundle))
 
 
 def find_tuning(folder: Path) -> Tuning | None:
-    """The tuning whose folder this is; None where it is anything else."""
+    """Returns the tuning of a folder; None if it isn't the folder of a tuning."""
     is_run = any((folder / name).exists() for name in (JOURNAL, METRICS, SUMMARY))
     return Tuning(folder) if (folder / DECISIONS).is_file() and not is_run else None
 
 
 def resolve_bundle(folder: Path) -> Path:
-    """The bundle that a user names by its folder or by a tuning's; raises RunError."""
+    """Returns the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.bundle
 
 
 def resolve_run(folder: Path) -> Path:
-    """The run that a user names by its folder or by a tuning's; raises RunError."""
+    """Returns the run folder for a path to a run or to a tuning; raises RunError if that has no run."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.run

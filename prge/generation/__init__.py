@@ -1,1 +1,1 @@
-"""Text from a model: which token follows, when a text ends, and many texts at once. numpy alone."""
+"""Text generation: prompts, sampling, stop words, and the decoding loop; numpy alone."""

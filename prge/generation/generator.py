@@ -1,4 +1,4 @@
-"""The GenerationEngine protocol: what generation needs from an engine, nothing else."""
+"""The GenerationEngine protocol: what text generation needs from an engine."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from prge.formats.adapter import Adapter
 
 
 class GenerationEngine(Protocol):
-    """Continues sequences of tokens, several at once, each with an adapter of its own.
+    """Computes logits of several token sequences at once, each with its own adapter and KV cache.
 
-    A sequence keeps what the model made of its tokens, so that each is computed once.
+    The cache of a sequence holds its keys, values and recurrent states, so that every token is computed once.
     """
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens that logits are for."""
+        """Number of logits of a token."""
         ...
 
     @property
     def context(self) -> int:
-        """Most tokens of a sequence, prompt and answer together."""
+        """Most tokens of a sequence: prompt and completion together."""
         ...
 
     @property
     def slots(self) -> int:
-        """Most sequences that are open at once."""
+        """Most sequences that can be open at once."""
         ...
 
     def open(self, adapter: Adapter) -> int:
-        """Begin an empty sequence; its number. There must be a free slot. The adapter must not change."""
+        """Open an empty sequence in a free slot; return its number. The adapter must not change."""
         ...
 
     def length(self, sequence: int) -> int:
-        """Tokens that a sequence holds."""
+        """Returns the number of tokens of a sequence."""
         ...
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Append at least one token; logits f32 [vocabulary_size] of the token that follows the last one.
+        """Append one or more tokens; return the logits of the next token, f32 [vocabulary_size].
 
         Raises:
             EngineError: the sequence would be longer than `context`, or the engine failed.
@@ -48,11 +48,11 @@ class GenerationEngine(Protocol):
 
     @property
     def most_checked(self) -> int:
-        """Most tokens of a `check`; 0 if a sequence can't go back to where a check found a wrong one."""
+        """Most tokens of a `check`; 0 if sequences can't be rewound to a token that a check found wrong."""
         ...
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """Append at least two tokens; logits f32 [tokens, vocabulary_size] of the one that follows each.
+        """Append two or more tokens; return the logits after each of them, f32 [tokens, vocabulary_size].
 
         Raises:
             EngineError: see `feed`.
@@ -60,7 +60,7 @@ class GenerationEngine(Protocol):
         ...
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """Append one token to each of several sequences; logits as `feed` answers them, by sequence.
+        """Append one token to each of several sequences; return the next logits of each.
 
         Raises:
             EngineError: see `feed`.
@@ -68,9 +68,9 @@ class GenerationEngine(Protocol):
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Forget all tokens of a sequence behind its first `length`; more where it can't go back to there."""
+        """Remove all tokens of a sequence after the first `length`, or more if the cache requires it."""
         ...
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence and free its slot."""
+        """Close a sequence and free its slot."""
         ...

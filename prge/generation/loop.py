@@ -1,10 +1,11 @@
-"""Many answers at once: requests come and go between rounds, every round gives each answer a token.
+"""The decoding loop: continuous batching of requests, in rounds that generate one token for every completion.
 
-    submit -> waiting -> fed piece by piece -> a token a round -> ended; its sequence stays open, idle
+    submit -> waiting -> prefill in chunks -> one token per round -> finished; its sequence stays open, idle
 
-An idle sequence whose tokens begin as a new request's do is rewound to where they part, and only what is new
-is computed: the next turn of a conversation, or rows that share their beginning. How fast that is tells what
-somebody has asked before, so requests say with whom they share: see `Sharing`.
+If a new request's tokens begin like those of an idle sequence, the sequence is rewound to the common prefix
+and only the rest is computed: the next turn of a conversation, or rows with a common beginning. Because the
+time that this saves reveals earlier prompts, requests say with which others they share a prefix; see
+`Sharing`.
 """
 
 from __future__ import annotations
@@ -32,28 +33,34 @@ Reason = Literal["stop", "length", "context", "cancelled"]
 Overflow = Literal["error", "truncate"]
 Draft = Literal["off", "lookup"]
 
-# Tokens of an answer, and characters of its end, that only who has seen it can repeat.
+# Who repeats this many tokens of a completion, or this many characters of its end, must have seen it.
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
-# Prompt tokens of one round, so that answers go on and can be cancelled while a long prompt is read.
+# Most prompt tokens of a round, so that other completions continue during a long prefill.
 FED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How an answer is made; raises ConfigError for what can't be."""
+    """Parameters of a completion.
+
+    Raises:
+        ConfigError: a parameter has the wrong type or is out of bounds.
+    """
 
     max_tokens: int = 128
-    """Most tokens of the answer."""
+    """Most tokens of the completion."""
     stop: tuple[str, ...] = ()
-    """Words that the answer ends before; a control token's name ends it at that token."""
+    """Words that end the completion and aren't part of it; the name of a control token ends it at that
+    token."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """How each token is chosen."""
+    """Parameters of sampling."""
     overflow: Overflow = "error"
-    """What is longer than the context: `error`, or `truncate` the prompt's beginning, so that the answer has
-    room; half of the context stays the prompt's."""
+    """If the prompt is longer than the context: `error`, or `truncate` its beginning, so that the completion
+    has room; the prompt keeps at least half of the context."""
     draft: Draft = "off"
-    """`lookup`: an answer that is made alone goes on by several tokens at once where it repeats its prompt or
-    itself. They are those that would have been chosen one by one, but for the rounding of another program."""
+    """`lookup`: speculative decoding while a completion is the only one: it advances by several tokens at
+    once where it repeats its prompt or itself. The tokens are the same as without, up to the rounding of
+    another program."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -63,27 +70,29 @@ class GenerationSettings:
             problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("no text can be generated so:", problems, code="settings-unusable")
+            raise ConfigError("invalid generation parameters:", problems, code="settings-unusable")
 
     def facts(self) -> dict[str, Any]:
-        """What an answer followed from beside its prompt, as a row of feedback has it."""
+        """Returns the parameters by name, as a row of feedback stores them."""
         return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.sampling)}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which requests go on from what was computed for earlier ones: those of one group."""
+    """Which earlier requests a request may share computed prefixes with: those of the same group."""
 
     group: str = ""
+    """Name of the group."""
     needs_answer: bool = False
-    """Only those that repeat the answer of the earlier one, as the next turn of its conversation does."""
+    """Share only if the request repeats the earlier completion, as the next turn of its conversation does."""
     answers: tuple[str, ...] = ()
-    """Earlier answers as the request has them: not always of the same tokens, or without their thoughts."""
+    """Earlier completions as the request has them; they may have other tokens, or lack their reasoning
+    part."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """An answer that somebody wants, from an adapter that doesn't change meanwhile."""
+    """A request for a completion; the adapter's values must not change until it has ended."""
 
     prompt: Prompt
     adapter: Adapter
@@ -93,40 +102,51 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of a request."""
+    """The result of a request."""
 
     text: str
+    """The generated text."""
     tokens: tuple[int, ...]
-    """All tokens that were chosen, without the one that ended the answer."""
+    """The generated tokens, without the one that ended the completion."""
     reason: Reason
-    """`stop`: an end token or a stop word; `length`: max_tokens; `context`: no room; or `cancelled`."""
+    """Why it ended. `stop`: an end token or a stop word; `length`: max_tokens; `context`: the context is
+    full; or `cancelled`."""
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     fed_tokens: int
-    """Tokens of the prompt that were computed; the others were there from an earlier request."""
+    """Prompt tokens that were computed; the others were shared with an earlier request."""
     cut_tokens: int
-    """Tokens of the prompt that were left out, see `overflow`."""
+    """Prompt tokens that were left out; see `overflow`."""
     prefill_seconds: float
-    """Time of the engine for the prompt."""
+    """Seconds that the engine took for the prompt."""
     steps: int
-    """Tokens after the first one, with the one that ended the answer."""
+    """Number of tokens after the first one, including the one that ended the completion."""
     decode_seconds: float
-    """Time of the engine for these, others' answers with them."""
+    """Seconds that the engine took for these tokens, together with those of other completions."""
     drafted: int = 0
-    """How many of them came from drafts, without calls of their own."""
+    """How many of these tokens came from accepted drafts."""
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        """Prompt tokens computed in a second; None if none was timed."""
+        """Speed of prefill in prompt tokens per second; None if no token was computed."""
         return self.fed_tokens / self.prefill_seconds if self.prefill_seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of this answer in a second; None if there was the first one at most."""
+        """Speed of decoding in tokens per second; None if no token was generated after the first one."""
         return self.steps / self.decode_seconds if self.decode_seconds else None
 
 
 class Ticket:
-    """A submitted request: `answer` is there once it has ended, or `error` if the engine failed."""
+    """A submitted request.
+
+    Attributes:
+        request: the request.
+        tokens: tokens of the prompt, possibly truncated.
+        answer: the completion, once it has ended.
+        error: the error, if the engine failed.
+        cancelled: whether the request was cancelled.
+    """
 
     def __init__(
         self,
@@ -144,59 +164,83 @@ class Ticket:
         self._ended = Event()
 
     def wait(self, seconds: float | None = None) -> Completion:
-        """The answer, once another thread has worked for it; raises its error, or TimeoutError."""
+        """Wait until another thread has finished the request; return its completion.
+
+        Raises:
+            TimeoutError: the request isn't finished after `seconds`.
+            PrgeError: the request failed.
+        """
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"no answer within {seconds} seconds")
+            raise TimeoutError(f"the request did not finish within {seconds} seconds")
         if self.error is not None:
             raise self.error
         assert self.answer is not None
         return self.answer
 
     def send_text(self, text: str) -> None:
-        """Hand over a piece of the answer."""
+        """Pass a piece of the text to the request's callback."""
         if self._on_text is not None and text:
             self._on_text(text)
 
     def end(self) -> None:
-        """Let who waits know that the answer or the error is there."""
+        """Wake waiting threads and call the request's callback, after `answer` or `error` is set."""
         self._ended.set()
         if self._on_end is not None:
             self._on_end(self)
 
 
 @dataclass
-class _Open:
-    """A sequence of the speaker, the tokens that it holds, and of the latest request how many of them are its
-    prompt, and the answer's text."""
+class _OpenSequence:
+    """An open sequence of the engine.
+
+    Attributes:
+        number: its number in the engine.
+        adapter: its adapter.
+        group: name of the requests that may share it.
+        tokens: the tokens that it holds.
+        prompt_length: number of these tokens that are the prompt of the latest request.
+        text: text of the latest completion.
+    """
 
     number: int
     adapter: Adapter
     group: str
-    held: list[int] = field(default_factory=list)
-    prompt: int = 0
+    tokens: list[int] = field(default_factory=list)
+    prompt_length: int = 0
     text: str = ""
 
-    def common(self, tokens: Sequence[int], sharing: Sharing) -> int:
-        """How many tokens another prompt begins with alike, if it may go on from these; else 0."""
+    def shared_length(self, tokens: Sequence[int], sharing: Sharing) -> int:
+        """Returns the length of the common prefix with another prompt, or 0 if the two may not share it."""
         if self.group != sharing.group:
             return 0
-        common = _common(self.held, tokens)
-        if not sharing.needs_answer or any(_repeats(each, self.text) for each in sharing.answers):
+        common = _common_prefix(self.tokens, tokens)
+        if not sharing.needs_answer or any(_repeats(answer, self.text) for answer in sharing.answers):
             return common
-        answer = len(self.held) - self.prompt
-        # Of a long answer half will do: what a client sends back need not have the same tokens to the end.
-        needed = max(answer // 2, min(answer, _REPEATED_TOKENS), 1)
-        return common if common - self.prompt >= needed else 0
+        completion_length = len(self.tokens) - self.prompt_length
+        # Half of a long completion is enough: a client may send it back with other tokens near its end.
+        needed = max(completion_length // 2, min(completion_length, _REPEATED_TOKENS), 1)
+        return common if common - self.prompt_length >= needed else 0
 
 
 @dataclass
-class _Answering:
-    """An answer in the making: tokens of the prompt that the sequence lacks, then tokens of the answer."""
+class _ActiveRequest:
+    """A request that is being computed.
+
+    Attributes:
+        ticket: the request.
+        sequence: its sequence in the engine.
+        prompt_rest: tokens of the prompt that the sequence doesn't hold yet.
+        sampler: samples the tokens of the completion.
+        stream: decodes them into text.
+        ends: tokens that end the completion.
+        tokens: tokens of the completion.
+        lookup: drafts tokens; None without speculative decoding.
+    """
 
     ticket: Ticket
-    open: _Open
-    rest: list[int]
-    sampling: TokenSampler
+    sequence: _OpenSequence
+    prompt_rest: list[int]
+    sampler: TokenSampler
     stream: TextStream
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
@@ -209,21 +253,22 @@ class _Answering:
 
 
 class Generator:
-    """Answers requests with a speaker, as many at once as it has slots.
+    """Generates completions of requests with an engine, as many at once as the engine has slots.
 
-    One thread calls `work`, `generate` and `close`; any may submit and cancel. Callbacks are called by the
-    thread that works, after a round; the round after one that raises goes on where it was.
+    One thread calls `work`, `generate` and `close`; any thread may call `submit` and `cancel`. Callbacks run
+    in the thread that calls `work`, after each round. If a callback raises, the next round continues with the
+    callbacks that are left.
     """
 
-    def __init__(self, speaker: GenerationEngine, tokenizer: Tokenizer) -> None:
-        self.engine = speaker
+    def __init__(self, engine: GenerationEngine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
         self.tokenizer = tokenizer
         self._lock = Lock()
         self._waiting: deque[Ticket] = deque()
-        self._answering: list[_Answering] = []
-        # The one that was used last is last.
-        self._idle: list[_Open] = []
-        self._told: deque[Callable[[], None]] = deque()
+        self._active: list[_ActiveRequest] = []
+        # In order of their latest use.
+        self._idle: list[_OpenSequence] = []
+        self._callbacks: deque[Callable[[], None]] = deque()
 
     def submit(
         self,
@@ -231,58 +276,67 @@ class Generator:
         on_text: Callable[[str], object] | None = None,
         on_end: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
-        """Let a request wait for its turn; `on_text` is called with every piece of text, `on_end` at last.
+        """Add a request to the queue.
+
+        Args:
+            request: the request.
+            on_text: called with every piece of generated text.
+            on_end: called when the request has ended.
 
         Raises:
-            DataError: the prompt is empty, not of this model, or leaves no room in the context.
+            DataError: the prompt is empty, has tokens that the model lacks, or leaves no room in the context.
         """
-        ticket = Ticket(request, self._fitted(request), on_text, on_end)
+        ticket = Ticket(request, self._prompt_tokens(request), on_text, on_end)
         with self._lock:
             self._waiting.append(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """End an answer before the next round, with what there is of it; one that has ended stays."""
+        """End a request before the next round, with the text generated so far; no effect if it has ended."""
         ticket.cancelled = True
 
     def work(self) -> bool:
-        """One round: take in what waits, feed prompts, a token for every answer; False with nothing left."""
-        for answering in [each for each in self._answering if each.ticket.cancelled]:
-            self._finish(answering, "cancelled")
-        self._take_in()
-        speaking = [each for each in self._answering if not each.rest]
-        self._feed()
-        if draft := self._draft(speaking):
-            self._check(speaking[0], draft)
-        elif speaking:
-            self._step(speaking)
-        while self._told:
-            self._told.popleft()()
+        """Run one round: start waiting requests, prefill prompts, generate one token for each completion.
+
+        Returns:
+            Whether there are unfinished requests.
+        """
+        for active in [active for active in self._active if active.ticket.cancelled]:
+            self._finish(active, "cancelled")
+        self._start_waiting()
+        decoding = [active for active in self._active if not active.prompt_rest]
+        self._prefill()
+        if draft := self._draft(decoding):
+            self._verify(decoding[0], draft)
+        elif decoding:
+            self._decode(decoding)
+        while self._callbacks:
+            self._callbacks.popleft()()
         with self._lock:
-            return bool(self._answering or self._waiting)
+            return bool(self._active or self._waiting)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answers to requests, in their order.
+        """Generate the completions of requests, in their order.
 
         Raises:
-            DataError: a prompt can't be taken, see `submit`; nothing is generated then.
-            EngineError: the engine failed at one of them.
+            DataError: a prompt is invalid, see `submit`; no completion is generated.
+            EngineError: the engine failed for one of them.
         """
         for request in requests:
-            self._fitted(request)
+            self._prompt_tokens(request)
         tickets = [self.submit(request) for request in requests]
         while not all(ticket.answer or ticket.error for ticket in tickets):
             self.work()
         return [ticket.wait() for ticket in tickets]
 
     def close(self) -> None:
-        """Forget all idle sequences."""
-        for each in self._idle:
-            self.engine.close(each.number)
+        """Close all idle sequences."""
+        for sequence in self._idle:
+            self.engine.close(sequence.number)
         self._idle = []
 
-    def _fitted(self, request: Request) -> tuple[int, ...]:
-        """The prompt's tokens, cut if that was asked for; raises DataError."""
+    def _prompt_tokens(self, request: Request) -> tuple[int, ...]:
+        """Returns the prompt's tokens, truncated if the settings say so; raises DataError, see `submit`."""
         context, what = self.engine.context, "the prompt can't be used"
         tokens = check_token_ids(request.prompt.tokens, self.engine.vocabulary_size)
         if not tokens:
@@ -304,33 +358,33 @@ class Generator:
             )
         return tokens
 
-    def _take_in(self) -> None:
-        """Begin answers for requests that wait, as far as there are slots."""
+    def _start_waiting(self) -> None:
+        """Start waiting requests while there are free slots."""
         while True:
             with self._lock:
                 while self._waiting and self._waiting[0].cancelled:
                     self._end(self._waiting.popleft(), Completion("", (), "cancelled", 0, 0, 0, 0.0, 0, 0.0))
-                if not self._waiting or len(self._answering) >= self.engine.slots:
+                if not self._waiting or len(self._active) >= self.engine.slots:
                     return
                 ticket = self._waiting.popleft()
             try:
-                opened = self._opened(ticket)
+                sequence = self._open_sequence(ticket)
             except PrgeError as error:
                 self._fail(ticket, error)
                 continue
-            opened.prompt = len(ticket.tokens)
+            sequence.prompt_length = len(ticket.tokens)
             request, prompt = ticket.request, ticket.request.prompt
-            names = {word: self.tokenizer.control_id(word) for word in request.settings.stop}
-            ends = {token for token in names.values() if token is not None}
-            self._answering.append(
-                _Answering(
+            control_ids = {word: self.tokenizer.control_id(word) for word in request.settings.stop}
+            ends = {token for token in control_ids.values() if token is not None}
+            self._active.append(
+                _ActiveRequest(
                     ticket,
-                    opened,
-                    list(ticket.tokens[len(opened.held) :]),
+                    sequence,
+                    list(ticket.tokens[len(sequence.tokens) :]),
                     TokenSampler(request.settings.sampling),
                     TextStream(
                         self.tokenizer,
-                        [*prompt.stop, *(word for word, token in names.items() if token is None)],
+                        [*prompt.stop, *(word for word, token in control_ids.items() if token is None)],
                         ticket.tokens if prompt.continues else None,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
@@ -338,161 +392,168 @@ class Generator:
                 )
             )
 
-    def _opened(self, ticket: Ticket) -> _Open:
-        """A sequence for a ticket, which holds as much of its prompt as an idle one does."""
+    def _open_sequence(self, ticket: Ticket) -> _OpenSequence:
+        """Returns a sequence for a request: the idle one with the longest shared prefix, or a new one."""
         adapter, tokens, sharing = ticket.request.adapter, ticket.tokens, ticket.request.sharing
-        # One token at least is fed: its logits are the answer's first.
-        shared = [(each.common(tokens[:-1], sharing), each) for each in self._idle if each.adapter is adapter]
+        # The last token is always computed: the completion's first token is sampled from its logits.
+        shared = [
+            (sequence.shared_length(tokens[:-1], sharing), sequence)
+            for sequence in self._idle
+            if sequence.adapter is adapter
+        ]
         common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
-        # What has little in common is another conversation, which would be lost.
-        if best is not None and common and 2 * common >= min(len(best.held), len(tokens)):
+        # A short common prefix means another conversation, whose sequence would be lost.
+        if best is not None and common and 2 * common >= min(len(best.tokens), len(tokens)):
             self._idle.remove(best)
-            if common < len(best.held):
+            if common < len(best.tokens):
                 self.engine.rewind(best.number, common)
-                del best.held[self.engine.length(best.number) :]
+                del best.tokens[self.engine.length(best.number) :]
             return best
-        if len(self._idle) + len(self._answering) >= self.engine.slots:
+        if len(self._idle) + len(self._active) >= self.engine.slots:
             self.engine.close(self._idle.pop(0).number)
-        return _Open(self.engine.open(adapter), adapter, sharing.group)
+        return _OpenSequence(self.engine.open(adapter), adapter, sharing.group)
 
-    def _feed(self) -> None:
-        """Feed prompts, the oldest first, and choose the first token of those that are whole."""
+    def _prefill(self) -> None:
+        """Compute up to FED_AT_ONCE prompt tokens, oldest requests first; sample the first tokens."""
         left = FED_AT_ONCE
-        for each in [each for each in self._answering if each.rest]:
-            part, each.rest = each.rest[:left], each.rest[left:]
+        for active in [active for active in self._active if active.prompt_rest]:
+            chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
             start = time.perf_counter()
             try:
-                logits = self.engine.feed(each.open.number, part)
+                logits = self.engine.feed(active.sequence.number, chunk)
             except PrgeError as error:
-                self._drop(each, error)
+                self._drop(active, error)
                 continue
-            each.prefill_seconds += time.perf_counter() - start
-            each.fed += len(part)
-            each.open.held += part
-            if not each.rest:
-                self._choose(each, logits)
-            left -= len(part)
+            active.prefill_seconds += time.perf_counter() - start
+            active.fed += len(chunk)
+            active.sequence.tokens += chunk
+            if not active.prompt_rest:
+                self._sample(active, logits)
+            left -= len(chunk)
             if not left:
                 return
 
-    def _step(self, speaking: Sequence[_Answering]) -> None:
+    def _decode(self, decoding: Sequence[_ActiveRequest]) -> None:
+        """Generate one token for each of these completions."""
         start = time.perf_counter()
         try:
-            logits = self.engine.step({each.open.number: each.tokens[-1] for each in speaking})
+            logits = self.engine.step({active.sequence.number: active.tokens[-1] for active in decoding})
         except PrgeError as error:
-            for each in speaking:
-                self._drop(each, error)
+            for active in decoding:
+                self._drop(active, error)
             return
         seconds = time.perf_counter() - start
-        for each in speaking:
-            each.open.held.append(each.tokens[-1])
-            each.steps += 1
-            each.decode_seconds += seconds
-            self._choose(each, logits[each.open.number])
+        for active in decoding:
+            active.sequence.tokens.append(active.tokens[-1])
+            active.steps += 1
+            active.decode_seconds += seconds
+            self._sample(active, logits[active.sequence.number])
 
-    def _draft(self, speaking: Sequence[_Answering]) -> list[int]:
-        """What an answer that is made alone may go on with behind its last token."""
-        if len(speaking) != 1 or (each := speaking[0]).lookup is None:
+    def _draft(self, decoding: Sequence[_ActiveRequest]) -> list[int]:
+        """Returns a draft of the next tokens if there is only one completion; else an empty list."""
+        if len(decoding) != 1 or (active := decoding[0]).lookup is None:
             return []
-        # Of room for n tokens the last one needs no draft.
-        room = self.engine.context - len(each.open.held) - 1, each.ticket.request.settings.max_tokens
-        most = min(room[0], room[1] - len(each.tokens), self.engine.most_checked) - 1
-        return each.lookup.draft(most) if most > 0 else []
+        # Verifying n drafted tokens generates n + 1.
+        context_left = self.engine.context - len(active.sequence.tokens) - 1
+        tokens_left = active.ticket.request.settings.max_tokens - len(active.tokens)
+        most = min(context_left, tokens_left, self.engine.most_checked) - 1
+        return active.lookup.draft(most) if most > 0 else []
 
-    def _check(self, each: _Answering, draft: list[int]) -> None:
-        """Choose as many tokens as a draft is right, and the one behind them."""
-        number, held, tokens = each.open.number, each.open.held, [each.tokens[-1], *draft]
+    def _verify(self, active: _ActiveRequest, draft: list[int]) -> None:
+        """Generate the tokens of a draft up to the first one that is wrong, and the token after them."""
+        number, held, tokens = active.sequence.number, active.sequence.tokens, [active.tokens[-1], *draft]
         start = time.perf_counter()
         try:
             logits = self.engine.check(number, tokens)
         except PrgeError as error:
-            self._drop(each, error)
+            self._drop(active, error)
             return
-        each.decode_seconds += time.perf_counter() - start
-        for place, token in enumerate(tokens):
+        active.decode_seconds += time.perf_counter() - start
+        for index, token in enumerate(tokens):
             held.append(token)
-            each.steps += 1
-            each.drafted += place > 0
-            if not self._choose(each, logits[place]) or each.tokens[-1:] != tokens[place + 1 : place + 2]:
+            active.steps += 1
+            active.drafted += index > 0
+            if not self._sample(active, logits[index]) or active.tokens[-1:] != tokens[index + 1 : index + 2]:
                 break
-        if each.ticket.error is None:
+        if active.ticket.error is None:
             self.engine.rewind(number, len(held))
-        if each.lookup is not None:
-            each.lookup.note(len(draft), place)
+        if active.lookup is not None:
+            active.lookup.note(len(draft), index)
 
-    def _choose(self, each: _Answering, logits: FloatArray) -> bool:
-        """Choose the token that follows what a sequence holds, tell its text, and end what has ended.
+    def _sample(self, active: _ActiveRequest, logits: FloatArray) -> bool:
+        """Sample the next token of a completion, and send its text; finish a completion that ends.
 
         Returns:
-            Whether the answer goes on.
+            Whether the completion continues.
         """
         try:
-            token = each.sampling.sample(logits, each.open.held)
+            token = active.sampler.sample(logits, active.sequence.tokens)
         except PrgeError as error:
-            self._drop(each, error)
+            self._drop(active, error)
             return False
-        if token in each.ends:
-            self._finish(each, "stop")
+        if token in active.ends:
+            self._finish(active, "stop")
             return False
-        each.tokens.append(token)
-        if each.lookup is not None:
-            each.lookup.push(token)
-        self._tell(each, each.stream.push(token))
-        if each.stream.stopped:
-            self._finish(each, "stop")
-        elif len(each.tokens) >= each.ticket.request.settings.max_tokens:
-            self._finish(each, "length")
-        elif len(each.open.held) + 1 >= self.engine.context:
-            self._finish(each, "context")
+        active.tokens.append(token)
+        if active.lookup is not None:
+            active.lookup.push(token)
+        self._send_text(active, active.stream.push(token))
+        if active.stream.stopped:
+            self._finish(active, "stop")
+        elif len(active.tokens) >= active.ticket.request.settings.max_tokens:
+            self._finish(active, "length")
+        elif len(active.sequence.tokens) + 1 >= self.engine.context:
+            self._finish(active, "context")
         else:
             return True
         return False
 
-    def _finish(self, each: _Answering, reason: Reason) -> None:
-        self._tell(each, each.stream.finish())
-        self._answering.remove(each)
-        each.open.text = each.stream.text
-        self._idle.append(each.open)
-        answer = Completion(
-            each.stream.text,
-            tuple(each.tokens),
+    def _finish(self, active: _ActiveRequest, reason: Reason) -> None:
+        """End a completion; its sequence becomes idle."""
+        self._send_text(active, active.stream.finish())
+        self._active.remove(active)
+        active.sequence.text = active.stream.text
+        self._idle.append(active.sequence)
+        completion = Completion(
+            active.stream.text,
+            tuple(active.tokens),
             reason,
-            len(each.ticket.tokens),
-            each.fed,
-            len(each.ticket.request.prompt.tokens) - len(each.ticket.tokens),
-            each.prefill_seconds,
-            each.steps,
-            each.decode_seconds,
-            each.drafted,
+            len(active.ticket.tokens),
+            active.fed,
+            len(active.ticket.request.prompt.tokens) - len(active.ticket.tokens),
+            active.prefill_seconds,
+            active.steps,
+            active.decode_seconds,
+            active.drafted,
         )
-        self._end(each.ticket, answer)
+        self._end(active.ticket, completion)
 
-    def _drop(self, each: _Answering, error: PrgeError) -> None:
-        """End an answer that the engine failed at; nobody knows what its sequence holds."""
-        self._answering.remove(each)
-        self.engine.close(each.open.number)
-        self._fail(each.ticket, error)
+    def _drop(self, active: _ActiveRequest, error: PrgeError) -> None:
+        """End a request for which the engine failed, and close its sequence, whose state is unknown."""
+        self._active.remove(active)
+        self.engine.close(active.sequence.number)
+        self._fail(active.ticket, error)
 
-    def _tell(self, each: _Answering, text: str) -> None:
-        self._told.append(lambda: each.ticket.send_text(text))
+    def _send_text(self, active: _ActiveRequest, text: str) -> None:
+        self._callbacks.append(lambda: active.ticket.send_text(text))
 
-    def _end(self, ticket: Ticket, answer: Completion) -> None:
-        ticket.answer = answer
-        self._told.append(ticket.end)
+    def _end(self, ticket: Ticket, completion: Completion) -> None:
+        ticket.answer = completion
+        self._callbacks.append(ticket.end)
 
     def _fail(self, ticket: Ticket, error: PrgeError) -> None:
         ticket.error = error
-        self._told.append(ticket.end)
+        self._callbacks.append(ticket.end)
 
 
-def _repeats(said: str, answer: str) -> bool:
-    """Whether a text is an answer, or its end, which comes after its thoughts."""
-    said, answer = said.strip(), answer.strip()
-    is_end = len(said) >= _REPEATED_CHARACTERS and answer.endswith(said)
-    return said != "" and (said == answer or is_end)
+def _repeats(text: str, completion: str) -> bool:
+    """Whether a text is a completion, or a sufficiently long end of it."""
+    text, completion = text.strip(), completion.strip()
+    is_end = len(text) >= _REPEATED_CHARACTERS and completion.endswith(text)
+    return text != "" and (text == completion or is_end)
 
 
-def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    pairs = enumerate(zip(held, tokens, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(held), len(tokens)))
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the length of the common prefix of two sequences."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""What a model goes on from: the tokens of a text, or of a conversation in the model's chat template."""
+"""Prompts: the tokens of a text, or of messages in the model's chat template."""
 
 from __future__ import annotations
 
@@ -23,34 +23,38 @@ from prge.errors import DataError
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate, Message
 
-_WORD = "answer"
+# Content of the messages with which a chat template is probed.
+_PROBE = "answer"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens that an answer follows."""
+    """The tokens that a completion follows, and what ends the completion."""
 
     tokens: tuple[int, ...]
     continues: bool = True
-    """Whether the answer goes on in the prompt's text: a space before its first word belongs to it."""
+    """Whether the completion continues the prompt's text, so that a space before its first word belongs to
+    it."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end this answer, beside the tokenizer's `stop_ids`."""
+    """Tokens that end the completion, besides the tokenizer's `stop_ids`."""
     stop: tuple[str, ...] = ()
-    """Words that this answer ends before."""
+    """Words that end the completion and aren't part of it."""
 
 
 class Prompts:
-    """Makes prompts for the model of a tokenizer.
+    """Encodes texts and messages as prompts for the model of a tokenizer.
 
-    `control_tokens` says where control tokens that are written in texts and messages are control tokens, as
-    of rows, so that a model is asked as it was trained. `written` counts them by how they were read.
+    A chat template runs in a child process that is forked at its first use. Access `chat` before an engine
+    computes.
 
-    A chat template runs in a child process that is forked at its first use: use it before an engine computes,
-    by asking for `chat`.
+    Attributes:
+        written: numbers of control tokens written in texts and messages, by how they were read.
 
     Args:
-        tokenizer: of the model.
-        date: day that the template takes for today, in ISO 8601; None: that on which it renders.
+        tokenizer: tokenizer of the model.
+        date: the date that the template gets as today's, in ISO 8601; None: the date of rendering.
+        control_tokens: where control tokens that are written in texts and messages are read as control
+            tokens; see the setting of the same name. It should be the same as in training.
     """
 
     def __init__(
@@ -70,15 +74,15 @@ class Prompts:
         """The model's chat template; None if it has none.
 
         Raises:
-            BundleError: the template is damaged.
+            BundleError: the template is invalid.
             DataError: jinja2 isn't installed.
         """
         return compile_chat_template(self._tokenizer, self._date)
 
     def encode_text(self, text: str, *, most: int | None = None) -> Prompt:
-        """A text as it is, after the model's `begin`.
+        """Encode a text without a chat template, after the tokens that begin a text of the model.
 
-        What has more than `most` tokens is read a little further than that.
+        If `most` is given, tokenization stops a little after that many tokens.
         """
         control = in_prompts(self._control_tokens)
         self._count(CONTROL_READ if control else CONTROL_AS_TEXT, self._tokenizer.count_control(text))
@@ -88,34 +92,38 @@ class Prompts:
     def encode_messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """A conversation up to where the assistant answers.
+        """Encode a conversation, up to where the assistant's message begins.
 
         Args:
-            messages: that end with what is to be answered.
-            variables: that the chat template is given, `tools` among them.
+            messages: the conversation, of which the last message is to be answered.
+            variables: variables for the chat template, such as `tools`.
 
         Raises:
-            DataError, BundleError: as `rendered`.
+            DataError, BundleError: see `render`.
         """
         return self.encode_rendered(self.render(messages, variables))
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> RenderedText:
-        """The text of a conversation in the chat template; `variables` as of `of_messages`.
+        """Format a conversation with the chat template, up to where the assistant's message begins.
+
+        Args:
+            messages: the conversation, of which the last message is to be answered.
+            variables: variables for the chat template, such as `tools`.
 
         Raises:
-            DataError: the model has no chat template, or it refuses the messages.
-            BundleError: the template is damaged, or takes too much time or memory.
+            DataError: the model has no chat template, or the template rejects the messages.
+            BundleError: the template is invalid, or takes too much time or memory.
         """
         if self.chat is None:
             raise DataError(
-                "messages can't be answered",
+                "messages can't be formatted",
                 ["the model has no chat template"],
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
                 code="chat-template-missing",
             )
-        _ = self._after_turn  # from here on the template isn't asked
+        _ = self._after_turn  # cached here, because it renders the template, too
         messages = to_json_value(list(messages), "messages")
-        variables = to_json_value(dict(variables or {}), "what the chat template is given")
+        variables = to_json_value(dict(variables or {}), "variables of the chat template")
         texts = MessageTexts(self._tokenizer, self._control_tokens, [*messages, variables])
         is_read = in_messages(self._control_tokens)
         self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)
@@ -125,32 +133,34 @@ class Prompts:
         return texts.restore(text)
 
     def encode_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
-        """What the template made of a conversation, as tokens; `most` as of texts."""
-        # The template writes the special tokens itself.
+        """Encode a conversation that `render` formatted; `most` as for `encode_text`."""
+        # The template writes special tokens itself: none are added.
         tokens = self._tokenizer.ids(rendered.text, control=rendered.control, max_tokens=most)
         ends, stop = self.end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 
     @cached_property
     def _after_turn(self) -> str:
-        """What the template writes after an assistant's message."""
+        """The text that the template writes after an assistant's message."""
         if self.chat is None:
             return ""
-        turns = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}]
+        turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         try:
-            return self.chat.render(turns).rpartition(_WORD)[2]
+            return self.chat.render(turns).rpartition(_PROBE)[2]
         except DataError:
             return ""
 
     @cached_property
     def end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """The first control token of what the template writes after an assistant's message, else the words.
+        """The tokens and the stop words that end an assistant's message, of which one or both are empty.
 
-        A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
+        It is the first control token of the text that the template writes after an assistant's message, or
+        else that text. A model that was trained on messages ends them with it, whatever its end-of-sequence
+        token is.
         """
-        after = self._after_turn
-        tokens = self._tokenizer.encode(after, control=True)
-        known = self._tokenizer.special_ids - {self._tokenizer.unknown_id}
-        if special := [token for token in tokens if token in known]:
+        after_turn = self._after_turn
+        tokens = self._tokenizer.encode(after_turn, control=True)
+        special_ids = self._tokenizer.special_ids - {self._tokenizer.unknown_id}
+        if special := [token for token in tokens if token in special_ids]:
             return frozenset(special[:1]), ()
-        return frozenset(), (after.rstrip(),) if after.strip() else ()
+        return frozenset(), (after_turn.rstrip(),) if after_turn.strip() else ()

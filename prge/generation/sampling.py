@@ -1,12 +1,13 @@
-"""Which token follows: the most likely one, or one drawn from what filters leave of the distribution.
+"""Sampling of the next token, with temperature, top-k, top-p, min-p and repetition penalty.
 
 The filters are those of transformers, in its order (`GenerationMixin._get_logits_processor`, version 5.23):
 
-    repetition penalty -> temperature -> top_k -> top_p -> min_p -> a draw
+    repetition penalty -> temperature -> top_k -> top_p -> min_p -> sample
 
-llama.cpp takes the temperature last; at temperature 1 both leave the same tokens. Of equal logits the lowest
-id comes first. A draw takes one number of Philox, keyed by the seed and counted by the token: the same seed
-and logits give the same tokens, but for the last bit of a machine's exponential function.
+llama.cpp applies the temperature last; at temperature 1 both leave the same tokens. Of equal logits, the
+lowest token id comes first. Each sample uses one Philox number with the seed as key and the number of the
+sample as counter: equal seeds and logits give equal tokens, up to the last bit of the machine's exponential
+function.
 """
 
 from __future__ import annotations
@@ -24,59 +25,64 @@ from prge.engine import Float64Array, FloatArray, IntArray
 from prge.errors import ConfigError, EngineError, shown
 from prge.training.estimators.directions import philox
 
-_WHOLE = ("top_k", "seed")
-# Without it a tail of tokens that are rare one by one is drawn from now and then (docs/how-to/generate.md).
+_INTEGERS = ("top_k", "seed")
+# Without it, tokens of the distribution's long tail are sampled now and then (docs/how-to/generate.md).
 MIN_P = 0.1
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a token is chosen; raises ConfigError for what can't be."""
+    """Parameters of sampling.
+
+    Raises:
+        ConfigError: a parameter has the wrong type or is out of bounds.
+    """
 
     temperature: float = 0.0
-    """0 takes the most likely token; higher ones draw, and flatten the distribution."""
+    """0: greedy, the most likely token; higher values sample from a flatter distribution."""
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0: from all."""
+    """Sample from this many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likely tokens that have this share of the probability together."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this value."""
     min_p: float = MIN_P
-    """Draw from tokens with at least this share of the most likely one's probability."""
+    """Sample from tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: float = 1.0
-    """Divide positive logits of tokens that prompt and answer hold already, multiply negative ones."""
+    """Divide positive logits of tokens in the prompt and the completion by this value; multiply negative
+    ones."""
     seed: int | None = None
-    """Of the draws; None: another one each time."""
+    """Seed of sampling; None: a random one for each completion."""
 
     def __post_init__(self) -> None:
         problems = []
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            kinds = int if item.name in _WHOLE else (int, float)
+            types = int if item.name in _INTEGERS else (int, float)
             missing = value is None and item.name == "seed"
-            if not missing and (isinstance(value, bool) or not isinstance(value, kinds)):
-                number = "a whole number" if item.name in _WHOLE else "a number"
+            if not missing and (isinstance(value, bool) or not isinstance(value, types)):
+                number = "a whole number" if item.name in _INTEGERS else "a number"
                 problems.append(f"{flag(item.name)} is {shown(value)}, must be {number}")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("no token can be chosen so:", problems, code="settings-unusable")
+            raise ConfigError("invalid sampling parameters:", problems, code="settings-unusable")
 
 
 class TokenSampler:
-    """Chooses the tokens of one answer, one after the other."""
+    """Samples the tokens of one completion, one after the other."""
 
     def __init__(self, settings: SamplingSettings) -> None:
         self._settings = settings
         self._seed = int.from_bytes(os.urandom(8), "little") if settings.seed is None else settings.seed
-        self._drawn = 0
+        self._samples = 0
 
     def sample(self, logits: FloatArray, history: Sequence[int]) -> int:
-        """The next token's id.
+        """Returns the id of the next token.
 
         Args:
             logits: f32 [vocabulary]; not changed.
-            history: the tokens before it, prompt included; a repetition penalty alone reads them.
+            history: the tokens so far, including the prompt; used by the repetition penalty alone.
 
         Raises:
-            EngineError: a logit is not a number, or none is finite.
+            EngineError: the largest logit is NaN or infinite.
         """
         settings = self._settings
         if settings.repetition_penalty != 1 and history:
@@ -92,47 +98,48 @@ class TokenSampler:
             return best
         tokens, weights = self._candidates(logits, float(logits[best]))
         sums = np.cumsum(weights)
-        draw = float(philox(self._seed, self._drawn, 0, 1)[0] >> np.uint64(11)) * 2.0**-53
-        self._drawn += 1
-        # Rounding must not lead behind the last token that has a weight.
-        target = min(draw * sums[-1], np.nextafter(sums[-1], 0))
+        uniform = float(philox(self._seed, self._samples, 0, 1)[0] >> np.uint64(11)) * 2.0**-53
+        self._samples += 1
+        # Rounding must not lead past the last token that has a weight.
+        target = min(uniform * sums[-1], np.nextafter(sums[-1], 0))
         return int(tokens[np.searchsorted(sums, target, side="right")])
 
     def _candidates(self, logits: FloatArray, largest: float) -> tuple[IntArray, Float64Array]:
-        """Tokens that the filters leave, and their probabilities up to a factor, the most likely one's 1."""
+        """Returns the tokens that pass the filters, and their weights relative to the most likely token."""
         settings = self._settings
         tokens = np.arange(len(logits))
         if 0 < settings.top_k < len(logits):
             tokens = _most_likely(logits, settings.top_k)
         with np.errstate(over="ignore", under="ignore"):
             weights = np.exp((logits[tokens].astype(np.float64) - largest) / settings.temperature)
-        least = settings.min_p
+        min_p = settings.min_p
         if settings.top_p < 1:
             total = float(np.cumsum(weights)[-1])
-            # Together, tokens below this have less than the share that is left out: no need to sort them.
-            kept = weights >= (1 - settings.top_p) * total / len(weights)
-            tokens, weights = tokens[kept], weights[kept]
+            # All tokens below this weight together have less than 1 - top_p: they needn't be sorted.
+            passed = weights >= (1 - settings.top_p) * total / len(weights)
+            tokens, weights = tokens[passed], weights[passed]
             order = np.argsort(-weights, kind="stable")
             tokens, weights = tokens[order], weights[order]
             before = np.cumsum(weights) - weights
-            kept = before < settings.top_p * total
-            tokens, weights = tokens[kept], weights[kept]
-        if least > 0:
-            kept = weights >= least
-            tokens, weights = tokens[kept], weights[kept]
+            passed = before < settings.top_p * total
+            tokens, weights = tokens[passed], weights[passed]
+        if min_p > 0:
+            passed = weights >= min_p
+            tokens, weights = tokens[passed], weights[passed]
         return tokens, weights
 
 
 def _penalized(logits: FloatArray, history: Sequence[int], penalty: float) -> FloatArray:
+    """Returns a copy of the logits with the repetition penalty applied to the tokens of the history."""
     logits = logits.copy()
-    held: NDArray[np.int64] = np.fromiter(set(history), np.int64)
-    values = logits[held]
-    logits[held] = np.where(values > 0, values / penalty, values * penalty)
+    tokens: NDArray[np.int64] = np.fromiter(set(history), np.int64)
+    values = logits[tokens]
+    logits[tokens] = np.where(values > 0, values / penalty, values * penalty)
     return logits
 
 
 def _most_likely(logits: FloatArray, count: int) -> IntArray:
-    """Ids of the `count` largest logits, ascending; of equal ones the lowest ids."""
-    least = np.partition(logits, -count)[-count]
-    above, equal = np.flatnonzero(logits > least), np.flatnonzero(logits == least)
+    """Returns the ids of the `count` largest logits in ascending order; of equal logits, the lowest ids."""
+    smallest = np.partition(logits, -count)[-count]
+    above, equal = np.flatnonzero(logits > smallest), np.flatnonzero(logits == smallest)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))

@@ -1,11 +1,11 @@
-"""Tokens become text while they come: whole characters only, and nothing of a stop word.
+"""Incremental decoding of tokens into text: whole characters only, and no part of a stop word.
 
-Which spaces and bytes a token stands for depends on those before it, so each is decoded behind the last ones
-that made whole characters:
+The spaces and bytes that a token stands for depend on the tokens before it. Each token is therefore decoded
+together with the last tokens that form whole characters:
 
-    ... context | held        decode(context + held) without decode(context) is what is new
+    ... context | held        the new text is decode(context + held) without decode(context)
 
-So a token costs the same however long the text is.
+The cost of a token doesn't grow with the length of the text.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from collections.abc import Sequence
 
 from prge.data.tokenization.tokenizer import Tokenizer
 
-# What the decoders write for bytes that are no character, or not yet.
+# The character that decoders write for bytes that aren't a whole character.
 REPLACEMENT = "\ufffd"
-# Tokens without a whole character after which they are shown as they are: a character has four bytes at most.
+# Most tokens that are held back while they don't form a whole character, which has at most four bytes.
 MOST_HELD = 16
 _MOST_CONTEXT = 8
 
 
 class TextStream:
-    """The text of one answer, in pieces; joined they are what its tokens decode to, up to a stop word.
+    """Decodes the tokens of one completion into pieces of text, up to a stop word.
 
-    Special tokens aren't shown. `text` is all that was shown so far, `stopped` whether a stop word came.
+    The concatenated pieces equal the decoded tokens. Special tokens aren't shown.
+
+    Attributes:
+        stopped: whether a stop word was found.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] | None = ()
     ) -> None:
-        """Begin a text.
+        """Start an empty text.
 
         Args:
             tokenizer: decodes the tokens.
-            stop: words, not empty, that the text ends before.
-            before: tokens that the text goes on from. Without them it is decoded by itself: a tokenizer like
-                SentencePiece leaves out the space before its first word. None: whatever the tokenizer, it
-                begins with no white space.
+            stop: non-empty words that end the text.
+            before: tokens that the text continues. If there are none, the text is decoded on its own: a
+                tokenizer such as SentencePiece's omits the space before the first word. None: with any
+                tokenizer, white space at the beginning of the text is removed.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
@@ -51,11 +54,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was shown so far."""
+        """The text so far, without what is held back."""
         return "".join(self._pieces)
 
     def push(self, token: int) -> str:
-        """Add a token; the text that can be shown now, which may be empty."""
+        """Add a token; return the new text that can be shown, which may be empty."""
         if self.stopped or token in self._tokenizer.special_ids:
             return ""
         self._held.append(token)
@@ -70,31 +73,31 @@ class TextStream:
         return self._released(text)
 
     def finish(self) -> str:
-        """End the text; what was held back of it. Bytes that became no character are one U+FFFD."""
-        shown = ""
+        """End the text; return the part that was held back, with one U+FFFD for an incomplete character."""
+        text = ""
         if self._held and not self.stopped:
-            shown = self._released(self._new_text().rstrip(REPLACEMENT) + REPLACEMENT)
+            text = self._released(self._new_text().rstrip(REPLACEMENT) + REPLACEMENT)
         self._held = []
         rest, self._pending = self._pending, ""
-        return shown + self._told(rest)
+        return text + self._emitted(rest)
 
     def _new_text(self) -> str:
         return self._decoded([*self._context, *self._held])[len(self._shown) :]
 
     def _released(self, text: str) -> str:
-        """What of pending and new text can't be part of a stop word; notes a stop word that came."""
+        """Returns the part of pending and new text that can't belong to a stop word; sets `stopped`."""
         text = self._pending + text
-        found = [(at + len(word), at) for word in self._stop if (at := text.find(word)) >= 0]
-        if found:
-            # The word that was whole first, however the text came in pieces.
-            self.stopped, end = True, min(found)[1]
+        matches = [(start + len(word), start) for word in self._stop if (start := text.find(word)) >= 0]
+        if matches:
+            # The stop word that is complete first, so that the division into pieces doesn't matter.
+            self.stopped, end = True, min(matches)[1]
         else:
             end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
         self._pending = "" if self.stopped else text[end:]
-        return self._told(text[:end])
+        return self._emitted(text[:end])
 
-    def _told(self, text: str) -> str:
-        """Text that is shown: noted, and without white space at the beginning of a text of its own."""
+    def _emitted(self, text: str) -> str:
+        """Record and return text that is shown; strip leading white space if `before` was None."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
@@ -102,7 +105,7 @@ class TextStream:
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
-        """The fewest last tokens that decode to whole characters; none if that takes many."""
+        """Returns the fewest last tokens that decode to whole characters; empty if there are too many."""
         special = self._tokenizer.special_ids
         last = [token for token in tokens[-4 * _MOST_CONTEXT :] if token not in special]
         for count in range(1, min(len(last), _MOST_CONTEXT) + 1):
@@ -115,6 +118,6 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """How many characters at the end of a text a word may begin with."""
+    """Returns the length of the longest beginning of a word that the text ends with."""
     longest = min(len(word) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(word[:size])), 0)

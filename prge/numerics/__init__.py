@@ -1,1 +1,1 @@
-"""Computations between a model's programs, in float32 and in one order: vocabulary shards and experts."""
+"""Computations between a model's programs, in float32 and in a fixed order: vocabulary shards and experts."""

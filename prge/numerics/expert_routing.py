@@ -1,10 +1,12 @@
-"""Tokens on the way to experts and back: what a router's choice comes to, in float32 and in one order.
+"""Mixture of experts: routing of tokens to experts and the weighted sum of their outputs, in float32.
 
-    before   [what experts see, shares, index, rest]        behind   [what they say, rest]
+    hidden states before the experts   [expert inputs, router weights, expert indices, passed-through values]
+    hidden states after the experts    [sum of expert outputs, passed-through values]
 
-An expert takes what it sees of a token with the token's share behind it, and answers its part of the sum:
-the product with the share is inside of its program, and so are all derivatives. Tokens are gathered, answers
-added up, one expert after the other, so that a sum's bits depend on nothing else.
+An expert's program takes the expert inputs of a token followed by the token's router weight, and returns its
+weighted output: the product with the router weight and all derivatives are inside of the program. Experts are
+computed one after the other and their outputs added in that order, so that the bits of the sum depend on
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,107 +18,122 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-# An expert's number, what is its tokens' [..., tokens, numbers] of each array given -> its answers.
+# Computes an expert: from its number and arrays of its tokens' inputs [..., tokens, width] to its outputs.
 ExpertFunction = Callable[..., Sequence[FloatArray]]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the parts of a state lie.
+    """The layout of the hidden states around a layer of experts.
 
     Attributes:
-        entering, leaving: widths of the state before experts and behind them.
-        given, said: numbers that an expert takes of a token, its share among them, and answers.
-        count: experts of the layer.
+        entering: width of the hidden states before the experts.
+        leaving: width of the hidden states after the experts.
+        program_inputs: width of a token's inputs of an expert's program, including the router weight.
+        outputs: width of an expert's outputs.
+        count: number of experts in the layer.
     """
 
     entering: int
     leaving: int
-    given: int
-    said: int
+    program_inputs: int
+    outputs: int
     count: int
 
     @property
-    def seen(self) -> int:
-        """Numbers that experts see of a token."""
-        return self.given - 1
+    def inputs(self) -> int:
+        """Width of the expert inputs of a token, without the router weight."""
+        return self.program_inputs - 1
 
     @property
-    def rest(self) -> int:
-        """Numbers that pass by."""
-        return self.leaving - self.said
+    def passed_through(self) -> int:
+        """Width of the values that pass the experts unchanged."""
+        return self.leaving - self.outputs
 
     @property
     def read_width(self) -> int:
-        """Numbers of a state that experts and their way back read."""
-        return self.entering - self.rest
+        """Width of the part of the hidden states that the forward and backward passes of experts read."""
+        return self.entering - self.passed_through
 
     @property
-    def chosen(self) -> int:
-        """Experts of a token."""
-        return (self.entering - self.seen - self.rest) // 2
+    def experts_per_token(self) -> int:
+        """Number of experts that the router chooses for each token."""
+        return (self.entering - self.inputs - self.passed_through) // 2
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the widths are those of such a layer."""
+        """Whether the widths can be those of a layer of experts."""
         return (
-            min(self.seen, self.said, self.chosen) >= 1
-            and self.rest >= 0
-            and self.entering == self.seen + 2 * self.chosen + self.rest
+            min(self.inputs, self.outputs, self.experts_per_token) >= 1
+            and self.passed_through >= 0
+            and self.entering == self.inputs + 2 * self.experts_per_token + self.passed_through
         )
 
-    def choices(self, states: FloatArray) -> Iterator[tuple[int, IntArray, IntArray]]:
-        """The experts that states [tokens, entering] ask for, in order: number, tokens, places of shares.
+    def assignments(self, states: FloatArray) -> Iterator[tuple[int, IntArray, IntArray]]:
+        """Yields each expert that the router chose, in ascending order.
+
+        Args:
+            states: hidden states before the experts, [tokens, entering].
+
+        Yields:
+            The expert's number, the indices of its tokens, and the columns of these tokens' router weights.
 
         Raises:
-            RuntimeError: the states ask for an expert that isn't there.
+            RuntimeError: the router chose an expert that doesn't exist.
         """
-        index = states[:, self.seen + self.chosen : self.seen + 2 * self.chosen]
-        asked = np.unique(index)
-        if not np.isin(asked, np.arange(self.count)).all():
-            raise RuntimeError(f"a router chose expert {asked[-1]}, there are {self.count}")
-        for expert in asked.astype(int).tolist():
-            # A token has an expert once: it chose the largest of its scores.
-            tokens, places = np.nonzero(index == expert)
-            yield expert, tokens, self.seen + places
+        indices = states[:, self.inputs + self.experts_per_token : self.inputs + 2 * self.experts_per_token]
+        experts = np.unique(indices)
+        if not np.isin(experts, np.arange(self.count)).all():
+            raise RuntimeError(f"a router chose expert {experts[-1]}, there are {self.count}")
+        for expert in experts.astype(int).tolist():
+            # A router chooses the largest scores of a token, so that a token has an expert at most once.
+            tokens, choices = np.nonzero(indices == expert)
+            yield expert, tokens, self.inputs + choices
 
-    def gathered(self, states: FloatArray, tokens: IntArray, places: IntArray) -> FloatArray:
-        """What an expert takes of states [..., tokens, entering]."""
-        return np.concatenate([states[..., tokens, : self.seen], states[..., tokens, places][..., None]], -1)
+    def _gather(self, states: FloatArray, tokens: IntArray, columns: IntArray) -> FloatArray:
+        """Returns the inputs of an expert's program, [..., tokens, program_inputs]."""
+        expert_inputs, weights = states[..., tokens, : self.inputs], states[..., tokens, columns]
+        return np.concatenate([expert_inputs, weights[..., None]], -1)
 
-    def behind(self, states: FloatArray) -> FloatArray:
-        """States [..., tokens, leaving] to which no expert has added."""
+    def _initial_outputs(self, states: FloatArray) -> FloatArray:
+        """Returns the states after the experts, [..., tokens, leaving], before outputs are added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
-        result[..., self.said :] = states[..., self.read_width :]
+        result[..., self.outputs :] = states[..., self.read_width :]
         return result
 
     def forward(self, states: FloatArray, run: ExpertFunction, *tangents: FloatArray) -> list[FloatArray]:
-        """States behind the experts [tokens, leaving], and tangents [queries, tokens, leaving] of them.
+        """Compute the hidden states after the experts, and their tangents.
 
         Args:
-            states: f32 [tokens, entering].
-            run: a forward pass of an expert.
-            tangents: f32 [queries, tokens, entering]; the choice has none.
-        """
-        found = [self.behind(each) for each in (states, *tangents)]
-        for expert, tokens, places in self.choices(states):
-            given = [self.gathered(each, tokens, places) for each in (states, *tangents)]
-            for whole, said in zip(found, run(expert, *given), strict=True):
-                whole[..., tokens, : self.said] += said
-        return found
+            states: hidden states before the experts, f32 [tokens, entering].
+            run: the forward pass of an expert, or its JVP if there are tangents.
+            tangents: tangents of the hidden states, f32 [queries, tokens, entering]; the expert indices have
+                none.
 
-    def backward(self, states: FloatArray, slope: FloatArray, run: ExpertFunction) -> FloatArray:
-        """Slope [tokens, entering] of the states before the experts, from that [tokens, leaving] behind.
+        Returns:
+            Hidden states, f32 [tokens, leaving], and their tangents, f32 [queries, tokens, leaving].
+        """
+        outputs = [self._initial_outputs(array) for array in (states, *tangents)]
+        for expert, tokens, columns in self.assignments(states):
+            inputs = [self._gather(array, tokens, columns) for array in (states, *tangents)]
+            for total, expert_output in zip(outputs, run(expert, *inputs), strict=True):
+                total[..., tokens, : self.outputs] += expert_output
+        return outputs
+
+    def backward(self, states: FloatArray, grad_output: FloatArray, run: ExpertFunction) -> FloatArray:
+        """Compute the gradient with respect to the hidden states before the experts, f32 [tokens, entering].
 
         Args:
-            states: f32 [tokens, entering]; what passes by may be left out.
-            slope: of a loss.
-            run: the way back of an expert, of states and slope.
+            states: hidden states before the experts, f32 [tokens, entering]; passed-through values may be
+                missing.
+            grad_output: gradient with respect to the hidden states after the experts, f32 [tokens, leaving].
+            run: the backward pass of an expert, given its inputs and the gradient of its outputs.
         """
-        found = np.zeros((len(states), self.entering), np.float32)
-        found[:, self.read_width :] = slope[:, self.said :]
-        for expert, tokens, places in self.choices(states):
-            (own,) = run(expert, self.gathered(states, tokens, places), slope[tokens, : self.said])
-            found[tokens, : self.seen] += own[:, :-1]
-            found[tokens, places] = own[:, -1]
-        return found
+        grad_states = np.zeros((len(states), self.entering), np.float32)
+        grad_states[:, self.read_width :] = grad_output[:, self.outputs :]
+        for expert, tokens, columns in self.assignments(states):
+            expert_inputs = self._gather(states, tokens, columns)
+            (grad_inputs,) = run(expert, expert_inputs, grad_output[tokens, : self.outputs])
+            grad_states[tokens, : self.inputs] += grad_inputs[:, :-1]
+            grad_states[tokens, columns] = grad_inputs[:, -1]
+        return grad_states

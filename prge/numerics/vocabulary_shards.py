@@ -1,10 +1,11 @@
-"""Log-probabilities of a vocabulary that is read in shards, so that no program holds all of its head.
+"""Log-probabilities of targets from a vocabulary in shards, so that no program holds the whole output head.
 
     log p(target) = logit - log(sum of the exponentials of all logits)
 
-A shard tells its logit of every target, and the sum of its own exponentials. Both come with a shift taken
-from the logits, because exponentials of float32 overflow above 88: the logarithm of the sum over the shards
-before, which a first shard has to be asked for again where its logits are far from 0.
+A shard's program returns the logit of every target and the sum of the exponentials of its own logits. A shift
+is subtracted from the logits first, because exponentials of float32 overflow above 88. The shift is the
+log-sum-exp over the earlier shards. The first shard has no such value, and is computed again with another
+shift if its logits are far from 0.
 """
 
 from __future__ import annotations
@@ -15,83 +16,97 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-# Numbers of a shard's weight: bytes in int8.
-_LARGEST_SHARD = 20_000_000
-_MOST_PIECES = 64
-# Sums below this have lost digits. No step leads from too small a sum to too large a one.
-_LEAST_SUM = 1e-30
-_STEP = 80.0
-_MOST_SHIFTS = 64
+# Most elements of a shard's weight, which are bytes in int8.
+_MAX_SHARD_SIZE = 20_000_000
+_MAX_SHARDS = 64
+# Smaller sums have lost precision. A step of the shift can't turn such a sum into one that overflows.
+_MIN_SUM = 1e-30
+_SHIFT_STEP = 80.0
+_MAX_SHIFTS = 64
 
 
-def count_shards(words: int, width: int) -> int:
-    """How many equal shards a vocabulary of so many words is read in, by a head of a width.
+def count_shards(vocabulary_size: int, width: int) -> int:
+    """Returns the number of equal shards of an output head.
 
-    The fewest of at most 20 million numbers; else, where it can't be cut evenly, as many as there can be.
+    It is the smallest number for which a shard has at most 20 million elements; if no even division into at
+    most 64 shards has that few, the largest number that divides the vocabulary.
+
+    Args:
+        vocabulary_size: number of tokens in the vocabulary.
+        width: width of the hidden states.
     """
-    even = [shards for shards in range(1, _MOST_PIECES + 1) if words % shards == 0]
-    return next((shards for shards in even if words // shards * width <= _LARGEST_SHARD), even[-1])
+    divisors = [shards for shards in range(1, _MAX_SHARDS + 1) if vocabulary_size % shards == 0]
+    fitting = (shards for shards in divisors if vocabulary_size // shards * width <= _MAX_SHARD_SIZE)
+    return next(fitting, divisors[-1])
 
 
 class TargetLogProbs:
-    """What the shards that were read so far tell of some targets, and of their tangents.
+    """Accumulates the log-probabilities of targets, and their tangents, over the shards of a vocabulary.
 
-        reading = TargetLogProbs(targets, words=32_768)
+        accumulator = TargetLogProbs(targets, words=32_768)
         for shard in range(8):
-            reading.add(shard, which, *reading.compute_shifted(which, lambda shift: ...))
-        reading.logprobs
+            accumulator.add(shard, which, *accumulator.compute_shifted(which, lambda shift: ...))
+        accumulator.logprobs
 
-    `log_total` f64 [questions] is the logarithm of the sum of exponentials so far.
+    Attributes:
+        log_total: log-sum-exp of the logits of all shards so far, f64 [targets].
 
     Args:
-        targets: i64 [questions], numbers of words in the vocabulary.
-        words: of one shard.
-        queries: tangents of every question.
+        targets: token ids, i64 [targets].
+        words: number of tokens in a shard.
+        queries: number of tangents of each target.
     """
 
     def __init__(self, targets: IntArray, words: int, queries: int = 0) -> None:
         self._targets = targets
         self._words = words
         self._logits = np.zeros(len(targets))
-        self._changes = np.zeros((queries, len(targets)))
-        self._mean_changes = np.zeros((queries, len(targets)))
+        self._logit_tangents = np.zeros((queries, len(targets)))
+        self._log_total_tangents = np.zeros((queries, len(targets)))
         self.log_total = np.full(len(targets), -np.inf)
 
     @property
     def logprobs(self) -> FloatArray:
-        """Of the targets, f32 [questions]."""
+        """Log-probabilities of the targets, f32 [targets]."""
         return np.asarray(self._logits - self.log_total, np.float32)
 
     @property
     def tangents(self) -> FloatArray:
-        """Tangents of these, f32 [queries, questions]."""
-        return np.asarray(self._changes - self._mean_changes, np.float32)
+        """Tangents of the log-probabilities, f32 [queries, targets]."""
+        return np.asarray(self._logit_tangents - self._log_total_tangents, np.float32)
 
     def local_targets(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
-        """Targets as a shard counts them, and 1 where it has them; where it has not, 0 and any number."""
-        numbers = self._targets[which] - shard * self._words
-        has = (numbers >= 0) & (numbers < self._words)
-        return np.where(has, numbers, 0), has.astype(np.float32)
+        """Returns the targets as indices into a shard, and a mask that is 1 for targets in the shard.
+
+        For targets of other shards, the index is 0 and the mask is 0.
+        """
+        indices = self._targets[which] - shard * self._words
+        is_in_shard = (indices >= 0) & (indices < self._words)
+        return np.where(is_in_shard, indices, 0), is_in_shard.astype(np.float32)
 
     def compute_shifted(
         self, which: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
     ) -> tuple[FloatArray, FloatArray, FloatArray | None]:
-        """The shift, and what a shard answers to it: asked again as long as sums overflow, or vanish.
+        """Compute a shard with a shift for which its sums of exponentials neither overflow nor vanish.
 
         Args:
-            which: questions.
-            compute: what `add` takes in, by the shift.
+            which: slice of the targets.
+            compute: computes the shard for a shift, f32 [targets]; returns `parts` and `tangents` as `add`
+                takes them. It is called again with another shift while a sum is out of range.
+
+        Returns:
+            The shift, `parts` and `tangents`.
         """
-        known = self.log_total[which]
-        is_first = np.isneginf(known)
-        shift = np.where(is_first, 0, known).astype(np.float32)
-        for _ in range(_MOST_SHIFTS):
+        log_total = self.log_total[which]
+        is_first = np.isneginf(log_total)
+        shift = np.where(is_first, 0, log_total).astype(np.float32)
+        for _ in range(_MAX_SHIFTS):
             parts, tangents = compute(shift)
-            totals = parts[:, 1]
-            correction = np.isposinf(totals).astype(np.float32) - (is_first & (totals < _LEAST_SUM))
+            sums = parts[:, 1]
+            correction = np.isposinf(sums).astype(np.float32) - (is_first & (sums < _MIN_SUM))
             if not correction.any():
                 break
-            shift = shift + _STEP * correction
+            shift = shift + _SHIFT_STEP * correction
         return shift, parts, tangents
 
     def add(
@@ -102,22 +117,23 @@ class TargetLogProbs:
         parts: FloatArray,
         tangents: FloatArray | None = None,
     ) -> None:
-        """Take in what a shard tells.
+        """Add the outputs of a shard.
 
         Args:
-            shard: its number.
-            which: questions that it was asked.
-            shift: f32 [questions] that it was given.
-            parts: f32 [questions, 2], the logit of the target and the sum of exponentials, after the shift.
-            tangents: f32 [queries, questions, 2] of these.
+            shard: number of the shard.
+            which: slice of the targets that the shard was computed for.
+            shift: the value that was subtracted from the logits, f32 [targets].
+            parts: the shifted logit of each target and the sum of the exponentials of the shard's shifted
+                logits, f32 [targets, 2].
+            tangents: tangents of `parts`, f32 [queries, targets, 2].
         """
-        has = self.local_targets(shard, which)[1]
+        mask = self.local_targets(shard, which)[1]
         with np.errstate(divide="ignore"):
-            log_total = shift + np.log(parts[:, 1].astype(np.float64))
+            log_sum = shift + np.log(parts[:, 1].astype(np.float64))
         before = self.log_total[which].copy()
-        self.log_total[which] = after = np.logaddexp(before, log_total)
-        self._logits[which] += has * (parts[:, 0].astype(np.float64) + shift)
+        self.log_total[which] = after = np.logaddexp(before, log_sum)
+        self._logits[which] += mask * (parts[:, 0].astype(np.float64) + shift)
         if tangents is not None:
-            self._changes[:, which] += has * tangents[..., 0]
-            self._mean_changes[:, which] *= np.exp(before - after)
-            self._mean_changes[:, which] += tangents[..., 1] * np.exp(shift - after)
+            self._logit_tangents[:, which] += mask * tangents[..., 0]
+            self._log_total_tangents[:, which] *= np.exp(before - after)
+            self._log_total_tangents[:, which] += tangents[..., 1] * np.exp(shift - after)

@@ -1,1 +1,1 @@
-"""Losses as functions of scores: examples, their scores by an engine, and the objectives of preferences."""
+"""Examples, their scores computed with an engine, and losses as functions of scores."""

@@ -1,15 +1,15 @@
-"""Examples: sequences of tokens with targets to read, and how their log-probabilities make scores.
+"""Examples: tokenized rows with the targets whose log-probabilities make up their scores.
 
-A target is one (position, token) of a sequence: an engine returns its log-probability. Targets are summed
-with their weights into the score of a candidate:
+A target is a (position, token) of a sequence, for which the engine returns a log-probability. The score of a
+candidate is the weighted sum of its targets:
 
     score[example, candidate] = sum over the targets of that candidate of weight * logprob
 
-    completion             one sequence, one candidate, weights 1 / completion tokens
-    one-token candidates   one sequence, a target per candidate, all at the last position of the prompt
-    longer candidates      a sequence per candidate, weights 1 / candidate tokens
-    pairs, rated answers   as longer candidates (prge/objectives/preferences.py)
-    encoder                one sequence without targets: the classification head answers the scores
+    completion             one sequence, one candidate, weights 1 / number of completion tokens
+    one-token candidates   one sequence, one target per candidate, all at the last position of the prompt
+    longer candidates      one sequence per candidate, weights 1 / number of candidate tokens
+    pairs, rated answers   like longer candidates (prge/objectives/preferences.py)
+    encoder                one sequence without targets: the classification head computes the scores
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ LossNormalisation = Literal["example", "token"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row of a data file, tokenized.
+    """A tokenized row of a data file.
 
-    `row` is its number in the file, counted from 1. `candidates` is the number of scores; `label` is the
-    index of the right one, or None for a completion (one candidate, whose score is to rise).
-    `answers` are the gold texts and `choices` the candidate texts of a task whose metric compares texts.
-    `cut`: a part of the row was left out because it didn't fit the bundle.
-    `weight` multiplies its loss. `liked` rates its first candidate, where the row does so.
-    `reference` are the scores by the adapter that a run begins with, once they are computed.
+    Attributes:
+        row: number of the row in its file, counted from 1.
+        sequences: the token sequences that the engine computes.
+        candidates: number of candidates, each of which has a score.
+        label: index of the right candidate; None for a completion, whose only score is to be raised.
+        answers: the gold texts, for tasks whose metric compares texts.
+        choices: the candidates' texts, for tasks whose metric compares texts.
+        cut: whether a part of the row was left out because the row was too long for the bundle.
+        weight: factor of the example's loss.
+        liked: rating of the first candidate; None if the row has no rating.
+        reference: scores by the adapter that the run starts from; empty until they are computed.
     """
 
     row: int
@@ -52,67 +57,67 @@ class Example:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens before a completion's first target."""
+        """The tokens before the first target of a completion."""
         (sequence,) = self.sequences
         return sequence.tokens[: sequence.targets[0].position + 1]
 
 
 def tokens_sha256(examples: Sequence[Example]) -> str:
-    """What tells examples apart by their tokens, targets and weights."""
+    """Returns a hash of the examples' tokens, targets and weights, in hexadecimal."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr((example.candidates, example.label, example.weight, example.liked)).encode())
         for sequence in example.sequences:
-            targets = [(each.position, each.token, each.candidate) for each in sequence.targets]
+            targets = [(target.position, target.token, target.candidate) for target in sequence.targets]
             digest.update(np.array([len(sequence.tokens), len(targets), *sequence.tokens], "<i4").tobytes())
             digest.update(np.array(targets, "<i4").tobytes())
-            digest.update(np.array([each.weight for each in sequence.targets], "<f8").tobytes())
+            digest.update(np.array([target.weight for target in sequence.targets], "<f8").tobytes())
     return digest.hexdigest()
 
 
 def labels_of(examples: Sequence[Example]) -> IntArray:
-    """The right candidate of each example, i64 [examples]; -1 for a completion."""
+    """Returns the index of each example's right candidate, i64 [examples]; -1 for a completion."""
     return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
 
 
 def sequences_of(examples: Sequence[Example]) -> tuple[TokenSequence, ...]:
-    """The sequences of all examples, in order."""
+    """Returns the sequences of all examples, in order."""
     return tuple(sequence for example in examples for sequence in example.sequences)
 
 
 def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
-    """How much each example counts, f64 [examples]."""
+    """Returns the weight of each example's loss, f64 [examples]."""
     return np.array([example.weight for example in examples], np.float64)
 
 
 def target_count(examples: Sequence[Example]) -> int:
-    """Target tokens of some examples."""
+    """Returns the number of target tokens."""
     return sum(len(sequence.targets) for sequence in sequences_of(examples))
 
 
 def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
-    """Completions with weights by which their mean loss becomes the mean loss of all their target tokens.
+    """Returns completions whose weights turn their mean loss into the mean loss over all target tokens.
 
-    The loss of a completion is a mean over its own tokens; its weight is multiplied by its share of all
+    The loss of a completion is a mean over its own tokens. Its weight is multiplied by its share of all
     target tokens, times the number of examples.
     """
     mean = target_count(examples) / len(examples)
-    return [replace(each, weight=each.weight * target_count([each]) / mean) for each in examples]
+    return [replace(example, weight=example.weight * target_count([example]) / mean) for example in examples]
 
 
 def token_count(examples: Sequence[Example]) -> int:
-    """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""
+    """Returns the number of tokens of all sequences; a prompt counts once for each candidate's sequence."""
     return sum(len(sequence.tokens) for sequence in sequences_of(examples))
 
 
 def microbatches(examples: Sequence[Example], tokens: int) -> Iterator[Sequence[Example]]:
-    """Examples in their order, of at most so many tokens together, or one alone."""
+    """Yields slices of the examples, in order, of at most this many tokens; a longer example is alone."""
     start, count = 0, 0
     for index, example in enumerate(examples):
-        more = token_count([example])
-        if index > start and count + more > tokens:
+        example_tokens = token_count([example])
+        if index > start and count + example_tokens > tokens:
             yield examples[start:index]
             start, count = index, 0
-        count += more
+        count += example_tokens
     if len(examples) > start:
         yield examples[start:]

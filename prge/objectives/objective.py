@@ -1,13 +1,14 @@
-"""Losses as functions of scores, and the one chain rule between an engine's outputs and a loss.
+"""Losses as functions of scores, and the chain rule between an engine's outputs and a loss.
 
     outputs -> scores [copies, examples, candidates] -> losses [copies, examples]
 
-Scores are weighted sums of log-probabilities (examples.py), or what an encoder's head makes of its states.
-An objective sees scores alone, so it runs with every estimator and on every engine:
+Scores are weighted sums of log-probabilities (examples.py); those of an encoder come from its classification
+head. An objective depends on scores alone, so it works with every estimator and on every engine:
 
-    differences   read the losses of all copies
-    tangents      slopes by the scores, times how the scores change along a direction
-    exact         slopes by the scores, taken back to the outputs, from where the engine goes on
+    differences   use the losses of all copies
+    tangents      multiply the gradients with respect to the scores by the tangents of the scores
+    exact         propagate the gradients with respect to the scores back to the outputs, where the engine
+                  continues
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ from prge.objectives.examples import Example, labels_of, sequences_of, weights_o
 
 
 class Objective(Protocol):
-    """A loss of examples by the scores of their candidates, f64 [copies, examples, candidates].
+    """A loss as a function of the scores of candidates, f64 [copies, examples, candidates].
 
-    An example with fewer candidates than others has scores of -inf behind its own. The copies are all that a
-    step compares: what a loss takes of other examples is the same for all copies, and its slopes leave it
-    out. `is_separate` tells that it takes nothing of others: a step may compute its examples in parts.
+    An example with fewer candidates than others has scores of -inf after its own. If a loss also depends on
+    other examples of the step, that part must be the same for all copies of the adapter, and the gradients
+    treat it as a constant.
+
+    Attributes:
+        is_separable: whether the loss of an example is independent of the others, so that a step may compute
+            its examples in microbatches.
     """
 
     is_separable: ClassVar[bool]
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Loss of every example, f64 [copies, examples]."""
+        """Returns the loss of every example, f64 [copies, examples]."""
         ...
 
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """Derivative of every example's loss by its scores, in their shape; 0 where it has none."""
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+        """Returns the gradient of each example's loss with respect to its scores, f64 in their shape."""
         ...
 
 
 class CrossEntropy:
-    """Implements Objective: what an example's label says, or without one that its only score is to rise.
+    """Implements Objective: the negative log-likelihood of completions, the cross-entropy of candidates.
 
-    A completion's loss is the mean negative log-likelihood of its tokens. That of candidates is the
-    cross-entropy of the right one among their scores (MeZO's classification loss, Malladi et al. 2023, arXiv
-    2305.17333); the vocabulary's normalizer cancels in it.
+    The loss of a completion is the mean negative log-likelihood of its tokens. The loss of an example with
+    candidates is the cross-entropy of the right one among their scores, MeZO's classification loss (Malladi
+    et al. 2023, arXiv 2305.17333), in which the normalizer of the vocabulary cancels.
     """
 
     is_separable: ClassVar = True
@@ -59,13 +64,13 @@ class CrossEntropy:
         chosen = scores[:, np.arange(len(labels)), np.maximum(labels, 0)]
         return np.where(labels < 0, -chosen, _log_sum_exp(scores) - chosen)
 
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
         labels = labels_of(examples)
-        slopes = np.exp(scores - _log_sum_exp(scores)[..., None])
-        slopes[:, labels < 0] = 0
-        slopes[:, np.arange(len(labels)), np.maximum(labels, 0)] -= 1
-        return slopes
+        gradients = np.exp(scores - _log_sum_exp(scores)[..., None])
+        gradients[:, labels < 0] = 0
+        gradients[:, np.arange(len(labels)), np.maximum(labels, 0)] -= 1
+        return gradients
 
 
 CROSS_ENTROPY = CrossEntropy()
@@ -73,10 +78,14 @@ CROSS_ENTROPY = CrossEntropy()
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of examples at the outputs of an engine for their sequences, and its derivatives.
+    """The losses of examples for given outputs of an engine, and their derivatives.
 
-    `outputs`: [copies, targets] log-probabilities, or [copies, sequences, width] of an encoder, whose `head`
-    scores its states.
+    Attributes:
+        examples: the examples.
+        outputs: log-probabilities [copies, targets], or an encoder's pooled states [copies, sequences,
+            width].
+        objective: the loss as a function of scores.
+        head: computes scores from an encoder's pooled states; None for a decoder.
     """
 
     examples: Sequence[Example]
@@ -86,7 +95,7 @@ class Loss:
 
     @cached_property
     def scores(self) -> Float64Array:
-        """Score of every candidate, f64 [copies, examples, candidates]; -inf where an example has fewer."""
+        """Scores of all candidates, f64 [copies, examples, candidates]; -inf where an example has fewer."""
         if self.head is not None:
             return self.head.scores(self.outputs, self._rows)
         total = self._weighted_sums(self.outputs)
@@ -95,41 +104,41 @@ class Loss:
 
     @property
     def losses(self) -> Float64Array:
-        """Loss of every example with its weight, f64 [copies, examples]."""
+        """Weighted loss of every example, f64 [copies, examples]."""
         return self.objective.losses(self.scores, self.examples) * weights_of(self.examples)
 
     @cached_property
-    def by_score(self) -> Float64Array:
-        """Derivative of every example's loss by its scores, f64 [copies, examples, candidates]."""
-        return self.objective.slopes(self.scores, self.examples) * weights_of(self.examples)[:, None]
+    def grad_scores(self) -> Float64Array:
+        """Gradient of each weighted loss with respect to its scores, f64 [copies, examples, candidates]."""
+        return self.objective.gradients(self.scores, self.examples) * weights_of(self.examples)[:, None]
 
-    def along(self, derivatives: Array) -> Float64Array:
-        """Derivative of every example's loss along directions, f64 [queries, examples]; of one copy.
+    def jvp(self, tangents: Array) -> Float64Array:
+        """Returns the derivative of every loss along each direction, f64 [queries, examples]; for one copy.
 
         Args:
-            derivatives: of the outputs, [queries, targets] or [queries, sequences, width].
+            tangents: tangents of the outputs, [queries, targets] or [queries, sequences, width].
         """
         if self.head is None:
-            changes = self._weighted_sums(derivatives)
+            score_tangents = self._weighted_sums(tangents)
         else:
-            changes = self.head.slopes(derivatives, self._rows)
-        found: Float64Array = (self.by_score * changes).sum(-1)
-        return found
+            score_tangents = self.head.jvp(tangents, self._rows)
+        derivatives: Float64Array = (self.grad_scores * score_tangents).sum(-1)
+        return derivatives
 
     @property
     def grad_outputs(self) -> Float64Array:
-        """Derivative of the sum of all losses by the outputs of one copy, f64 in their shape."""
-        (by_score,) = self.by_score
+        """Gradient of the summed losses with respect to the outputs, f64 in their shape; for one copy."""
+        (grad_scores,) = self.grad_scores
         if self.head is not None:
             weights, _ = self.head.layers(self._rows)
-            found: Float64Array = np.matmul(by_score[:, None], weights.astype(np.float64))[:, 0]
-            return found
-        by_target: Float64Array = self._weights * by_score.ravel()[self._cells]
-        return by_target
+            grad_pooled: Float64Array = np.matmul(grad_scores[:, None], weights.astype(np.float64))[:, 0]
+            return grad_pooled
+        grad_logprobs: Float64Array = self._weights * grad_scores.ravel()[self._cells]
+        return grad_logprobs
 
-    def by_head(self, head: Head) -> Float64Array:
-        """Derivative of the sum of all losses by a head's values, f64 [size]; summed over copies."""
-        return head.gradient(self.outputs, self.by_score)
+    def head_gradient(self, head: Head) -> Float64Array:
+        """Returns the gradient of the summed losses with respect to a head's values, f64 [size]."""
+        return head.gradient(self.outputs, self.grad_scores)
 
     @cached_property
     def _rows(self) -> list[int]:
@@ -141,16 +150,16 @@ class Loss:
 
     @cached_property
     def _weights(self) -> Float64Array:
-        """Of every target, f64 [targets]."""
+        """The weight of every target, f64 [targets]."""
         return np.array([target.weight for target in _targets(self.examples)], np.float64)
 
     @cached_property
     def _cells(self) -> IntArray:
-        """Which of all candidates each target belongs to, i64 [targets], with as many for each example."""
-        most = int(self._candidates.max())
+        """Each target's candidate: index into flattened scores [examples, candidates], i64 [targets]."""
+        width = int(self._candidates.max())
         return np.array(
             [
-                index * most + target.candidate
+                index * width + target.candidate
                 for index, example in enumerate(self.examples)
                 for target in _targets([example])
             ],
@@ -158,12 +167,12 @@ class Loss:
         )
 
     def _weighted_sums(self, outputs: Array) -> Float64Array:
-        """What was read, summed with its weights by candidate, f64 [copies, examples, candidates]."""
-        most = int(self._candidates.max())
+        """Returns the weighted sum of each candidate's targets, f64 [copies, examples, candidates]."""
+        width = int(self._candidates.max())
         weighted = self._weights * outputs.astype(np.float64)
-        size = len(self.examples) * most
+        size = len(self.examples) * width
         sums = [np.bincount(self._cells, copy, size).astype(np.float64) for copy in weighted]
-        return np.stack(sums).reshape(len(outputs), len(self.examples), most)
+        return np.stack(sums).reshape(len(outputs), len(self.examples), width)
 
 
 def _targets(examples: Sequence[Example]) -> Iterator[Target]:
@@ -171,6 +180,6 @@ def _targets(examples: Sequence[Example]) -> Iterator[Target]:
 
 
 def _log_sum_exp(scores: Float64Array) -> Float64Array:
-    """Of candidates [..., candidates], one after the other: -inf behind an example's own changes no bit."""
+    """Returns the log-sum-exp over candidates, in order: -inf after the last ones changes no bit."""
     total: Float64Array = np.logaddexp.reduce(scores, axis=-1)
     return total

@@ -1,12 +1,13 @@
-"""Losses of rows that say what is preferred: pairs of a chosen and a rejected answer, and rated answers.
+"""Preference losses: for pairs of a chosen and a rejected answer, and for rated answers.
 
-    pair      candidate 0 is the chosen answer, 1 the rejected one
-    rating    candidate 0 is the answer, 1 one of another row: how far the model went from its start
+    pair      candidate 0 is the chosen answer, candidate 1 the rejected one
+    rating    candidate 0 is the rated answer; candidate 1 is another row's answer, whose reward measures how
+              far the model has moved from its start
 
-    scores, reference -> rewards [copies, examples, 2] -> losses, slopes
+    scores, reference -> rewards [copies, examples, 2] -> losses, gradients
 
-Scores are means over tokens (examples.py); a sum is a mean times the tokens. The reference of an example are
-the scores by the adapter that the run begins with.
+Scores are mean log-probabilities per token (examples.py); their product with the number of tokens is the sum.
+The reference scores of an example are those by the adapter that the run starts from.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ from prge.objectives.examples import Example, LossNormalisation
 from prge.objectives.objective import CROSS_ENTROPY, Objective
 
 ObjectiveName = Literal["auto", "completion", "candidates", "dpo", "ipo", "simpo", "orpo", "kto"]
-# What rows without a task hold: texts or completions, pairs, or ratings.
+# The preferences in rows without a task: none (texts or completions), pairs, or ratings.
 Preferring = Literal["", "pairs", "ratings"]
-_SIDES = np.array([1.0, -1.0])
-# The odds of a mean log-probability nearer to 0 are noise of float32.
-_NEAREST_TO_CERTAIN = -1e-6
-# Of a pair whose chosen answer is the better one with a probability of nine tenths.
-_SURE = -math.log(0.9)
+_SIGNS = np.array([1.0, -1.0])
+# Closer to 0, the odds of a mean log-probability are float32 noise.
+_MAX_LOGPROB = -1e-6
+# Loss of a pair whose chosen answer is better with a probability of 0.9.
+_CONFIDENT_LOSS = -math.log(0.9)
 
 
 @dataclass(frozen=True)
 class Preference(ABC):
-    """Implements Objective by rewards of answers.
+    """Implements Objective with a loss that depends on rewards of answers.
 
-    `compares` says if rewards need a reference. A development pair whose loss is below `enough` is right:
-    what lowers it further takes the model away from its start, and decides only between steps that are equal
-    otherwise.
+    Attributes:
+        beta: factor of the rewards; larger values keep the model closer to its start.
+        needs_reference: whether rewards are relative to reference scores.
+        sufficient_loss: evaluations count lower losses of development pairs as this value. Lowering them
+            further mostly moves the model away from its start, so that it shouldn't decide which step is the
+            best.
+        is_separable: see Objective.
     """
 
     beta: float
@@ -50,17 +55,17 @@ class Preference(ABC):
     is_separable: ClassVar[bool] = True
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
-        """What each answer is worth, f64 in the shape of the scores; with a reference, what it gained.
+        """Returns the reward of each answer, f64 in the shape of the scores.
 
         Raises:
-            ValueError: an example lacks its reference.
+            ValueError: an example has no reference scores.
         """
-        gained = scores - references_of(examples) if self.needs_reference else scores
-        rewards: Float64Array = self.units(examples) * gained
+        differences = scores - references_of(examples) if self.needs_reference else scores
+        rewards: Float64Array = self.reward_scales(examples) * differences
         return rewards
 
-    def units(self, examples: Sequence[Example]) -> Float64Array:
-        """Reward for each nat of a score, f64 [examples, 2]; by default beta for each nat of a sum."""
+    def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
+        """Returns the reward per nat of each score, f64 [examples, 2]; here beta * number of tokens."""
         return self.beta * lengths_of(examples)
 
     @abstractmethod
@@ -68,130 +73,143 @@ class Preference(ABC):
         """See Objective."""
 
     @abstractmethod
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
 
 
-class OfMargins(Preference):
-    """Implements Preference by how much higher the chosen reward is than the rejected one."""
+class MarginPreference(Preference):
+    """Implements Preference with a loss of the margin between the chosen and the rejected reward."""
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        return self.of_margins(_margins(self.rewards(scores, examples)))[0]
+        return self.margin_losses(_margins(self.rewards(scores, examples)))[0]
 
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        _, slopes = self.of_margins(_margins(self.rewards(scores, examples)))
-        by_score: Float64Array = slopes[..., None] * _SIDES * self.units(examples)
-        return by_score
+        _, grad_margins = self.margin_losses(_margins(self.rewards(scores, examples)))
+        grad_scores: Float64Array = grad_margins[..., None] * _SIGNS * self.reward_scales(examples)
+        return grad_scores
 
     @abstractmethod
-    def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Losses by the margins, and their derivatives."""
+    def margin_losses(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Returns the losses for margins of rewards, and their derivatives with respect to the margins."""
 
 
 @dataclass(frozen=True)
-class DPO(OfMargins):
-    """The chosen answer gains more than the rejected one (Rafailov et al. 2023, arXiv 2305.18290).
+class DPO(MarginPreference):
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290).
 
-    `label_smoothing` is the share of pairs that may be the wrong way round.
+    Raises the reward of the chosen answer over the reward of the rejected one.
+
+    Attributes:
+        label_smoothing: assumed share of pairs whose answers are swapped.
     """
 
     label_smoothing: float = 0.0
-    sufficient_loss: ClassVar[float] = _SURE
+    sufficient_loss: ClassVar[float] = _CONFIDENT_LOSS
 
-    def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See OfMargins."""
-        wrong = self.label_smoothing
-        losses = (1 - wrong) * np.logaddexp(0, -margins) + wrong * np.logaddexp(0, margins)
-        return losses, wrong - _sigmoid(-margins)
+    def margin_losses(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """See MarginPreference."""
+        swapped = self.label_smoothing
+        losses = (1 - swapped) * np.logaddexp(0, -margins) + swapped * np.logaddexp(0, margins)
+        return losses, swapped - _sigmoid(-margins)
 
 
 @dataclass(frozen=True)
-class IPO(OfMargins):
-    """The margin of means over tokens is to be 1 / (2 beta), no more (Azar et al. 2023, arXiv 2310.12036)."""
+class IPO(MarginPreference):
+    """Identity preference optimization (Azar et al. 2023, arXiv 2310.12036).
 
-    def units(self, examples: Sequence[Example]) -> Float64Array:
+    The squared distance between the margin, of means over tokens, and 1 / (2 beta).
+    """
+
+    def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
         return np.ones((len(examples), 2))
 
-    def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See OfMargins."""
-        short = margins - 1 / (2 * self.beta)
-        return short**2, 2 * short
+    def margin_losses(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """See MarginPreference."""
+        excess = margins - 1 / (2 * self.beta)
+        return excess**2, 2 * excess
 
 
 @dataclass(frozen=True)
-class SimPO(OfMargins):
-    """The chosen mean is above the rejected one by a target `gamma` (Meng et al. 2024, arXiv 2405.14734)."""
+class SimPO(MarginPreference):
+    """Simple preference optimization (Meng et al. 2024, arXiv 2405.14734).
+
+    Raises the mean log-probability of the chosen answer over that of the rejected one, by the target margin
+    `gamma`, without a reference.
+    """
 
     gamma: float = 1.0
     needs_reference: ClassVar[bool] = False
-    sufficient_loss: ClassVar[float] = _SURE
+    sufficient_loss: ClassVar[float] = _CONFIDENT_LOSS
 
-    def units(self, examples: Sequence[Example]) -> Float64Array:
+    def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
         return np.full((len(examples), 2), self.beta)
 
-    def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See OfMargins."""
-        beyond = margins - self.gamma
-        return np.logaddexp(0, -beyond), -_sigmoid(-beyond)
+    def margin_losses(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """See MarginPreference."""
+        excess = margins - self.gamma
+        return np.logaddexp(0, -excess), -_sigmoid(-excess)
 
 
 @dataclass(frozen=True)
 class ORPO(Preference):
-    """The chosen answer is learnt, and its odds are above the rejected one's.
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv 2403.07691).
 
-    Hong et al. 2024, arXiv 2403.07691.
+    The negative log-likelihood of the chosen answer plus beta times an odds ratio loss, without a reference.
     """
 
     needs_reference: ClassVar[bool] = False
 
-    def units(self, examples: Sequence[Example]) -> Float64Array:
+    def reward_scales(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
         return np.full((len(examples), 2), self.beta)
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        found: Float64Array = self.beta * np.logaddexp(0, -self._log_odds(scores)) - scores[..., 0]
-        return found
+        losses: Float64Array = self.beta * np.logaddexp(0, -self._log_odds_ratio(scores)) - scores[..., 0]
+        return losses
 
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        by_odds = -self.beta * _sigmoid(-self._log_odds(scores))[..., None] * _SIDES
-        slopes: Float64Array = by_odds / -np.expm1(np.minimum(scores, _NEAREST_TO_CERTAIN))
-        slopes[..., 0] -= 1
-        return slopes
+        grad_log_odds = -self.beta * _sigmoid(-self._log_odds_ratio(scores))[..., None] * _SIGNS
+        grad_scores: Float64Array = grad_log_odds / -np.expm1(np.minimum(scores, _MAX_LOGPROB))
+        grad_scores[..., 0] -= 1
+        return grad_scores
 
-    def _log_odds(self, scores: Float64Array) -> Float64Array:
-        """Of the chosen answer over the rejected one, f64 [copies, examples]."""
-        scores = np.minimum(scores, _NEAREST_TO_CERTAIN)
+    def _log_odds_ratio(self, scores: Float64Array) -> Float64Array:
+        """Returns the log odds ratio of the chosen and the rejected answer, f64 [copies, examples]."""
+        scores = np.minimum(scores, _MAX_LOGPROB)
         return _margins(scores - np.log(-np.expm1(scores)))
 
 
 @dataclass(frozen=True)
 class KTO(Preference):
-    """A liked answer gains more than the step's answers of other rows do on average, a disliked one less.
+    """Kahneman-Tversky optimization of rated answers (Ethayarajh et al. 2024, arXiv 2402.01306).
 
-    That average, at least 0, is a number without slope (Ethayarajh et al. 2024, arXiv 2402.01306).
+    Raises the reward of a liked answer over the mean reward of other rows' answers in the step, and lowers
+    that of a disliked answer below it. The mean, at least 0, is treated as a constant.
     """
 
     is_separable: ClassVar[bool] = False
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        return self._shares(scores, examples)[0]
+        return self._losses_and_signs(scores, examples)[0]
 
-    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+    def gradients(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
-        shares, signs = self._shares(scores, examples)
-        slopes = np.zeros(scores.shape)
-        slopes[..., 0] = -signs * shares * (1 - shares) * self.units(examples)[:, 0]
-        return slopes
+        losses, signs = self._losses_and_signs(scores, examples)
+        grad_scores = np.zeros(scores.shape)
+        grad_scores[..., 0] = -signs * losses * (1 - losses) * self.reward_scales(examples)[:, 0]
+        return grad_scores
 
-    def _shares(self, scores: Float64Array, examples: Sequence[Example]) -> tuple[Float64Array, Float64Array]:
-        """What an answer lacks of being rated right, f64 [copies, examples]; 1 of a liked answer, -1 else."""
+    def _losses_and_signs(
+        self, scores: Float64Array, examples: Sequence[Example]
+    ) -> tuple[Float64Array, Float64Array]:
+        """Returns the losses, f64 [copies, examples], and the sign of each rating, 1 or -1."""
         rewards = self.rewards(scores, examples)
         signs = np.where(liked_of(examples), 1.0, -1.0)
         distance = max(float(rewards[..., 1].mean()), 0.0)
@@ -200,27 +218,29 @@ class KTO(Preference):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveFlags:
-    """What is learnt."""
+    """The objective."""
 
     objective: ObjectiveName = "auto"
-    """What training lowers: completion or candidates: the cross-entropy of what is right; of pairs dpo, ipo,
-    simpo, orpo; of answers that are rated true or false kto. auto: by the columns of the rows: dpo, kto, or
+    """Loss to minimize. completion, candidates: cross-entropy; dpo, ipo, simpo, orpo: for pairs of answers;
+    kto: for
+    answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
     cross-entropy."""
     beta: float | None = None
-    """How strongly a preference holds to the start: larger is closer. orpo: weight of the odds. Default: 0.1;
-    simpo: 2."""
+    """Strength of the preference loss: larger values keep the model closer to its start. orpo: weight of the
+    odds
+    ratio loss. Default: 0.1; simpo: 2."""
     label_smoothing: float = 0.0
-    """dpo: share of pairs that may be the wrong way round."""
+    """dpo: assumed share of pairs whose answers are swapped."""
     gamma: float = 1.0
-    """simpo: margin to reach, in units of the reward."""
+    """simpo: target margin between the rewards."""
     loss_normalisation: LossNormalisation = "example"
-    """Of completions, texts and chats. example: the loss of a step is the mean of its examples' means over
-    tokens; token: the mean over all target tokens of the step, as transformers and TRL have it."""
+    """Completions, texts and chats: how a step's loss is averaged. example: over tokens within each example,
+    then over examples; token: over all target tokens of the step, as in transformers and TRL."""
 
 
 @dataclass(frozen=True)
 class ObjectiveEntry:
-    """One objective of preferences: which rows it learns from, and the settings that it has beside beta."""
+    """A preference objective: its class, rows, further settings, and default of beta."""
 
     make: Callable[..., Preference]
     rows: tuple[Preferring, ...] = ("pairs",)
@@ -238,20 +258,24 @@ PREFERENCES: Mapping[str, ObjectiveEntry] = {
 _BY_ROWS: Mapping[Preferring, ObjectiveName] = {"": "completion", "pairs": "dpo", "ratings": "kto"}
 
 
-def resolve_objective(given: ObjectiveName, rows: Preferring) -> ObjectiveName:
-    """The objective of rows without a task; raises ValueError saying why a given one isn't theirs."""
-    if given == "auto":
+def resolve_objective(name: ObjectiveName, rows: Preferring) -> ObjectiveName:
+    """Returns the objective of rows without a task, where `auto` is decided by the rows.
+
+    Raises:
+        ValueError: the objective can't learn from these rows; the message says why.
+    """
+    if name == "auto":
         return _BY_ROWS[rows]
-    if given in PREFERENCES and rows not in PREFERENCES[given].rows:
-        need = " or ".join(PREFERENCES[given].rows)
-        raise ValueError(f"--objective is {given}, which learns from {need}")
-    if given == "candidates":
+    if name in PREFERENCES and rows not in PREFERENCES[name].rows:
+        needed = " or ".join(PREFERENCES[name].rows)
+        raise ValueError(f"--objective is {name}, which learns from {needed}")
+    if name == "candidates":
         raise ValueError("--objective is candidates, which only a task has")
-    return given
+    return name
 
 
 def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
-    """The objective of a settled name; raises ConfigError where settings belong to another."""
+    """Construct an objective by name; raises ConfigError for settings of other objectives."""
     entry = PREFERENCES.get(name)
     own = entry.settings if entry else ()
     problems = [
@@ -279,27 +303,28 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
 
 
 def describe_objective(objective: Objective) -> dict[str, Any] | None:
-    """What a preference is, as a journal keeps it; None of cross-entropy."""
+    """Returns name and settings of a preference objective for a journal; None for cross-entropy."""
     if not isinstance(objective, Preference):
         return None
     return {"name": type(objective).__name__.lower(), **asdict(objective)}
 
 
 def references_of(examples: Sequence[Example]) -> Float64Array:
-    """Scores by the adapter that the run begins with, f64 [examples, 2]; ValueError if one is missing."""
-    if lacking := [example.row for example in examples if len(example.reference) != example.candidates]:
-        raise ValueError(f"row {lacking[0]} has no reference")
+    """Returns the reference scores, f64 [examples, 2]; raises ValueError if an example has none."""
+    if missing := [example.row for example in examples if len(example.reference) != example.candidates]:
+        raise ValueError(f"row {missing[0]} has no reference scores")
     return np.array([example.reference for example in examples], np.float64)
 
 
 def liked_of(examples: Sequence[Example]) -> NDArray[np.bool_]:
-    """Whether the answer of each example is liked, bool [examples]."""
+    """Returns whether the answer of each example is liked, bool [examples]."""
     return np.array([bool(example.liked) for example in examples])
 
 
 def lengths_of(examples: Sequence[Example]) -> Float64Array:
-    """Tokens of both answers, f64 [examples, 2]."""
-    return np.array([[len(each.targets) for each in example.sequences] for example in examples], np.float64)
+    """Returns the number of tokens of both answers, f64 [examples, 2]."""
+    lengths = [[len(sequence.targets) for sequence in example.sequences] for example in examples]
+    return np.array(lengths, np.float64)
 
 
 def _margins(rewards: Float64Array) -> Float64Array:
@@ -307,8 +332,8 @@ def _margins(rewards: Float64Array) -> Float64Array:
 
 
 def _sigmoid(values: Float64Array) -> Float64Array:
-    found: Float64Array = 0.5 * (1 + np.tanh(values / 2))
-    return found
+    result: Float64Array = 0.5 * (1 + np.tanh(values / 2))
+    return result
 
 
 def _owner(setting: str) -> str:

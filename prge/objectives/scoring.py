@@ -1,4 +1,4 @@
-"""Scoring examples with one adapter."""
+"""Scores of examples with one adapter."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from prge.objectives.classification_head import Classifier
 from prge.objectives.examples import Example, microbatches, sequences_of, weights_of
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
-# Tokens that are scored at once: no more than a step computes.
+# Most tokens of a call that scores examples, so that scoring needs no more memory than a step.
 SCORED_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model thinks of some examples.
+    """The scores of examples, and what follows from them.
 
-    `scores`: f64 [candidates] per example; `losses` f64 [examples]; `predictions` i64 [examples].
+    Attributes:
+        scores: the candidates' scores of each example, f64 [candidates].
+        losses: f64 [examples].
+        predictions: index of the candidate with the highest score, i64 [examples].
+        tokens: number of target tokens, i64 [examples].
     """
 
     scores: list[Float64Array]
@@ -33,7 +37,7 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the examples, in whatever order they are."""
+        """Mean loss of the examples; the sum is exact, so it doesn't depend on their order."""
         return math.fsum(self.losses) / len(self.losses)
 
 
@@ -48,24 +52,24 @@ def score(
 ) -> Scores:
     """Score every candidate of every example with one adapter.
 
-    What an example is given doesn't depend on the others, nor on their order.
+    The scores of an example don't depend on the other examples or on their order.
 
     Args:
         engine: computes the outputs.
-        adapter: to score with.
-        examples: at least one.
-        head: scores an encoder's states.
-        objective: makes losses of scores.
-        on_progress: called with the number of sequences that were computed.
+        adapter: the adapter to score with.
+        examples: at least one example.
+        head: computes scores from an encoder's pooled states; None for a decoder.
+        objective: the loss as a function of scores.
+        on_progress: called with the number of sequences computed so far.
     """
     totals = [np.zeros(example.candidates) for example in examples]
-    for chunk, outputs in _outputs(engine, adapter, examples, on_progress):
-        found = Loss([single for _, single in chunk], outputs, head=head).scores[0]
-        for (index, example), row in zip(chunk, found, strict=True):
+    for batch, outputs in _outputs(engine, adapter, examples, on_progress):
+        scores = Loss([single for _, single in batch], outputs, head=head).scores[0]
+        for (index, example), row in zip(batch, scores, strict=True):
             totals[index] += row[: example.candidates]
     lengths = np.array([sum(len(s.targets) for s in example.sequences) for example in examples])
-    most = max(len(total) for total in totals)
-    table = np.full((1, len(totals), most), -np.inf)
+    width = max(len(total) for total in totals)
+    table = np.full((1, len(totals), width), -np.inf)
     for index, total in enumerate(totals):
         table[0, index, : len(total)] = total
     losses = objective.losses(table, examples)[0] * weights_of(examples)
@@ -78,29 +82,29 @@ def with_reference_scores(
     examples: Sequence[Example],
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> list[Example]:
-    """Examples with the scores by the adapter that a run begins with as their reference."""
+    """Returns the examples with `reference` set to their scores by `adapter`, which a run starts from."""
     scores = score(engine, adapter, examples, on_progress=on_progress).scores
     pairs = zip(examples, scores, strict=True)
     return [replace(example, reference=tuple(values.tolist())) for example, values in pairs]
 
 
 def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example]) -> FloatArray:
-    """An encoder's states of the examples, f32 [examples, width]: what a head is fitted on."""
-    found = _outputs(engine, adapter, examples, lambda sequences: None)
-    order = [
+    """Returns an encoder's pooled states of the examples, f32 [examples, width]."""
+    batches = _outputs(engine, adapter, examples, lambda sequences: None)
+    indexed = [
         (index, state)
-        for chunk, outputs in found
-        for (index, _), state in zip(chunk, outputs[0], strict=True)
+        for batch, outputs in batches
+        for (index, _), state in zip(batch, outputs[0], strict=True)
     ]
-    return np.stack([state for _, state in sorted(order, key=lambda pair: pair[0])])
+    return np.stack([state for _, state in sorted(indexed, key=lambda pair: pair[0])])
 
 
 def _outputs(
     engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], on_progress: Callable[[int], object]
 ) -> Iterator[tuple[list[tuple[int, Example]], FloatArray]]:
-    """Examples of one sequence each, with the index of their own, and their outputs, the longest first.
+    """Yields batches of (index of the example, example with one sequence), and their outputs.
 
-    Sequences of about one length are computed together.
+    The longest sequences come first, so that each batch has sequences of similar length.
     """
     single = [
         (index, replace(example, sequences=(sequence,)))
@@ -109,8 +113,8 @@ def _outputs(
     ]
     single.sort(key=lambda pair: len(pair[1].sequences[0].tokens), reverse=True)
     done = 0
-    for chunk in microbatches([example for _, example in single], SCORED_TOKENS):
-        outputs = engine.forward(Call(sequences_of(chunk), adapter.values[None]))
-        yield single[done : done + len(chunk)], outputs
-        done += len(chunk)
+    for batch in microbatches([example for _, example in single], SCORED_TOKENS):
+        outputs = engine.forward(Call(sequences_of(batch), adapter.values[None]))
+        yield single[done : done + len(batch)], outputs
+        done += len(batch)
         on_progress(done)

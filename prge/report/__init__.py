@@ -1,1 +1,1 @@
-"""Pages that open from disk: blocks of plain text, their markup, and charts. One file, no network."""
+"""Reports as single files that open without a network: blocks of plain text, their rendering, charts."""

@@ -1,8 +1,8 @@
-"""Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
+"""Line charts as SVG text, whose colour follows the page that embeds them.
 
-The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across. A
-`Picture` of a report takes the text, and `standalone_svg` makes it one for a file; `arrange_charts` puts several into one.
-Nothing in a chart is a script or a link.
+This is the only module that draws. `line_chart` draws curves, with a band for the range over seeds and dashed
+levels. A `Picture` of a report embeds the SVG, `standalone_svg` makes it a file, `arrange_charts` combines
+several charts. Charts contain no scripts and no links.
 
     line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
 """
@@ -20,23 +20,27 @@ from prge.errors import shortened
 Point = tuple[float, float]
 Look = Literal["faint", "line", "marked"]
 
-# Distinguishable with any kind of colour vision, on white and on black: M. Okabe, K. Ito, "Color Universal
-# Design", 2008.
+# Distinguishable with any colour vision, on white and on black: M. Okabe, K. Ito, "Color Universal Design",
+# 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# In units of the picture, about pixels on a phone; it grows with the page.
+# In units of the view box, which are about pixels on a phone.
 _WIDTH, _HEIGHT = 380, 240
 _LEFT, _RIGHT, _BOTTOM, _LEGEND = 54, 12, 38, 16
-# Points of a line at most: more can't be told apart on any screen.
-_MOST, _MOST_DOTS = 500, 100
+# More points of a line can't be distinguished on a screen.
+_MAX_POINTS, _MAX_DOTS = 500, 100
 _TICKS = 5
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of their x; `name` is in the legend unless it is empty.
+    """A curve of a chart.
 
-    `band` is (x, lowest, highest), such as over seeds. Lines of more hues than there are colours differ by
-    their dots.
+    Attributes:
+        name: Text in the legend; empty for no entry.
+        points: Points (x, y) in the order of x.
+        hue: Index of the colour; indices beyond the last colour repeat colours with another form of dots.
+        look: Stroke style.
+        band: (x, lowest, highest), such as the range over seeds.
     """
 
     name: str
@@ -55,17 +59,17 @@ def line_chart(
     levels: Mapping[str, float] | None = None,
     x_names: Sequence[str] = (),
 ) -> str:
-    """An SVG of lines over one pair of axes; empty where no line has a point.
+    """Draw lines over one pair of axes as SVG; returns an empty text if no line has a point.
 
-    Numbers are below 1e300, as those of metrics. The same lines give the same text.
+    Values must be below 1e300. Equal lines give equal text.
 
     Args:
-        lines: in the order of the legend.
-        x_label: under the picture.
-        y_label: arrange_charts it.
-        log: whether x is logarithmic; what isn't above 0 has no place then.
-        levels: values of y that a dashed line shows, by name.
-        x_names: words at x = 0, 1, ... in place of numbers.
+        lines: In the order of the legend.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        log: Use a logarithmic x axis, which leaves out points that aren't above 0.
+        levels: Values of y to mark with a dashed line, by name.
+        x_names: Tick labels for x = 0, 1, ... instead of numbers.
     """
     lines = [_above_zero(line) for line in lines] if log else lines
     lines, levels = [line for line in lines if line.points], levels or {}
@@ -82,12 +86,12 @@ def line_chart(
     elif x_names:
         across = replace(across, ticks=tuple(map(float, range(len(x_names)))))
     floor, height = top + _HEIGHT - _BOTTOM, top + _HEIGHT
-    up = _Axis.over(min(ys), max(ys), floor, top, whole=True)
+    up = _Axis.over(min(ys), max(ys), floor, top, to_ticks=True)
     parts = [_begin(height, f"{y_label} against {x_label}"), *_legend(named)]
     for value in up.ticks:
         parts.append(_rule((_LEFT, up(value)), (_WIDTH - _RIGHT, up(value)), 0.15))
         parts.append(_text(_LEFT - 5, up(value) + 4, format_number(value), "end"))
-    parts += _floor(across, x_label, x_names, floor, height)
+    parts += _draw_x_axis(across, x_label, x_names, floor, height)
     parts.append(
         f'<text transform="translate(10 {(top + floor) / 2:.1f}) rotate(-90)" text-anchor="middle">'
         f"{escape(y_label)}</text>"
@@ -97,47 +101,47 @@ def line_chart(
         parts.append(_text(_LEFT + 4, up(level) - 3, name, "start"))
     for line in lines:
         parts.append(_band([(across(x), up(low), up(high)) for x, low, high in line.band], line.hue))
-        parts.append(_drawn(line, [(across(x), up(y)) for x, y in thin_points(line.points, _MOST)]))
+        parts.append(_draw_line(line, [(across(x), up(y)) for x, y in thin_points(line.points, _MAX_POINTS)]))
     return "".join([*parts, "</svg>"])
 
 
 def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
-    """Charts of this module as one, so many in a row, by default all; empty ones take no room."""
+    """Combine charts of this module into one SVG with `columns` a row (default: all); skip empty charts."""
     charts = [chart for chart in charts if chart]
     parts, width, y = [], 0, 0
     for start in range(0, len(charts), columns or max(len(charts), 1)):
-        x, lowest = 0, 0
+        x, height = 0, 0
         for chart in charts[start : start + (columns or len(charts))]:
             size = _size_of(chart)
-            place = f'x="{x}" y="{y}" width="{size[0]}" height="{size[1]}"'
-            parts.append(chart.replace("<svg ", f"<svg {place} ", 1))
-            x, lowest = x + size[0], max(lowest, size[1])
-        width, y = max(width, x), y + lowest
+            attributes = f'x="{x}" y="{y}" width="{size[0]}" height="{size[1]}"'
+            parts.append(chart.replace("<svg ", f"<svg {attributes} ", 1))
+            x, height = x + size[0], max(height, size[1])
+        width, y = max(width, x), y + height
     return "".join([_begin(y, "", width), *parts, "</svg>"]) if parts else ""
 
 
 def standalone_svg(chart: str) -> str:
-    """A chart for a file of its own: dark text on white, at twice its size."""
+    """Return a chart for a file of its own: dark text on white, at twice the size."""
     width, height = _size_of(chart)
     look = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
     return chart.replace("<svg ", f"<svg {look} ", 1)
 
 
 def thin_points(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many points, in order: of every stretch of a longer line its lowest and its highest."""
+    """Reduce a line to at most `most` points: the lowest and the highest point of each stretch, in order."""
     if len(points) <= most:
         return list(points)
     stretches = most // 2
-    kept: list[Point] = []
+    chosen: list[Point] = []
     for index in range(stretches):
         stretch = range(index * len(points) // stretches, (index + 1) * len(points) // stretches)
-        ends = {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
-        kept += [points[at] for at in sorted(ends)]
-    return kept
+        extremes = {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
+        chosen += [points[at] for at in sorted(extremes)]
+    return chosen
 
 
 def format_number(value: float) -> str:
-    """A format_number for a label: at most four digits that matter, thousands by name."""
+    """Format a number for a label with at most four significant digits and a suffix k, M or G."""
     for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             scale = 1e3 if name == "k" else size
@@ -147,7 +151,7 @@ def format_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """From values to places: the values `low` and `high` lie at `start` and `end`."""
+    """Maps values to coordinates: the values `low` and `high` lie at `start` and `end`."""
 
     low: float
     high: float
@@ -157,24 +161,24 @@ class _Axis:
     is_log: bool = False
 
     @classmethod
-    def over(cls, low: float, high: float, start: float, end: float, whole: bool = False) -> _Axis:
-        """An axis over a range of values, with room around one that is empty; `whole`: from tick to tick."""
+    def over(cls, low: float, high: float, start: float, end: float, to_ticks: bool = False) -> _Axis:
+        """Create a linear axis over a range, widened if it is empty; `to_ticks` extends it to full ticks."""
         if not high - low > max(1e-9 * max(abs(low), abs(high)), 1e-200):
             low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
         rough = (high - low) / _TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(size * power for size in (1, 2, 5, 10) if size * power >= 0.999 * rough)
         first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
-        if whole:
+        if to_ticks:
             first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
         ticks = tuple(index * step for index in range(first, last + 1))
         return cls(min(low, *ticks), max(high, *ticks), start, end, ticks)
 
     @classmethod
     def logarithmic(cls, low: float, high: float, start: float, end: float) -> _Axis:
-        """An axis over values above 0; its ticks are 1, 2 and 5 of each power of ten, or powers alone."""
+        """Create a logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or at powers of ten."""
         first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
-        # A logarithm may be rounded up to the next power.
+        # log10 may round up to the next power.
         first -= 10.0**first > low
         digits, stride = ((1, 2, 5), 1) if last - first <= 2 else ((1,), math.ceil((last - first) / _TICKS))
         steps = [digit * 10.0**power for power in range(first, last + 1, stride) for digit in digits]
@@ -191,7 +195,7 @@ class _Axis:
 
 
 def _above_zero(line: Line) -> Line:
-    """What of a line has a place on a logarithmic axis."""
+    """Return the part of a line that a logarithmic axis can show."""
     points = [point for point in line.points if point[0] > 0]
     return replace(line, points=points, band=[each for each in line.band if each[0] > 0])
 
@@ -200,19 +204,19 @@ def _legend(named: Sequence[Line]) -> list[str]:
     parts = []
     for row, line in enumerate(named):
         at = 10 + _LEGEND * row
-        parts.append(_drawn(line, [(_LEFT, at), (_LEFT + 12, at), (_LEFT + 24, at)]))
+        parts.append(_draw_line(line, [(_LEFT, at), (_LEFT + 12, at), (_LEFT + 24, at)]))
         parts.append(_text(_LEFT + 32, at + 4, shortened(line.name, 48), "start"))
     return parts
 
 
-def _band(places: Sequence[tuple[float, float, float]], hue: int) -> str:
-    """The area between the lowest and the highest, by places of the picture."""
-    edge = [*((x, low) for x, low, _ in places), *((x, high) for x, _, high in reversed(places))]
+def _band(coordinates: Sequence[tuple[float, float, float]], hue: int) -> str:
+    """Draw the area between the lowest and highest values, given in coordinates of the picture."""
+    edge = [*((x, low) for x, low, _ in coordinates), *((x, high) for x, _, high in reversed(coordinates))]
     return f'<polygon points="{_path(edge)}" fill="{_colour(hue)}" fill-opacity="0.15"/>' if edge else ""
 
 
-def _floor(axis: _Axis, label: str, names: Sequence[str], floor: float, height: float) -> list[str]:
-    """The axis at the bottom of a picture, with its ticks and its label."""
+def _draw_x_axis(axis: _Axis, label: str, names: Sequence[str], floor: float, height: float) -> list[str]:
+    """Draw the x axis with its ticks and its label."""
     parts = [_rule((axis.start, floor), (axis.end, floor), 0.6)]
     for index, value in enumerate(axis.ticks):
         x = axis(value)
@@ -221,23 +225,23 @@ def _floor(axis: _Axis, label: str, names: Sequence[str], floor: float, height: 
     return [*parts, _text((axis.start + axis.end) / 2, height - 6, label, "middle")]
 
 
-def _drawn(line: Line, places: Sequence[Point]) -> str:
-    """A line through places of the picture, in its own look."""
+def _draw_line(line: Line, coordinates: Sequence[Point]) -> str:
+    """Draw a line through coordinates of the picture, in its own style."""
     width, opacity = (0.8, 0.35) if line.look == "faint" else (1.8, 1)
     dashes = ' stroke-dasharray="5 3"' if line.look == "marked" else ""
-    drawn = (
-        f'<polyline points="{_path(places)}" fill="none" stroke="{_colour(line.hue)}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
+    polyline = (
+        f'<polyline points="{_path(coordinates)}" fill="none" stroke="{_colour(line.hue)}" '
+        f'stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
     )
-    # One point is no line.
-    single = len(places) == 1
+    # A polyline of one point is invisible.
+    single = len(coordinates) == 1
     has_dots = line.look == "marked" or line.hue >= len(COLOURS)
-    dots = places if single or (has_dots and len(places) <= _MOST_DOTS) else ()
-    return drawn + "".join(_dot(x, y, line.hue) for x, y in dots)
+    dots = coordinates if single or (has_dots and len(coordinates) <= _MAX_DOTS) else ()
+    return polyline + "".join(_dot(x, y, line.hue) for x, y in dots)
 
 
 def _dot(x: float, y: float, hue: int) -> str:
-    """A round dot, or a square one where colours begin again."""
+    """Draw a round dot, or a square one for repeated colours."""
     if hue // len(COLOURS) % 2:
         return f'<rect x="{x - 2.6:.1f}" y="{y - 2.6:.1f}" width="5.2" height="5.2" fill="{_colour(hue)}"/>'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{_colour(hue)}"/>'
@@ -259,8 +263,8 @@ def _colour(hue: int) -> str:
     return COLOURS[hue % len(COLOURS)]
 
 
-def _path(places: Sequence[Point]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+def _path(coordinates: Sequence[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in coordinates)
 
 
 def _rule(begin: Point, end: Point, opacity: float, dashes: str = "") -> str:

@@ -1,4 +1,4 @@
-"""A report as blocks, before it becomes Markdown or HTML. All texts are plain."""
+"""The blocks of a report, which `rendering.py` turns into Markdown or HTML. All texts are plain text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """A section begins."""
+    """The heading of a section."""
 
     text: str
     level: int = 2
@@ -15,28 +15,28 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Running text."""
+    """A paragraph of text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list."""
+    """A bulleted list."""
 
     items: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Code:
-    """What somebody would type, or what a program said."""
+    """A command, or the output of a program."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by row; the first `labels` columns hold words, the others numbers."""
+    """A table; the first `labels` columns hold text, the others numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -45,14 +45,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Quote:
-    """What a model or a person wrote, line by line as it is."""
+    """Text that a model or a person wrote, with its line breaks kept."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing of charts.py; an empty one is left out. In Markdown it is the file `name`.svg."""
+    """An SVG of charts.py, left out if it is empty. In Markdown it is the file `name`.svg."""
 
     drawing: str
     caption: str

@@ -1,7 +1,7 @@
-"""The one composer: a report's blocks as Markdown, and as one HTML file that opens from disk.
+"""Renders the blocks of a report as Markdown, or as one HTML file that opens without a network.
 
-What a report says is a list of blocks of plain text (document.py) in the order of reading, with the SVG of
-charts.py between them. All texts are escaped here, so a stranger's stay texts.
+A report is a list of blocks of plain text (document.py) in reading order, with SVG charts of charts.py among
+them. All texts are escaped here, so untrusted text can't become markup.
 
     to_html([Heading("Run a", 1), Picture(line_chart(...), "Loss."), Table(("fact", "value"), rows)])
 """
@@ -23,12 +23,12 @@ _RANGE = re.compile(r"\[[^\]]*\]")
 
 
 def to_markdown(blocks: Sequence[Block], folder: str = "") -> str:
-    """Markdown; pictures are the files NAME.svg in `folder`, relative to the text."""
+    """Render blocks as Markdown; pictures refer to the files NAME.svg in `folder`."""
     return "\n\n".join(_markdown(block, folder) for block in _shown(blocks)) + "\n"
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """A page with its style and pictures inside; these are the only markup taken."""
+    """Render blocks as an HTML page with embedded style and pictures; only pictures may contain markup."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -52,7 +52,7 @@ def _markdown(block: Block, folder: str) -> str:
     if isinstance(block, Bullets):
         return "\n".join(f"- {_plain(item)}" for item in block.items)
     if isinstance(block, Code):
-        # Longer than any in the text, which so can't end it.
+        # Longer than any run of backticks in the text, so that the text can't end the block.
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block.text)), default=0))
         return f"{fence}\n{block.text}\n{fence}"
     if isinstance(block, Quote):
@@ -73,10 +73,10 @@ def _drawing(drawing: str) -> Markup:
 
 
 def _is_long(cell: str) -> bool:
-    """Whether a cell has a word, such as a path, that may need to be divided."""
+    """Whether a cell has a word, such as a path, that may have to be broken."""
     return max(map(len, cell.split()), default=0) > 40
 
 
 def _ranges(cell: str) -> Markup:
-    """A cell whose ranges, in brackets, stand back and stay whole."""
+    """Mark the ranges in brackets of a cell, which are shown muted and unbroken."""
     return Markup(_RANGE.sub(r'<span class="range">\g<0></span>', str(escape(cell))))

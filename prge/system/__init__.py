@@ -1,1 +1,1 @@
-"""The machine that work runs on: whole files, children, interrupts, memory, the terminal."""
+"""Services of the operating system: atomic files, child processes, interrupts, memory, the terminal."""

@@ -1,4 +1,4 @@
-"""Folders and files that are whole or absent: written beside their place, flushed to storage, renamed."""
+"""Atomic writes: files and folders are written under a temporary name, flushed to storage, then renamed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to storage, so that a rename in it outlives a loss of power."""
+    """Flush a folder's entries to storage, so that a rename in it survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -37,14 +37,15 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give an empty folder to fill; it becomes `folder` when the block ends, and vanishes if it fails.
+    """Yield an empty temporary folder, which becomes `folder` when the block ends without an error.
 
-    Whoever looks at `folder`, at any instant and after any crash, sees all of the old or all of the new
-    content. A killed process leaves a hidden sibling `.<name>.<process>-<random>.partial`; the next call for
-    the same folder removes it.
+    At any instant, and after any crash, `folder` has either all of its old or all of its new content. If the
+    block raises, the temporary folder is removed. A killed process leaves a hidden sibling
+    `.<name>.<process>-<random>.partial`, which the next call for the same folder removes.
 
     Raises:
-        RunError: `folder` exists and `overwrite` is false; the storage is full, read-only or refuses.
+        RunError: `folder` exists and `overwrite` is false; or the storage is full, read-only or refuses the
+            write.
     """
     folder = Path(folder)
     if not overwrite and (folder.exists() or folder.is_symlink()):
@@ -65,7 +66,7 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         for directory, _, names in os.walk(partial):
             Path(directory).chmod(folder_mode)
             for name in names:
-                # Some libraries write files that only their owner reads.
+                # Some libraries write files that only their owner may read.
                 (Path(directory) / name).chmod(file_mode)
                 with (Path(directory) / name).open("rb") as stream:
                     os.fsync(stream.fileno())
@@ -73,9 +74,7 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _put_in_place(partial, folder, overwrite)
         flush_folder(folder.parent)
     except OSError as error:
-        if (
-            error.errno is None
-        ):  # not the operating system's: libraries raise OSError for reasons of their own
+        if error.errno is None:  # libraries raise OSError without an errno for reasons of their own
             raise
         raise storage_error(folder, error) from None
     finally:
@@ -84,17 +83,17 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
-    """Write a file whole or not at all, over an older one if there is one.
+    """Write a file atomically, replacing an existing one.
 
     Args:
-        path: of the file.
-        content: of the file.
-        rights: who may read and write it; by default as the user's umask has it.
+        path: The file.
+        content: Its new content.
+        rights: Its mode; by default, the mode that the user's umask gives to a new file.
 
     Raises:
-        RunError: the storage is full, read-only or refuses.
+        RunError: The storage is full, read-only or refuses the write.
     """
-    # One name for all processes: what a killed one left is overwritten by the next.
+    # All processes use one temporary name, so that a killed process's leftover is overwritten.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open_regular(partial, "wb", rights=0o666 if rights is None else 0o600) as stream:
@@ -112,16 +111,16 @@ def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file that the user named, whole or not at all, over an older one, whose mode it keeps.
+    """Write a file that the user named, atomically; an existing file keeps its mode.
 
-    Other than `write_file` it goes through links, makes the file's folder, and writes into pipes and devices.
+    Unlike `write_file`, this follows links, creates the parent folder, and writes into pipes and devices.
 
     Raises:
-        RunError: the storage is full, read-only or refuses.
+        RunError: The storage is full, read-only or refuses the write.
     """
     try:
-        there = os.stat(path) if os.path.exists(path) else None
-        if there is not None and not stat.S_ISREG(there.st_mode):
+        status = os.stat(path) if os.path.exists(path) else None
+        if status is not None and not stat.S_ISREG(status.st_mode):
             with open(path, "wb") as stream:
                 stream.write(content)
             return
@@ -129,74 +128,74 @@ def write_output(path: Path, content: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(path, error) from None
-    write_file(target, content, None if there is None else stat.S_IMODE(there.st_mode))
+    write_file(target, content, None if status is None else stat.S_IMODE(status.st_mode))
 
 
 def check_file(path: Path) -> None:
-    """See whether a file can be written in a place, where one may be already. Nothing changes there.
+    """Check that a file, existing or not, can be written at a path; changes nothing.
 
-    It isn't opened: that would make it, or wait for whoever reads a pipe.
+    The file isn't opened, because opening creates a file and waits for the reader of a pipe.
 
     Raises:
-        RunError: it is a folder, or can't be written.
+        RunError: The path is a folder, or can't be written.
     """
     try:
-        there = os.stat(path) if os.path.exists(path) else None
-        if there is not None and stat.S_ISDIR(there.st_mode):
+        status = os.stat(path) if os.path.exists(path) else None
+        if status is not None and stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if there is not None and not os.access(path, os.W_OK):
+        if status is not None and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if there is None or stat.S_ISREG(there.st_mode):
-            _check_room_for_names(Path(os.path.realpath(path)).parent)
+        if status is None or stat.S_ISREG(status.st_mode):
+            _check_can_create(Path(os.path.realpath(path)).parent)
     except OSError as error:
         raise storage_error(path, error) from None
 
 
-def check_writable_folder(folder: Path, needed: int = 0) -> None:
-    """See in an instant whether files can be made in a folder, which may not be there yet. Nothing stays.
+def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
+    """Check that files can be created in a folder, which may not exist yet; leaves nothing behind.
 
     Args:
-        folder: of the files.
-        needed: bytes that they will take.
+        folder: The folder.
+        required_bytes: Free storage that is required.
 
     Raises:
-        RunError: the storage is read-only, refuses, or has less room.
+        RunError: The storage is read-only, refuses new files, or has less free space.
     """
     try:
-        free = _check_room_for_names(Path(os.path.realpath(folder)))
+        free = _check_can_create(Path(os.path.realpath(folder)))
     except OSError as error:
         raise storage_error(folder, error) from None
-    if needed > free:
+    if required_bytes > free:
         raise RunError(
-            f"{folder} has too little room: about {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB "
-            "are free",
+            f"{folder} has too little room: about {required_bytes / 1e6:,.0f} MB are needed, "
+            f"{free / 1e6:,.0f} MB are free",
             remedy="free some storage, or write to another place",
             code="storage-full",
         )
 
 
-def _check_room_for_names(folder: Path) -> int:
-    """Raise OSError unless files can be made in a folder or in the nearest one that is there; free bytes."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    # A file without a name, which no other process sees.
-    with tempfile.TemporaryFile(dir=there):
-        return shutil.disk_usage(there).free
+def _check_can_create(folder: Path) -> int:
+    """Return the free bytes of a folder or its nearest existing parent; raise OSError if not writable."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    # A temporary file without a name is invisible to other processes.
+    with tempfile.TemporaryFile(dir=existing):
+        return shutil.disk_usage(existing).free
 
 
 def storage_error(path: Path, error: OSError) -> RunError:
-    """The RunError for a write that the operating system refused."""
+    """Return the RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
         code, remedy = "storage-full", "free some storage, or write to another place"
     elif error.errno in _REFUSED:
-        code, remedy = "write-refused", "check the rights on it, or write to another place"
+        code, remedy = "write-refused", "check its permissions, or write to another place"
     else:
         code, remedy = "write-failed", "check the path and the storage"
     return RunError(f"{path} can't be written: {reason}", remedy=remedy, code=code)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left while they wrote this folder."""
+    """Remove the temporary folders that killed processes left while they wrote this folder."""
     for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*-*.partial"):
         process = leftover.name[len(folder.name) + 2 :].split("-")[0]
         try:
@@ -208,31 +207,31 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _usual_modes() -> tuple[int, int]:
-    """What a new file and a new folder may be used for, as the user's umask has it."""
+    """Return the modes of a new file and of a new folder under the user's umask."""
     mask = os.umask(0o077)  # the only way to read it is to set it
     os.umask(mask)
     return 0o666 & ~mask, 0o777 & ~mask
 
 
 def _put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
-    """Rename `partial` to `folder`; an existing folder is exchanged in one system call where there is one."""
+    """Rename `partial` to `folder`; exchange it with an existing folder in one system call if possible."""
     if not folder.exists():
         os.rename(partial, folder)
         return
-    if not overwrite:  # made by someone else since the first look
+    if not overwrite:  # another process created it since `new_folder` checked
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
     if _exchange(partial, folder):
         return
-    # Without an exchange a crash between the two renames leaves the old content under its hidden name.
-    aside = folder.parent / f".{folder.name}.replaced"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(folder, aside)
+    # Without an exchange, a crash between the two renames leaves the old content under this hidden name.
+    replaced = folder.parent / f".{folder.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.rename(folder, replaced)
     os.rename(partial, folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names with Linux's renameat2; False where the C library or the file system lacks it."""
+    """Swap two paths with Linux's renameat2; return False if the C library or the file system lacks it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:
         return False
@@ -240,6 +239,7 @@ def _exchange(first: Path, second: Path) -> bool:
     if renameat2(_AT_FDCWD, old, _AT_FDCWD, new, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # also: filtered by a sandbox
+    # A sandbox may filter the system call with EPERM.
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
         return False
     raise OSError(code, os.strerror(code))

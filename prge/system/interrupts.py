@@ -1,4 +1,4 @@
-"""Ctrl-C ends the work once: while its end is told and files are closed, another one changes nothing."""
+"""Signal handling: the first Ctrl-C ends the work, and later ones don't disturb the clean-up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import NoReturn
 
 @contextmanager
 def single_interrupt(restored: bool) -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first Ctrl-C only; who had it ignored before keeps that.
+    """Raise KeyboardInterrupt at the first Ctrl-C only; a process that ignores Ctrl-C goes on ignoring it.
 
-    `restored` says whether Ctrl-C is as before afterwards; a process that ends then has no use for it.
+    Args:
+        restored: Restore the previous handler afterwards; a process that ends then doesn't need it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
-        with suppress(ValueError):  # in a thread, which no signal reaches
+        with suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
@@ -28,20 +29,20 @@ def single_interrupt(restored: bool) -> Iterator[None]:
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Signals that end the work in order: Ctrl-C, SIGTERM, and SIGHUP, of a terminal that was closed.
+    """Return the signals that end the work cleanly: SIGINT, SIGTERM, and SIGHUP unless it is ignored.
 
-    What `nohup` started ignores SIGHUP, and goes on doing so.
+    A terminal sends SIGHUP when it is closed; a process that `nohup` started ignores it.
     """
     hang_up = [number for number in signal.Signals if number.name == "SIGHUP"]  # Windows has none
-    heeded = [number for number in hang_up if signal.getsignal(number) is not signal.SIG_IGN]
-    return (signal.SIGINT, signal.SIGTERM, *heeded)
+    handled = [number for number in hang_up if signal.getsignal(number) is not signal.SIG_IGN]
+    return (signal.SIGINT, signal.SIGTERM, *handled)
 
 
 @contextmanager
 def handle_signals(
     handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals]
 ) -> Iterator[None]:
-    """Let signals call `handler`, and afterwards what they called before. A thread leaves them alone."""
+    """Install a signal handler inside the block, then restore the previous ones; only the main thread can."""
     before = {}
     with suppress(ValueError):
         before = {number: signal.signal(number, handler) for number in numbers}
@@ -54,7 +55,7 @@ def handle_signals(
 
 
 def ignore_interrupts() -> None:
-    """From now on Ctrl-C changes nothing, nor do other signals where something was to be done at them."""
+    """Ignore Ctrl-C from now on, and every other ending signal that has a handler."""
     with suppress(ValueError):
         for number in ending_signals():
             if number is signal.SIGINT or signal.getsignal(number) is not signal.SIG_DFL:

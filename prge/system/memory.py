@@ -1,4 +1,4 @@
-"""Memory of this process and of the machine, as Linux tells it under /proc."""
+"""Memory use of this process and of the machine, as Linux reports it under /proc."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 Record = dict[str, Any]
 
 OUT_OF_MEMORY_REMEDY = "close other programs, give more memory, or use a smaller model or fewer rows"
-# As Python, the C++ library, the dynamic linker, XNNPACK and torch put it.
-_NO_MEMORY = re.compile(
+# Messages of Python, the C++ library, the dynamic linker, XNNPACK and torch.
+_OUT_OF_MEMORY = re.compile(
     "not enough memory|out of memory|out_of_memory|bad_alloc|cannot allocate memory|can't allocate memory|"
     "failed to allocate|failed to map segment|can't start new thread",
     re.IGNORECASE,
@@ -21,16 +21,16 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an error, or what a library logged, comes from memory that ran out."""
+    """Whether an exception, or a library's log message, was caused by a lack of memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return _NO_MEMORY.search(str(error)) is not None
+    return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 class PeakMemory:
-    """Peak memory of a process: max(VmHWM, max(VmRSS + VmSwap)).
+    """Tracks the peak memory of a process: max(VmHWM, max(VmRSS + VmSwap)).
 
-    VmHWM alone misses what was swapped out, which on a phone is compressed memory. Only Linux tells both.
+    VmHWM alone misses swapped-out memory, which phones compress instead. Only Linux reports both.
     """
 
     method = "max(VmHWM, max(VmRSS + VmSwap)) of /proc/self/status"
@@ -44,18 +44,18 @@ class PeakMemory:
         self.sample()
 
     def start(self) -> None:
-        """What is there now is loaded: `report` tells what comes on top."""
+        """Mark loading as done: `report` then also returns the memory that is used beyond the present one."""
         self.sample()
         if self._peak is not None:
-            seen = _kilobytes(self._status)
+            fields = _kilobytes(self._status)
             self._peak_of_loading = self._peak
-            self._loaded = seen.get("RssAnon", 0) + seen.get("VmSwap", 0)
+            self._loaded = fields.get("RssAnon", 0) + fields.get("VmSwap", 0)
 
     def sample(self) -> None:
-        """Look once; call it every step, since VmSwap has no high-water mark."""
+        """Sample the memory once; call this every step, since VmSwap has no high-water mark."""
         try:
-            seen = _kilobytes(self._status)
-            now = max(seen["VmHWM"], seen["VmRSS"] + seen.get("VmSwap", 0))
+            fields = _kilobytes(self._status)
+            now = max(fields["VmHWM"], fields["VmRSS"] + fields.get("VmSwap", 0))
         except OSError as error:
             self._reason = f"{self._status}: {error.strerror}"
         except KeyError as error:
@@ -65,13 +65,14 @@ class PeakMemory:
 
     @property
     def peak(self) -> int | None:
-        """The most seen so far, in bytes; None where the system does not tell."""
+        """Highest memory use so far in bytes; None if the system doesn't report it."""
         return self._peak
 
     def report(self) -> Record:
-        """`peak_bytes` and the `method`; where it can't be known, null and the `reason`.
+        """Return `peak_bytes` and the `method`; null and the `reason` if the peak is unknown.
 
-        After `start` also `beyond_loaded_bytes`, without pages of files; null where loading took more.
+        After `start`, the record also has `beyond_loaded_bytes`: memory beyond the loaded model, without
+        mapped files; null if loading itself needed more.
         """
         self.sample()
         if self._peak is None:
@@ -80,25 +81,25 @@ class PeakMemory:
         if self._peak_of_loading is not None:
             beyond = None
             if self._peak > self._peak_of_loading:
-                seen = _kilobytes(self._status)
-                # Pages of mapped files only become more.
-                files = seen.get("RssFile", 0) + seen.get("RssShmem", 0)
+                fields = _kilobytes(self._status)
+                # The number of resident pages of mapped files only grows.
+                files = fields.get("RssFile", 0) + fields.get("RssShmem", 0)
                 beyond = max(0, self._peak - files - self._loaded)
             report["beyond_loaded_bytes"] = beyond
         return report
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """Present memory of this process, swapped out or not; None where the system doesn't tell."""
+    """Return the present memory of this process in bytes, swap included; None if it is unknown."""
     try:
-        seen = _kilobytes(status)
+        fields = _kilobytes(status)
     except OSError:
         return None
-    return seen["VmRSS"] + seen.get("VmSwap", 0) if "VmRSS" in seen else None
+    return fields["VmRSS"] + fields.get("VmSwap", 0) if "VmRSS" in fields else None
 
 
 def proportional_memory(status: Path = Path("/proc/self/smaps_rollup")) -> Record:
-    """Present memory of this process with shared pages counted in part: `bytes`, or null and the `reason`."""
+    """Return the proportional set size of this process as `bytes`, or null and the `reason`."""
     try:
         return {"bytes": _kilobytes(status)["Pss"], "method": f"Pss of {status}"}
     except OSError as error:
@@ -108,7 +109,7 @@ def proportional_memory(status: Path = Path("/proc/self/smaps_rollup")) -> Recor
 
 
 def memory_info() -> dict[str, int]:
-    """/proc/meminfo in bytes; empty where there is none."""
+    """Return the fields of /proc/meminfo in bytes; empty if there is no such file."""
     try:
         return _kilobytes(Path("/proc/meminfo"))
     except OSError:
@@ -116,24 +117,26 @@ def memory_info() -> dict[str, int]:
 
 
 def available_memory(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process can still have: of the machine, or less where its control group has a limit.
+    """Return the bytes that this process can still allocate, by the machine and its control groups' limits.
 
-    0 where the system doesn't tell.
+    The result is 0 if the system doesn't report it.
     """
-    found = [memory_info().get("MemAvailable", 0)]
+    limits = [memory_info().get("MemAvailable", 0)]
     for folder, names in _group_files(groups, process):
         with contextlib.suppress(OSError, ValueError):
-            most, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
+            limit, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
             files = re.search(
                 rf"^{names[2]} (\d+)$", (folder / "memory.stat").read_text("ascii"), re.MULTILINE
             )
-            found.append(max(0, most - used + int(files[1] if files else 0)))
-    return min(found)
+            limits.append(max(0, limit - used + int(files[1] if files else 0)))
+    return min(limits)
 
 
 def _group_files(groups: Path, process: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of this process's control groups, up to the root, with the names of limit, use, and of pages
-    of files that nobody reads."""
+    """Yield the folders of this process's control groups up to the root, with the names of their fields.
+
+    The three names are those of the limit, the usage, and the inactive pages of files.
+    """
     second = "memory.max", "memory.current", "inactive_file"
     first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     with contextlib.suppress(OSError):
@@ -149,7 +152,7 @@ def _group_files(groups: Path, process: Path) -> Iterator[tuple[Path, tuple[str,
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """Lines such as `VmHWM:  1234 kB` of a file under /proc, in bytes."""
+    """Parse lines such as `VmHWM:  1234 kB` of a file under /proc to bytes."""
     fields = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")

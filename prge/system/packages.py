@@ -1,6 +1,6 @@
-"""What prge asks for of other packages, and the commands that bring it.
+"""Requirements of prge, and the commands that install them.
 
-No index has prge itself: commands name the packages instead of `prge[extra]`.
+prge isn't on a package index, so the commands name its dependencies instead of `prge[extra]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prge.errors import PrgeError
 
 
 def requirement(name: str) -> str:
-    """What prge asks for by that name, such as `torch==2.13.0`; the bare name if that can't be told."""
+    """Return prge's requirement of a package, such as `torch==2.13.0`; the bare name if it is unknown."""
     for wanted, _ in _required():
         if _plain_name(re.split(r"[\[<>=!~ ]", wanted)[0]) == _plain_name(name):
             return wanted
@@ -24,18 +24,18 @@ def requirement(name: str) -> str:
 
 
 def install(wanted: Iterable[str]) -> str:
-    """The command that installs these requirements."""
+    """Return the pip command that installs these requirements."""
     return f"pip install {shlex.join(wanted)}"
 
 
 def install_extra_command(*extras: str) -> str:
-    """The command that installs the packages of some of prge's extras; "" has those that all verbs need."""
+    """Return the pip command for the packages of some of prge's extras; "" stands for the base packages."""
     wanted = dict.fromkeys(each for each, extra in _required() if extra in extras)
     return install(wanted or ["-e", f".[{','.join(extras)}]"])
 
 
 def _required() -> list[tuple[str, str]]:
-    """Requirements of the installed package, each with the extra that it belongs to."""
+    """Return the requirements of the installed package, each with the extra that it belongs to."""
     try:
         lines = importlib.metadata.requires("prge") or []
     except importlib.metadata.PackageNotFoundError:
@@ -43,8 +43,8 @@ def _required() -> list[tuple[str, str]]:
     marked = [line.partition(";") for line in lines]
     extras = [re.search(r"extra == ['\"](.+?)['\"]", marker) for _, _, marker in marked]
     return [
-        (wanted.strip(), found[1] if found else "")
-        for (wanted, *_), found in zip(marked, extras, strict=True)
+        (wanted.strip(), match[1] if match else "")
+        for (wanted, *_), match in zip(marked, extras, strict=True)
     ]
 
 
@@ -54,7 +54,7 @@ def _plain_name(name: str) -> str:
 
 @contextmanager
 def require_extra(extra: str) -> Iterator[None]:
-    """Turn the lack of a package inside the block into a PrgeError that names the extra; "" names none."""
+    """Turn a missing package inside the block into a PrgeError that has the command to install the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

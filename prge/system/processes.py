@@ -1,4 +1,4 @@
-"""What memory a process and its children take, looked at from outside."""
+"""Memory use of a process and its children, measured from another process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ POLL_SECONDS = 0.005
 
 @dataclass
 class MemoryPeak:
-    """The most memory of a process and its children, in MB.
+    """Peak memory of a process and its children, in MB.
 
-    `anonymous_mb` is what no file can give back, of all of them; `peak_rss_mb` (VmHWM) what was resident,
-    pages of mapped files with it, of the one that had most.
+    Attributes:
+        anonymous_mb: Peak of the sum over all processes of anonymous memory, swap included.
+        peak_rss_mb: Largest VmHWM of one process, mapped files included.
     """
 
     anonymous_mb: float = 0.0
@@ -25,30 +26,30 @@ class MemoryPeak:
 
 @contextmanager
 def watch_memory(number: int, every_seconds: float = POLL_SECONDS) -> Iterator[MemoryPeak]:
-    """Look at a process, of that number, for a while."""
-    peak, over = MemoryPeak(), threading.Event()
+    """Sample the memory of a process and its children in a thread while the block runs."""
+    peak, finished = MemoryPeak(), threading.Event()
 
-    def look() -> None:
-        while not over.wait(every_seconds):
-            seen = [_memory_of(child) for child in _family(number)]
-            peak.anonymous_mb = max(peak.anonymous_mb, sum(figures[0] for figures in seen))
-            peak.peak_rss_mb = max([peak.peak_rss_mb, *(figures[1] for figures in seen)])
+    def sample() -> None:
+        while not finished.wait(every_seconds):
+            memory = [_memory_of(child) for child in _descendants(number)]
+            peak.anonymous_mb = max(peak.anonymous_mb, sum(figures[0] for figures in memory))
+            peak.peak_rss_mb = max([peak.peak_rss_mb, *(figures[1] for figures in memory)])
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield peak
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def _family(number: int) -> list[int]:
+def _descendants(number: int) -> list[int]:
     try:
         children = Path(f"/proc/{number}/task/{number}/children").read_text(encoding="ascii").split()
-    except OSError:  # it has ended, or the kernel doesn't tell of children
+    except OSError:  # the process has ended, or the kernel doesn't list children
         children = []
-    return [number, *(one for child in map(int, children) for one in _family(child))]
+    return [number, *(process for child in map(int, children) for process in _descendants(child))]
 
 
 def _memory_of(number: int) -> tuple[float, float]:
@@ -56,5 +57,5 @@ def _memory_of(number: int) -> tuple[float, float]:
         lines = Path(f"/proc/{number}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0.0, 0.0
-    seen = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}
-    return sum(seen.get(name, 0.0) for name in ("RssAnon", "RssShmem", "VmSwap")), seen.get("VmHWM", 0.0)
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}
+    return sum(fields.get(name, 0.0) for name in ("RssAnon", "RssShmem", "VmSwap")), fields.get("VmHWM", 0.0)

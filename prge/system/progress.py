@@ -1,4 +1,4 @@
-"""How far something is: a bar on a terminal, lines elsewhere; and seconds in words."""
+"""Progress of a run: a bar on a terminal, lines elsewhere; and durations as text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from prge.system.terminal import best_effort
 
 
 class Progress:
-    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet.
+    """Displays progress: a bar on a terminal, otherwise a line every few seconds; nothing if `quiet`.
 
-    Whether anybody reads it is no matter: a terminal that is gone, closed or full ends no run.
+    Errors of the output stream never end the run.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class Progress:
     ) -> None:
         self._steps = steps
         self._unit = unit
-        self._ends_with_a_line = not only_if_long
+        self._prints_last_line = not only_if_long
         self._quiet = quiet
         self._every = every_seconds
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._values: dict[str, float | str] = {}
         self._first = self._done = self._tokens = 0
-        self._aside = 0.0
+        self._excluded = 0.0
         self._started = self._printed = clock()
         self._bar: Any = None
         with best_effort(self._stream):
@@ -53,14 +53,14 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """How many there are in all."""
+        """Total number of steps."""
         return self._steps
 
     def skip(self, done: int) -> None:
-        """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
+        """Count `done` steps as completed earlier; they don't enter the estimate of the time left."""
         self._first = self._done = done
         self._tokens = 0
-        self._aside = 0.0
+        self._excluded = 0.0
         self._started = self._clock()
         if self._bar is not None:
             self._bar.n = done
@@ -68,23 +68,23 @@ class Progress:
                 self._bar.refresh()
 
     def exclude(self, seconds: float, recurring: bool = True) -> None:
-        """Leave out seconds that went into something else than steps, such as an evaluation.
+        """Exclude seconds that were spent on something other than steps, such as an evaluation.
 
-        They don't count for tokens a second. What is `recurring` counts for the time that is left, once there
-        are steps to go by.
+        They don't count towards tokens per second. Recurring work still counts towards the time left, once
+        a step has been completed.
         """
         if recurring and self._done > self._first:
-            self._aside += seconds
+            self._excluded += seconds
         else:
             self._started += seconds
 
     def update(self, done: int, tokens: int = 0, **values: float | str | None) -> None:
-        """Show that `done` steps are taken.
+        """Show that `done` steps are completed.
 
         Args:
-            done: steps taken in all.
-            tokens: tokens of the training rows that were learnt from since the last call.
-            values: what to show, such as `loss` and `memory`; None leaves one as it was.
+            done: Completed steps in total.
+            tokens: Training tokens processed since the last call.
+            values: Values to show, such as `loss` and `memory`; None leaves a value unchanged.
         """
         self._done = done
         self._tokens += tokens
@@ -96,13 +96,13 @@ class Progress:
             self._bar.n = done
             with best_effort(self._stream):
                 self._bar.set_postfix_str(", ".join(facts))
-        elif (done >= self._steps and self._ends_with_a_line) or self._clock() - self._printed >= self._every:
+        elif (done >= self._steps and self._prints_last_line) or self._clock() - self._printed >= self._every:
             self._printed = self._clock()
-            self._ends_with_a_line = True
+            self._prints_last_line = True
             self._print("  ".join([f"{self._unit} {done}/{self._steps}", *facts]))
 
     def note(self, text: str) -> None:
-        """Print a line without breaking the bar; nothing if quiet."""
+        """Print a line without breaking the bar; nothing if `quiet`."""
         if self._quiet:
             return
         if self._bar is not None:
@@ -112,7 +112,7 @@ class Progress:
             self._print(text)
 
     def close(self) -> None:
-        """Leave the bar as it is and go to a new line."""
+        """Keep the bar in its last state and start a new line."""
         if self._bar is not None:
             with best_effort(self._stream):
                 self._bar.close()
@@ -124,15 +124,15 @@ class Progress:
         self.close()
 
     def _facts(self) -> list[str]:
-        """What matters most comes first: a narrow terminal cuts the end off."""
+        """Return the texts after the bar, the most important first: a narrow terminal cuts off the end."""
         facts = []
         elapsed, steps = self._clock() - self._started, self._done - self._first
         if steps > 0:
             facts.append(f"{format_duration(elapsed / steps * (self._steps - self._done))} left")
         for name, value in self._values.items():
             facts.append(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}")
-        if elapsed > self._aside and self._tokens:
-            rate = self._tokens / (elapsed - self._aside)
+        if elapsed > self._excluded and self._tokens:
+            rate = self._tokens / (elapsed - self._excluded)
             facts.append(f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s")
         return facts
 
@@ -142,7 +142,7 @@ class Progress:
 
 
 class TimeLeft:
-    """How long the rest of some work takes, by what was done of it."""
+    """Estimates how long the rest of some work takes from the steps completed so far."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
@@ -150,11 +150,11 @@ class TimeLeft:
         self._seconds = 0.0
 
     def count(self, steps: int, seconds: float | None = None) -> str:
-        """Count steps as done, and say how long the others take at most; empty where that isn't known.
+        """Count steps as completed and return an upper estimate of the time left; empty if it is unknown.
 
         Args:
-            steps: how many.
-            seconds: that they took; None: they were done earlier.
+            steps: Number of steps completed.
+            seconds: Time that they took; None if they were completed by an earlier process.
         """
         self._left = max(0, self._left - steps)
         if seconds is not None:
@@ -166,7 +166,7 @@ class TimeLeft:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in words of at most two units, such as `3 min 20 s`."""
+    """Format seconds with at most two units, such as `3 min 20 s`."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"

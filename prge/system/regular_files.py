@@ -1,6 +1,6 @@
-"""Opening files in folders that others may write to: regular files alone, at once.
+"""Safe opening of files in folders that other users may write to: only regular files, without waiting.
 
-A link in a run folder would have its target overwritten, a pipe would be waited for, a device never ends.
+Following a link could overwrite its target, opening a pipe could block, and reading a device may never end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import BinaryIO, cast
 from prge.errors import visible
 from prge.system.terminal import best_effort
 
-_NEVER_WAIT = getattr(os, "O_NONBLOCK", 0)
-_NEVER_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_KINDS = {
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_FILE_TYPES = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -31,26 +31,26 @@ _KINDS = {
 def open_regular(
     path: Path, mode: str, *, buffering: int = -1, follow: bool = False, rights: int = 0o666
 ) -> BinaryIO:
-    """Open a file as `open` does in a binary mode, but neither a link nor what is no file of bytes.
+    """Open a regular file in a binary mode as `open` does; refuse links, folders, pipes, sockets and devices.
 
     Args:
-        path: the file; a writing mode makes it.
-        mode: of `open`.
-        buffering: of `open`.
-        follow: whether a link to a regular file will do.
-        rights: of a file that is made, less what the user's umask takes.
+        path: The file; a writing mode creates it.
+        mode: As for `open`.
+        buffering: As for `open`.
+        follow: Accept a link to a regular file.
+        rights: Mode of a created file, before the user's umask is applied.
 
     Raises:
-        OSError: it is a link, a folder, a pipe, a socket or a device; or what `open` raises.
+        OSError: The path isn't a regular file, or `open` fails.
     """
 
     def opener(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):
-            # Looking comes first: some devices act when they are opened.
-            _refuse_others(path, os.stat(name) if follow else os.lstat(name))
-        descriptor = os.open(name, flags | _NEVER_WAIT | (0 if follow else _NEVER_FOLLOW), rights)
+            # Checked before opening, too: opening some devices has effects.
+            _check_regular(path, os.stat(name) if follow else os.lstat(name))
+        descriptor = os.open(name, flags | _NONBLOCK | (0 if follow else _NOFOLLOW), rights)
         try:
-            _refuse_others(path, os.fstat(descriptor))
+            _check_regular(path, os.fstat(descriptor))
         except OSError:
             os.close(descriptor)
             raise
@@ -60,13 +60,13 @@ def open_regular(
 
 
 def read_regular(path: Path, *, follow: bool = False) -> bytes:
-    """The content of a file, opened by `open_regular`."""
+    """Return the content of a regular file; raises OSError as `open_regular`."""
     with open_regular(path, "rb", follow=follow) as stream:
         return stream.read()
 
 
 def warn_if_key_is_shared(path: Path) -> None:
-    """Print a line where others than its owner may read a file that holds a key."""
+    """Print a warning if a file with a key is readable by others than its owner."""
     with contextlib.suppress(OSError), best_effort(sys.stderr):
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -74,7 +74,7 @@ def warn_if_key_is_shared(path: Path) -> None:
             print(visible(line), file=sys.stderr, flush=True)
 
 
-def _refuse_others(path: Path, facts: os.stat_result) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        file_type = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {file_type}, not a file", str(path))

@@ -1,6 +1,6 @@
-"""A forked child that serves requests within bounds of CPU time and memory: for programs of strangers.
+"""A sandboxed child process for untrusted input, with limits on CPU time and memory.
 
-What it computes is all that it can do: it opens no file and no connection, and starts no program.
+The child can only compute: it can't open files or connections, and can't start programs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_MOST_FILES = 1 << 16
-_ANSWER, _NO_MEMORY = b"a", b"m"
-# Of the clock, in case that the child neither computes nor answers.
+_MAX_FILES = 1 << 16
+_RESPONSE, _OUT_OF_MEMORY = b"a", b"m"
+# Seconds of wall time after which a child that uses no CPU time counts as hung.
 _LONGEST_WAIT = 120.0
-# Of Linux's <linux/landlock.h> and <linux/prctl.h>; these system calls have the same numbers everywhere.
+# From Linux's <linux/landlock.h> and <linux/prctl.h>; the numbers are the same on all architectures.
 _CREATE_RULESET, _RESTRICT_SELF, _RULESET_VERSION, _NO_NEW_PRIVS = 444, 446, 1, 38
 
 
 class LimitError(Exception):
-    """Why a child gave no answer, in words that follow the name of what it did."""
+    """The child exceeded a limit or crashed; the message continues a sentence that begins with its work."""
 
 
 class BoundedChild:
-    """A child process that replies with what `serve` returns; it ends with this object, or with the parent.
+    """A forked child process that answers requests; it ends with this object or with the parent.
 
     Args:
-        serve: called in the child for each request; its exceptions end the child, so it should have none. It
-            can't open files, so what it imports must have been imported before.
-        seconds: CPU time of a request, and as much again for each of its megabytes.
-        memory: bytes that the child may take above what the parent had, and 32 times a request's size.
+        serve: Called in the child for each request. An exception ends the child. It can't open files, so its
+            imports must have been done before.
+        seconds: CPU time limit of a request; each megabyte of the request adds as much again.
+        memory: Limit in bytes above the parent's memory; 32 times a request's size is added.
     """
 
     def __init__(self, serve: Callable[[bytes], bytes], seconds: float, memory: int) -> None:
@@ -56,19 +56,19 @@ class BoundedChild:
         self._end = weakref.finalize(self, _end, self._process, self._connection)
 
     def call(self, request: bytes) -> bytes:
-        """The answer to a request.
+        """Send a request to the child and return its response.
 
         Raises:
-            LimitError: it takes more than the bounds, or the child crashed; there are no more answers then.
+            LimitError: The request exceeded a limit, or the child crashed; the child is ended then.
         """
         with contextlib.suppress(OSError, EOFError):
             self._connection.send_bytes(request)
             if not self._connection.poll(_LONGEST_WAIT + _cpu_seconds(request, self._seconds)):
                 self._end()
                 raise LimitError("doesn't answer")
-            answer = self._connection.recv_bytes()
-            if answer[:1] == _ANSWER:
-                return answer[1:]
+            response = self._connection.recv_bytes()
+            if response[:1] == _RESPONSE:
+                return response[1:]
             self._end()
             raise LimitError(f"takes more than {_memory_bytes(request, self._memory) >> 20} MiB of memory")
         status = self._end()
@@ -81,19 +81,19 @@ class BoundedChild:
 
 
 def close_all_but(*kept: int) -> None:
-    """Close every file of a forked child but the standard ones and those kept.
+    """Close all file descriptors of a forked child except the standard ones and those given.
 
-    A file that the parent has open may carry a lock, which would outlive a parent that is killed.
+    An inherited descriptor may carry a lock, which would outlive a killed parent.
     """
     start = 3
     for number in sorted(kept):
         os.closerange(start, number)
         start = max(start, number + 1)
-    os.closerange(start, _MOST_FILES)
+    os.closerange(start, _MAX_FILES)
 
 
 def _child(connection: Connection, serve: Callable[[bytes], bytes], seconds: float, memory: int) -> None:
-    """Answer until the parent is gone; never returns."""
+    """Answer requests until the parent is gone; never returns."""
     try:
         faulthandler.disable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -102,25 +102,25 @@ def _child(connection: Connection, serve: Callable[[bytes], bytes], seconds: flo
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         close_all_but(connection.fileno())
         before = _own_memory()
-        _give_up_rights()
+        _drop_rights()
         while True:
             request = connection.recv_bytes()
             if before:
                 _limit_memory(before + _memory_bytes(request, memory))
             signal.setitimer(signal.ITIMER_PROF, _cpu_seconds(request, seconds))
             try:
-                answer = _ANSWER + serve(request)
+                response = _RESPONSE + serve(request)
             except MemoryError:
-                answer = _NO_MEMORY
+                response = _OUT_OF_MEMORY
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(answer)
+            connection.send_bytes(response)
     finally:
         os._exit(0)
 
 
-def _give_up_rights() -> None:
-    """Keep what is open, and lose what else the system lets a process do, as far as it can take that away."""
-    time.tzset()  # programs may ask for the time, whose zone is in a file
+def _drop_rights() -> None:
+    """Drop the rights to open files, connections and processes, as far as the system supports this."""
+    time.tzset()  # loads the time zone from its file while that is still possible
     if sys.platform == "linux":
         enter_landlock()
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
@@ -129,12 +129,12 @@ def _give_up_rights() -> None:
 
 
 def enter_landlock() -> None:
-    """A Landlock domain without a rule: no path opened, changed or executed, no port, no signal to others."""
+    """Enter a Landlock domain without rules: no access to paths and ports, no signals to other processes."""
     system = ctypes.CDLL(None)
     version = system.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _RULESET_VERSION)
-    if version < 1:  # an older kernel, or one without it
+    if version < 1:  # the kernel is too old, or has no Landlock
         return
-    # A kernel refuses rights that it doesn't know.
+    # A kernel refuses rights that are newer than itself.
     files = 13 + sum(version >= since for since in (2, 3, 5))
     rights = struct.pack("QQQ", (1 << files) - 1, 3 * (version >= 4), 3 * (version >= 6))
     ruleset = system.syscall(_CREATE_RULESET, rights, ctypes.c_size_t(len(rights)), 0)
@@ -152,21 +152,21 @@ def _memory_bytes(request: bytes, memory: int) -> int:
     return memory + 32 * len(request)
 
 
-def _limit_memory(most: int) -> None:
-    """Let this process have so many bytes of addresses."""
+def _limit_memory(limit: int) -> None:
+    """Limit the address space of this process to so many bytes."""
     with contextlib.suppress(OSError, ValueError):  # a lower limit is set already
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _own_memory() -> int:
-    """Bytes of addresses that this process has; 0 where that isn't known."""
+    """Return the size of this process's address space in bytes; 0 if it is unknown."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return 0
 
 
 def _end(process: int, connection: Connection) -> int | None:
-    """End a child and give its wait status, which is its own where it has ended; None if it was taken."""
+    """Kill a child and return its wait status; None if another caller has already waited for it."""
     connection.close()
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(process, signal.SIGKILL)

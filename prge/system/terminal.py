@@ -1,4 +1,4 @@
-"""Standard output and error: closed, full, or a pipe that nobody reads, they end no work."""
+"""Standard output and error that never end the work, even if they are closed, full or a broken pipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prge.errors import visible
 
 
 def open_standard_files() -> None:
-    """Give standard files that are closed /dev/null, and let names that a terminal can't show be spelled out.
+    """Open closed standard streams as /dev/null, and escape characters that the terminal can't encode.
 
-    Else the next file that is opened, such as a journal, would get the number of standard error, and with it
-    what the engine logs.
+    Without this, the next opened file, such as a journal, could get the descriptor of standard error and
+    receive the engine's log.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -30,7 +30,7 @@ def open_standard_files() -> None:
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write a text that may hold anything, at once; a terminal is shown control characters spelled out."""
+    """Write an untrusted text and flush it; control characters are escaped on a terminal."""
     if stream.isatty():
         text = visible(text)
     stream.write(text)
@@ -39,17 +39,17 @@ def write_text(stream: TextIO, text: str) -> None:
 
 @contextlib.contextmanager
 def best_effort(stream: TextIO) -> Iterator[None]:
-    """Tell on `stream` how work goes; if it refuses, it is silent from then on."""
+    """Ignore errors of writing to `stream` inside the block; after an error the stream is silenced."""
     try:
         yield
-    except (OSError, ValueError):  # ValueError: closed by this process
+    except (OSError, ValueError):  # ValueError: this process has closed the stream
         silence(stream)
-    except RuntimeError:  # a signal's handler writes while the same stream is written to
+    except RuntimeError:  # a signal handler writes while the stream is being written to
         pass
 
 
 def flush(stream: TextIO) -> OSError | None:
-    """Write what a stream still holds; returns why that failed, and then the stream is silent."""
+    """Flush a stream; return the error if this fails, and silence the stream then."""
     try:
         stream.flush()
     except ValueError:
@@ -61,7 +61,7 @@ def flush(stream: TextIO) -> OSError | None:
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream lead to /dev/null: Python ends with code 120 if it can't write the rest at exit."""
+    """Redirect a stream to /dev/null, since Python exits with code 120 if it can't flush a stream at exit."""
     with contextlib.suppress(OSError, ValueError):
         number = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -1,4 +1,4 @@
-"""How threads of libraries wait."""
+"""Settings for the threads of numerical libraries."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def set_passive_wait_policy() -> None:
-    """Have OpenMP's threads sleep while they wait for work; call it before torch is imported.
+    """Make OpenMP threads sleep while they wait for work; call this before torch is imported.
 
-    By default they look for work in a loop, which takes the processor from whoever has some: where other
-    programs run, a model's forward pass took five times the processor time. Who has set OMP_WAIT_POLICY keeps
-    that. Verbs that measure how fast PyTorch trains don't call it.
+    By default they spin, which takes CPU time from other programs: on a busy machine a forward pass took
+    five times the CPU time. A value of OMP_WAIT_POLICY that the user has set is kept. Verbs that measure the
+    speed of PyTorch don't call this.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,1 +1,1 @@
-"""From examples to a trained adapter: recipe, session, loop, estimators, optimizers, checkpoints. numpy alone."""
+"""Training: the recipe, the session, the loop, estimators, optimizers and checkpoints; numpy alone."""

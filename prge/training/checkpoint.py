@@ -1,6 +1,6 @@
-"""What a run knows after some steps, and its checkpoints on disk.
+"""The state of a training run, and its checkpoints on disk.
 
-checkpoints/step-000120/    a PEFT folder
+checkpoints/step-000120/    a PEFT folder with these further files
     optimizer.safetensors   the optimizer's arrays
     head.safetensors        an encoder's classification head
     state.json              step, best evaluation so far, smoothed loss
@@ -38,7 +38,18 @@ _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9]+-\w+\.partial")
 
 @dataclass
 class TrainingProgress:
-    """The part of a run's state that is a few numbers."""
+    """Counts and losses of a run; a checkpoint stores them as `state.json`.
+
+    Attributes:
+        step: number of steps taken.
+        judged: step of the latest evaluation; -1 before the first one.
+        best_step: step of the best evaluation; -1 before the first one.
+        best_value: value of the best evaluation.
+        evaluations_since_best: evaluations since the value last improved.
+        first_loss: loss of the first step.
+        smoothed_loss: exponential moving average of the losses.
+        best_loss: loss of the best evaluation; None in checkpoints of earlier versions.
+    """
 
     step: int = 0
     judged: int = -1
@@ -50,18 +61,18 @@ class TrainingProgress:
     best_loss: float | None = None
 
     def count_step(self, loss: float) -> None:
-        """Take note of a step and its loss."""
-        before = self.smoothed_loss
-        self.smoothed_loss = loss if before is None else 0.9 * before + 0.1 * loss
+        """Count a step and add its loss to the moving average."""
+        smoothed = self.smoothed_loss
+        self.smoothed_loss = loss if smoothed is None else 0.9 * smoothed + 0.1 * loss
         if self.first_loss is None:
             self.first_loss = loss
         self.step += 1
 
     def judge(self, record: Record) -> bool:
-        """Take note of an evaluation; whether it is the best so far. Judging twice changes nothing.
+        """Record an evaluation; return whether it is the best so far.
 
-        Of equal values the one with the lower loss is the best. Only a higher value begins the count of
-        evaluations that patience looks at anew.
+        Among equal values, the evaluation with the lower loss is the best. Only a higher value resets the
+        count of evaluations for patience. Recording an evaluation again changes nothing.
         """
         step, value = int(record["step"]), float(record["value"])
         if step <= self.judged:
@@ -76,13 +87,13 @@ class TrainingProgress:
 
     @property
     def _best_merit(self) -> tuple[float, float]:
-        # A checkpoint of an earlier version knows no loss: of equal ones its step stays the best.
+        # Checkpoints of earlier versions have no loss: their step stays the best among equal values.
         loss = -math.inf if self.best_loss is None else self.best_loss
         return merit_of({"value": self.best_value, "loss": loss})
 
     @classmethod
     def read(cls, path: Path) -> TrainingProgress:
-        """What a checkpoint's state.json says; raises OSError, ValueError or TypeError if no run says so."""
+        """Read a checkpoint's `state.json`; raises OSError, ValueError or TypeError if it is invalid."""
         progress = cls(**read_json(path))
         counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
         losses = (
@@ -90,17 +101,23 @@ class TrainingProgress:
             *(progress.first_loss, progress.smoothed_loss),
         )
         if not all(type(count) is int and -1 <= count <= progress.step + 1 for count in counts):
-            raise ValueError("its steps and counts are none of a run")
+            raise ValueError("its steps and counts are inconsistent")
         if not all(loss is None or isinstance(loss, float) for loss in losses):
-            raise ValueError("its losses are no numbers")
+            raise ValueError("its losses are not numbers")
         return progress
 
 
 @dataclass
 class TrainingState:
-    """Everything that a step changes; `apply` is the only way to change it, live or from the journal.
+    """Everything that a step changes. Only `apply` changes it, for new steps and for steps from the journal.
 
-    `cross_fitted`, where there are any, stand in for `head` on the training rows, unless the head is trained.
+    Attributes:
+        adapter: the trained adapter.
+        optimizer: optimizer of the adapter's values.
+        head: classification head of an encoder.
+        head_optimizer: optimizer of the head; None if the head isn't trained.
+        cross_fitted: heads that score the training rows in place of `head`, unless the head is trained.
+        progress: counts and losses.
     """
 
     adapter: Adapter
@@ -112,24 +129,29 @@ class TrainingState:
 
     @property
     def step(self) -> int:
-        """Steps taken so far."""
+        """Number of steps taken."""
         return self.progress.step
 
     @property
     def training_classifier(self) -> Classifier | None:
-        """What scores an encoder's states of the training rows."""
+        """The classifier of the training rows; None for a decoder."""
         return self.head if self.head_optimizer or self.cross_fitted is None else self.cross_fitted
 
     @property
     def trained_head(self) -> Head | None:
-        """The head, if it is trained."""
+        """The classification head if it is trained; else None."""
         return self.head if self.head_optimizer else None
 
     def apply(self, record: Record, gradient: FloatArray) -> None:
-        """Take the step that a journal record describes, along the gradient made from it.
+        """Take a step.
+
+        Args:
+            record: the step's journal record, with its loss, its learning rates and the gradient of a trained
+                head.
+            gradient: gradient of the adapter, f32 [size].
 
         Raises:
-            ValueError: the gradient is not of this adapter.
+            ValueError: the gradient has the size of another adapter.
         """
         if gradient.shape != self.adapter.values.shape:
             raise ValueError(f"the gradient has shape {gradient.shape}, not {self.adapter.values.shape}")
@@ -140,13 +162,13 @@ class TrainingState:
         self.progress.count_step(float(record["loss"]))
 
     def copy(self) -> TrainingState:
-        """Another state whose steps leave this one alone; the head, which theirs don't train, is the same."""
+        """Returns a copy with its own adapter, optimizer and progress; the head is shared."""
         progress = replace(self.progress)
         optimizer = deepcopy(self.optimizer)
         return replace(self, adapter=self.adapter.copy(), optimizer=optimizer, progress=progress)
 
     def overflow(self) -> str:
-        """What is no longer finite, in words; empty if everything is."""
+        """Returns a message about values that are no longer finite; an empty string if all are finite."""
         arrays: dict[str, Array] = {"the adapter": self.adapter.values}
         if self.trained_head:
             arrays["the head"] = self.trained_head.values
@@ -158,29 +180,37 @@ class TrainingState:
         )
 
     def judge(self, record: Record) -> bool:
-        """Take note of an evaluation; see TrainingProgress.judge."""
+        """Record an evaluation; see TrainingProgress.judge."""
         return self.progress.judge(record)
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
+    """Returns the folder of the checkpoint after `step` steps."""
     return checkpoints / f"step-{step:06d}"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a checkpoint, in order; folders with other names are none of ours."""
-    named = (_NAME.fullmatch(folder.name) for folder in checkpoints.glob("step-*"))
-    return sorted(int(match[1]) for match in named if match)
+    """Returns the steps that have a checkpoint, in ascending order; folders with other names are ignored."""
+    matches = (_NAME.fullmatch(folder.name) for folder in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> Path:
-    """Write the state as `step-N`, whole or not at all; a whole one that is there already stays.
+    """Write the state as folder `step-N`, atomically; an intact checkpoint of the same step stays as it is.
+
+    Args:
+        checkpoints: folder of the run's checkpoints.
+        state: the state to save.
+        template: PEFT folder of the bundle's adapter.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        RunError: no space left, or the storage refuses.
+        RunError: the folder can't be written.
     """
     folder = checkpoint_folder(checkpoints, state.step)
-    if folder.exists() and _is_whole(folder, state):
+    if folder.exists() and _is_intact(folder, state):
         return folder
     extra: dict[str, Any] = {OPTIMIZER: optimizer_arrays(state)}
     if state.head is not None:
@@ -191,7 +221,7 @@ def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> 
 
 
 def write_result(folder: Path, state: TrainingState, template: Path, overwrite: bool = False) -> None:
-    """Write the adapter, an encoder's with its head, as a PEFT folder; see `write_peft`."""
+    """Write the adapter, and the head of an encoder, as a PEFT folder; see `write_peft`."""
     extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
     write_peft(folder, state.adapter, template, extra, overwrite=overwrite)
 
@@ -199,15 +229,15 @@ def write_result(folder: Path, state: TrainingState, template: Path, overwrite: 
 def keep_state(
     folder: Path, state: TrainingState, template: Path, journal: Journal, every: int, keep_gradients: bool
 ) -> None:
-    """Save a checkpoint into a run folder, and drop what nobody needs any more of it and its journal.
+    """Save a checkpoint, and remove checkpoints and journaled gradients that are no longer needed.
 
     Args:
-        folder: of the run.
-        state: after its newest step.
+        folder: the run folder.
+        state: the state to save.
         template: PEFT folder of the bundle's adapter.
-        journal: of the run.
+        journal: the run's journal.
         every: steps between checkpoints.
-        keep_gradients: whether the journal keeps those before the checkpoint.
+        keep_gradients: whether the journal keeps the gradients of steps before the checkpoint.
     """
     checkpoints = folder / CHECKPOINTS
     save_checkpoint(checkpoints, state, template)
@@ -218,13 +248,16 @@ def keep_state(
 
 
 def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
-    """Which checkpoints stay, however the run came here: the present, the one due before it, the best."""
+    """Returns the steps whose checkpoints are kept: the current, the last regular and the best one.
+
+    The result doesn't depend on interruptions of the run.
+    """
     due = (progress.step - 1) // checkpoint_every * checkpoint_every if checkpoint_every else 0
     return {progress.step, progress.best_step, *([due] if due > 0 else [])}
 
 
 def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
-    """Remove every checkpoint but those of the given steps, and what killed processes left of any."""
+    """Remove all checkpoints except those of the steps in `keep`, and incomplete checkpoints."""
     for step in set(saved_steps(checkpoints)) - keep:
         shutil.rmtree(checkpoint_folder(checkpoints, step), ignore_errors=True)
     for leftover in checkpoints.glob(".step-*.partial"):
@@ -233,10 +266,10 @@ def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> None:
-    """Read a checkpoint into a freshly made state of the same run.
+    """Load a checkpoint into a state of the same run, in place.
 
     Raises:
-        AdapterError: a file is missing, damaged, or of another run.
+        AdapterError: a file is missing, damaged, or belongs to another run.
     """
     saved = _read_checkpoint(folder, state)
     state.adapter.values[:] = saved.adapter.values
@@ -248,16 +281,16 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
 
 
 def load_best(checkpoints: Path, state: TrainingState) -> None:
-    """Go back to the best step, where there is one; see `load_checkpoint`."""
+    """Load the checkpoint of the best step, if the run has one; see `load_checkpoint`."""
     best = state.progress.best_step
     if best not in (-1, state.step):
         load_checkpoint(checkpoint_folder(checkpoints, best), state)
 
 
 def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
-    """Read the newest whole checkpoint of at most `newest` steps; without one the state stays as it is.
+    """Load the newest intact checkpoint of at most `newest` steps; without one, the state isn't changed.
 
-    A damaged checkpoint is passed over: the journal makes up for it.
+    Damaged checkpoints are skipped: their steps are replayed from the journal.
     """
     for step in reversed(saved_steps(checkpoints)):
         if step > newest:
@@ -270,15 +303,17 @@ def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedState:
+    """The contents of a checkpoint."""
+
     adapter: Adapter
     optimizer: dict[str, Array]
     progress: TrainingProgress
     head: Head | None
 
 
-def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
-    """What a checkpoint of the same run as `state` holds; AdapterError as `load_checkpoint`."""
+def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
+    """Read a checkpoint of the run that `state` belongs to; raises AdapterError, see `load_checkpoint`."""
     adapter = read_peft(folder, state.adapter.modules)
     arrays = read_arrays(folder / OPTIMIZER)
     targets = optimizer_arrays(state)
@@ -308,10 +343,10 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
     if state.head is not None:
         head = Head(*state.head.weight.shape)
         read_head(folder / HEAD, head)
-    return _Saved(adapter, arrays, progress, head)
+    return _SavedState(adapter, arrays, progress, head)
 
 
-def _is_whole(folder: Path, state: TrainingState) -> bool:
+def _is_intact(folder: Path, state: TrainingState) -> bool:
     try:
         _read_checkpoint(folder, state)
     except AdapterError:
@@ -320,12 +355,12 @@ def _is_whole(folder: Path, state: TrainingState) -> bool:
 
 
 def head_arrays(head: Head) -> dict[str, Array]:
-    """A head as named arrays for `head.safetensors`."""
+    """Returns the arrays of a head by their names in `head.safetensors`."""
     return {"weight": head.weight, "bias": head.bias}
 
 
 def head_at(folder: Path, classes: int, width: int) -> Head | None:
-    """The head beside an adapter; None where there is none. Raises AdapterError as `read_head`."""
+    """Read the head in an adapter's folder; None if there is none. Raises AdapterError, see `read_head`."""
     if not (folder / HEAD).is_file():
         return None
     head = Head(classes, width)
@@ -334,10 +369,10 @@ def head_at(folder: Path, classes: int, width: int) -> Head | None:
 
 
 def read_head(path: Path, head: Head) -> None:
-    """Read `head.safetensors` into a head of the same shape.
+    """Read `head.safetensors` into a head of the same shape, in place.
 
     Raises:
-        AdapterError: missing, damaged, or of other classes or width.
+        AdapterError: the file is missing or damaged, or has another number of classes or another width.
     """
     arrays = read_arrays(path)
     expected = {name: array.shape for name, array in head_arrays(head).items()}
@@ -350,14 +385,14 @@ def read_head(path: Path, head: Head) -> None:
         raise AdapterError(
             f"{path} doesn't fit the task",
             problems,
-            remedy="give the head of this task",
+            remedy="use the head of a run on this task",
             code="head-does-not-fit",
         )
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]
 
 
 def optimizer_arrays(state: TrainingState) -> dict[str, Array]:
-    """The arrays of a state's optimizers by name, which `TrainingState.apply` changes in place."""
+    """Returns the arrays of a state's optimizers by name; `TrainingState.apply` changes them in place."""
     arrays = {f"adapter.{name}": array for name, array in state.optimizer.state.items()}
     if state.head_optimizer is not None:
         arrays.update({f"head.{name}": array for name, array in state.head_optimizer.state.items()})

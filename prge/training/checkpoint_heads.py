@@ -1,4 +1,4 @@
-"""The classification head that a checkpoint came with, for the rows whose classes are its own."""
+"""Classification heads that belong to an adapter or came with the model's checkpoint."""
 
 from __future__ import annotations
 
@@ -12,54 +12,60 @@ from prge.training.checkpoint import head_at
 
 
 def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
-    """The task of a name or file, with its classes in the order that the bundle's own head has them in.
+    """Load a task, with its classes in the order of the bundle's own head; None without a name.
 
     Raises:
-        ConfigError: it can't be used.
+        ConfigError: the task doesn't exist or is invalid.
     """
     return with_bundle_label_order(bundle, load_task(name)) if name else None
 
 
 def with_bundle_label_order(bundle: Bundle, task: Task | None) -> Task | None:
-    """A task with its classes in the order that the bundle's own head has them in, if these are its own."""
-    return None if task is None else _in_order(task, bundle.labels) or task
+    """Returns the task with its classes in the order of the bundle's own head, if it has the same classes."""
+    return None if task is None else _reordered(task, bundle.labels) or task
 
 
 def load_head(bundle: Bundle, source: Path, task: Task | None, classes: int) -> Head | None:
-    """The head beside an adapter of a bundle; None where there is none for the task's classes.
+    """Read the head in the folder of an adapter; None if there is no head for the task's classes.
 
     Args:
-        bundle: of the adapter.
-        source: folder of the adapter; the bundle's own has the head that the checkpoint came with.
-        task: as `load_bundle_task` gives it.
-        classes: of the rows.
+        bundle: the bundle of the adapter.
+        source: folder of the adapter; the bundle's own adapter has the head that came with the checkpoint.
+        task: the task, as `load_bundle_task` returns it.
+        classes: number of classes of the rows.
 
     Raises:
-        AdapterError: it is damaged, or of other classes than a run's rows.
+        AdapterError: the head is damaged, or has another number of classes.
     """
-    if source == bundle.adapter and (task is None or _in_order(task, bundle.labels) is None):
+    if source == bundle.adapter and (task is None or _reordered(task, bundle.labels) is None):
         return None
     return head_at(source, classes, bundle.chain.width)
 
 
 def describe_unused_head(bundle: Bundle) -> str:
-    """Why rows are scored by another head than the checkpoint's own; empty if it has none."""
+    """Returns a message that the checkpoint's own head isn't used; an empty string if it has none."""
     if not bundle.labels:
         return ""
     return f"the checkpoint's own head isn't used, whose classes are {', '.join(bundle.labels)}"
 
 
-def _in_order(task: Task, labels: tuple[str, ...]) -> Task | None:
-    """The task in the order of labels; None if its classes aren't these, by name, word or number."""
+def _reordered(task: Task, labels: tuple[str, ...]) -> Task | None:
+    """Returns the task with its classes in the order of labels; None if they aren't the same classes.
+
+    Classes are compared by name, by word and by number.
+    """
     words = task.label_words
-    named = {label.strip().lower(): place for place, label in enumerate(labels)}
-    numbered = {str(place): place for place in range(len(labels))}
-    if len(words) != len(labels) or len(named) != len(labels):
+    index_by_name = {label.strip().lower(): index for index, label in enumerate(labels)}
+    index_by_number = {str(index): index for index in range(len(labels))}
+    if len(words) != len(labels) or len(index_by_name) != len(labels):
         return None
-    ways = ((words, named), (words.values(), named), (words, numbered))
-    for spelled, places in ways:
-        found = [places.get(each.strip().lower()) for each in spelled]
-        keys = dict(zip(found, words, strict=True))
+    for names, index_of in (
+        (words, index_by_name),
+        (words.values(), index_by_name),
+        (words, index_by_number),
+    ):
+        indices = [index_of.get(name.strip().lower()) for name in names]
+        keys = dict(zip(indices, words, strict=True))
         if None not in keys and len(keys) == len(labels):
             return replace(task, label_words={keys[n]: words[keys[n]] for n in range(len(labels))})
     return None

@@ -1,11 +1,11 @@
-"""What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes out.
+"""Estimates of the size and the memory of a bundle, from the sizes of its model and of a step.
 
-    files      weights as they are stored, and what the engine packs of them
-    memory     of a process: runtime, weights, planned values, workspace, states between blocks, adapter
-    --memory   what a bound of that memory leaves for weights and activations
+    files      weights as they are stored and as the engine packs them
+    memory     of a process: runtime, weights, planned tensors, workspace, hidden states, adapter
+    --memory   how many bytes of weights and activations fit into a memory limit
 
-WeightBytes follow from shapes. The rest is modelled on what the engine was measured to take;
-`scripts/bench/estimate.py` holds all of it against the engine.
+`WeightBytes` are computed from shapes. All else is a model fitted to measurements of the engine, against
+which `scripts/bench/estimate.py` checks it.
 """
 
 from __future__ import annotations
@@ -29,65 +29,67 @@ from prge.objectives.scoring import SCORED_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
 
 MIB = 1 << 20
-# The most of a number that an outline is made of.
+# Upper bound for the numbers in a manifest's outline.
 _LARGEST_NUMBER = 1 << 44
 GROUP_SIZE = 32
 
-# Memory of a process with the driver and an engine, before it loads a block, and pages of its libraries:
-# Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
+# Memory of a process with the driver and an engine before it loads a block, and mapped pages of its
+# libraries; measured with Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
 RUNTIME_BYTES = {"native": 28 * MIB, "torch": 147 * MIB}
 _LIBRARY_BYTES = {"native": 32 * MIB, "torch": 83 * MIB}
-# Of these, what the engine brings into a process that has imported all else.
+# Memory that loading the engine adds to a process that has already imported everything else.
 ENGINE_BYTES = {"native": 10 * MIB, "torch": 180 * MIB}
-# Of a word of a tokenizer, while it is read: 800 of SmolLM2's 49,152, 950 of 260,000 words.
-_BYTES_OF_A_WORD = 900
-# Of a token of rows that wait for their turn.
+# Memory per token of a tokenizer's vocabulary while it is loaded: 800 bytes for SmolLM2's 49,152 tokens, 950
+# bytes for 260,000 tokens.
+_BYTES_PER_VOCABULARY_TOKEN = 900
+# Memory per token of the tokenized rows.
 BYTES_PER_WAITING_TOKEN = 70
-# Of a number that exact gradients train, with its gradient, moments, and copies for journal and checkpoints;
-# 75 to 79 were measured, and some format_megabytes besides.
+# Memory per trained value with exact gradients: its gradient, optimizer moments, and copies for the journal
+# and the checkpoints. 75 to 79 bytes were measured, plus a few megabytes.
 BYTES_PER_TRAINED_VALUE = 80
-_BYTES_OF_TRAINING = 8 * MIB
-# Of a block's method in the engine's own tables.
+_TRAINING_BYTES = 8 * MIB
+# Memory of the engine's own data structures per loaded method of a block.
 _METHOD_BYTES = {FORWARD: 600_000, JVP: 750_000, BACKWARD: 250_000, FORWARD_SAVE: 600_000}
-# Of a block's two methods that write texts.
-_TEXT_METHOD_BYTES = 700_000
-# Of a kind's method in its program; of the way back with those that save.
+# The same for the two methods of text generation together.
+_GENERATION_METHODS_BYTES = 700_000
+# File size of a method in the program of a block type; BACKWARD includes the residual roles.
 _PROGRAM_BYTES = {FORWARD: 21_000, JVP: 43_000, BACKWARD: 120_000, PREFILL: 14_000, DECODE: 14_000}
-_PROGRAM_BYTES_OF_HEAD = {FORWARD: 5_000, JVP: 9_000, BACKWARD: 28_000, PREFILL: 0, DECODE: 3_000}
+_HEAD_PROGRAM_BYTES = {FORWARD: 5_000, JVP: 9_000, BACKWARD: 28_000, PREFILL: 0, DECODE: 3_000}
 _FLOAT = 4
-_ROOM = 1.05
-_STARTS = 1.03
-# Tokens of a prompt that pass a block together, of a short and of a long text, and their scores at once.
-_TEXT_CHUNK, _LONG_TEXT, _SCORES_OF_A_TEXT = (128, 64), 512, 3
-# Of scores as large as a long row's chunk has, so many are there at once.
-_SCORES_OF_A_CHUNK = 6
-# What the system reads of a file around a row of a table.
+# Margins of `minimum_memory`, and of the minimum in an error: processes differ in their memory at start.
+_MINIMUM_MARGIN = 1.05
+_START_MARGIN = 1.03
+# Tokens of a prefill chunk for contexts up to and above 512 tokens; attention score tensors alive at once.
+_PREFILL_CHUNK, _LONG_CONTEXT, _PREFILL_SCORES = (128, 64), 512, 3
+# Attention score tensors of a long row's chunk that are alive at once.
+_CHUNK_SCORES = 6
+# Bytes that the system reads from a file around one row of an embedding table.
 _READ_AROUND = 64 << 10
 
-# Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
-_EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
-_CALIBRATED_BYTES_OF_ROLE = 18 * 10**6
-# Of an export that calibrates, besides: another kind of block, and passes over 4,096 tokens.
-_CALIBRATED_SECONDS_OF_ROLE, _CALIBRATED_SECONDS = 5.0, 6e-7
-_SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
-# What the two roles that `back` brings along take, in roles.
-_SAVING_ROLES = 1.5
+# Of an export: resident memory besides tensors, and seconds on two idle cores of an x86 server.
+_EXPORT_BYTES, _EXPORT_BYTES_PER_ROLE = 480 * 10**6, 85 * 10**6
+_CALIBRATION_BYTES_PER_ROLE = 18 * 10**6
+# Calibration adds a block type, and forward passes of 4,096 tokens.
+_CALIBRATION_SECONDS_PER_ROLE, _CALIBRATION_SECONDS_PER_PARAMETER = 5.0, 6e-7
+_SECONDS, _SECONDS_PER_ROLE, _SECONDS_PER_BLOCK, _SECONDS_PER_PARAMETER = 10.0, 11.0, 0.2, 4.5e-8
+# Cost of the two residual roles, which `backward` includes, in units of a role.
+_RESIDUAL_ROLES = 1.5
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a step, or of scoring, as far as its memory follows from them.
+    """The sizes of a step, or of scoring, that determine its memory.
 
     Attributes:
-        role: of its calls: `stack`, `tangent` or `back`.
-        sequences: of the step.
-        tokens: of its longest sequence.
-        targets: of a sequence, at most.
+        role: role of its calls: `forward`, `jvp` or `backward`.
+        sequences: number of sequences.
+        tokens: tokens of the longest sequence.
+        targets: most targets of a sequence.
         vocabulary_size: of the model.
-        copies: of the adapter in a `stack`; scoring has one.
-        queries: directions of a `tangent`.
+        copies: copies of the adapter in a `forward` call; 1 for scoring.
+        queries: directions of a `jvp` call.
         is_separable: see prge.objectives.objective.Objective.
-        sequences_per_example: sequences of an example, at most, which an exact step computes together.
+        sequences_per_example: most sequences of an example, which an exact step computes together.
     """
 
     role: str
@@ -102,12 +104,12 @@ class StepShape:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it computes the gradient itself."""
+        """Whether the step computes the exact gradient."""
         return self.role == BACKWARD
 
     @property
-    def tokens_together(self) -> int:
-        """Tokens of the sequences whose states are there at once."""
+    def tokens_at_once(self) -> int:
+        """Most tokens whose hidden states are held at once."""
         if self.is_exact:
             most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
@@ -118,25 +120,32 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """The same with every copy of the adapter."""
-        return self.copies * self.tokens_together
+        """Most hidden states held at once, counting every copy of the adapter."""
+        return self.copies * self.tokens_at_once
 
     @property
     def sequences_at_once(self) -> int:
-        """Sequences of the longest length that make so many tokens."""
-        return -(-self.tokens_together // self.tokens)
+        """Number of sequences of the greatest length that have as many tokens."""
+        return -(-self.tokens_at_once // self.tokens)
 
     @property
     def rows(self) -> int:
-        """The same with every copy of the adapter."""
+        """The same, counting every copy of the adapter."""
         return self.copies * self.sequences_at_once
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Linear layers of one shape: `count` of them below the first adapted block, or from it on.
+    """Linear layers of one shape.
 
-    `of_experts`: each belongs to an expert, a block of its own that is read when a token asks for it.
+    Attributes:
+        inputs: input features.
+        outputs: output features.
+        count: number of layers.
+        bias: whether they have a bias.
+        below: whether they are below the first adapted block.
+        of_experts: whether each belongs to an expert, a block of its own that is loaded when a token is
+            routed to it.
     """
 
     inputs: int
@@ -148,19 +157,29 @@ class LayerShape:
 
     @property
     def numbers(self) -> int:
-        """Weights of all of them."""
+        """Number of weights of all layers."""
         return self.inputs * self.outputs * self.count
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model in numbers, as an export would use it.
+    """The sizes of a model, as an export would use it.
 
-    `layers` are the frozen linear layers without the vocabulary head, which is `head`; `key_width` is that
-    of a token's keys; `gelu` tells whether blocks activate with GELU, whose derivative is made of many
-    operators; `table_numbers` the entries of tables of tokens, `other_numbers` what stays float32: norms,
-    biases, other tables. `parameters` counts all, tied ones once. `blocks_below` lie under the first adapted
-    layer, one of `modules`. `longest` are the tokens of the longest row.
+    Attributes:
+        width: width of the hidden states.
+        blocks: number of blocks.
+        blocks_below: number of blocks below the first adapted one.
+        heads: number of attention heads.
+        head_width: width of an attention head.
+        key_width: width of a token's keys of all heads.
+        gelu: whether the activation is GELU, whose derivative consists of many operators.
+        layers: frozen linear layers, without the output head.
+        head: the output head; None for an encoder.
+        modules: the adapted layers.
+        table_numbers: number of elements of the token embedding tables.
+        other_numbers: number of other parameters that stay float32: norms, biases, other tables.
+        parameters: number of all parameters; tied ones count once.
+        longest: tokens of the longest row.
     """
 
     width: int
@@ -179,12 +198,12 @@ class ModelSizes:
     longest: int
 
     def to_json(self) -> dict[str, Any]:
-        """A manifest's `outline` block, without what its chain has: modules and the longest row."""
+        """Returns the `outline` block of a manifest, without `modules` and `longest`, which its chain has."""
         return {name: value for name, value in asdict(self).items() if name not in ("modules", "longest")}
 
     @classmethod
     def from_json(cls, block: Any, chain: Chain) -> ModelSizes:
-        """Read a manifest's `outline` block; raises BundleError on anything missing or of another type."""
+        """Read the `outline` block of a manifest; raises BundleError if a value is missing or invalid."""
         names = [field.name for field in fields(cls) if field.type == "int" and field.name != "longest"]
         try:
             return cls(
@@ -209,35 +228,43 @@ class ModelSizes:
 
     @property
     def inner_values(self) -> int:
-        """How many values of that width a block holds at once: those layers' results, and one more."""
-        wide = sum(
+        """Number of tensors of that width that a block holds at once: these layers' outputs and one."""
+        widest_layers = sum(
             min(layer.count, self.blocks) if layer.of_experts else layer.count
             for layer in self.layers
             if layer.outputs == self.inner
         )
-        return round(wide / self.blocks) + 1
+        return round(widest_layers / self.blocks) + 1
 
     @property
     def shards(self) -> int:
-        """Blocks of the head, each with a shard of the vocabulary; an encoder has none."""
+        """Number of vocabulary shards of the output head; 0 for an encoder."""
         return count_shards(self.head.outputs, self.head.inputs) if self.head else 0
 
     @property
     def experts(self) -> int:
-        """Experts of all layers."""
+        """Number of experts of all layers."""
         return min((layer.count for layer in self.layers if layer.of_experts), default=0)
 
     @property
     def adapted_blocks(self) -> int:
-        """Blocks from the lowest adapted one on."""
+        """Number of blocks from the first adapted one on."""
         return self.blocks - self.blocks_below
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of the weights files: frozen layers, the same transposed for the way back, the table of
-    embeddings, which is read where it lies, and what stays float32; of both kinds of layers also what the
-    engine packs; and bytes of the largest block's file, the least bound of a run's memory."""
+    """Bytes of the weights of a bundle.
+
+    Attributes:
+        layers: frozen layers in the files.
+        transposed: transposed frozen layers in the files, for the backward pass.
+        table: the embedding table, whose rows are read from the file.
+        other: parameters that stay float32.
+        packed: frozen layers as the engine packs them.
+        packed_transposed: transposed frozen layers as the engine packs them.
+        largest: the weights file of the largest block, which is the smallest limit for loaded weights.
+    """
 
     layers: int
     transposed: int
@@ -255,12 +282,21 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Bytes of a process while it takes steps, scores rows or writes texts, by cause.
+    """Bytes of a process that trains, scores or generates, by cause.
 
-    `libraries` and `mapped` are pages of files, which the system takes back where memory lacks; `weights` are
-    held. `tokenizer` is there before an engine is loaded. `methods` are the engine's tables of loaded
-    methods, `arena` what programs planned, `workspace` XNNPACK's, `saved` what an exact step saves for its
-    way back, at most.
+    Attributes:
+        runtime: the interpreter with the driver and the engine.
+        libraries: mapped pages of libraries, which the system can reclaim.
+        tokenizer: the tokenizer; it is loaded before the engine.
+        mapped: mapped pages of weights and other files, which the system can reclaim.
+        weights: weights in anonymous memory.
+        methods: the engine's data structures of loaded methods.
+        arena: tensors that programs plan.
+        workspace: XNNPACK's workspace.
+        states: hidden states between blocks, and activation checkpoints or the KV cache.
+        saved: most residuals that an exact step holds.
+        adapter: copies of the adapter, and the optimizer's arrays.
+        directions: random directions.
     """
 
     runtime: int
@@ -278,20 +314,20 @@ class RunMemory:
 
     @property
     def total(self) -> int:
-        """All that is resident."""
+        """All resident memory."""
         return sum(asdict(self).values())
 
     @property
     def anonymous(self) -> int:
-        """What no file can give back."""
+        """Anonymous memory: without the pages of files."""
         return self.total - self.libraries - self.mapped
 
     def total_starting_from(self, held: int, engine: str) -> int:
-        """All that will be resident in a process that holds so many bytes before it loads an engine."""
+        """Returns the resident memory of a process that holds `held` bytes before it loads an engine."""
         return self.total - self.runtime - self.libraries - self.tokenizer + held + ENGINE_BYTES[engine]
 
     def to_json(self) -> dict[str, int]:
-        """Parts and their sums, each with `_bytes` after its name."""
+        """Returns the parts and their sums, with `_bytes` appended to their names."""
         sums = {"anonymous": self.anonymous, "total": self.total}
         return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
@@ -299,39 +335,48 @@ class RunMemory:
 def step_shape(
     role: str, examples: Sequence[Example], sequences: int, model: ModelSpec, **sizes: Any
 ) -> StepShape:
-    """The shape of steps of so many sequences, of the largest sizes of examples; without any, of the model's.
+    """Returns the shape of steps whose sequences are as long as the longest one of the examples.
 
     Args:
-        role: of the steps.
-        examples: rows, the longest of which decides.
-        sequences: of a step.
-        model: of the bundle.
-        sizes: the others of a StepShape.
+        role: role of the steps.
+        examples: the examples; if there are none, the model's longest sequence is assumed.
+        sequences: number of sequences in a step.
+        model: the bundle's model.
+        sizes: further fields of StepShape.
     """
-    longest = max((len(each.tokens) for each in sequences_of(examples)), default=model.sequence_length)
-    targets = max((len(each.targets) for each in sequences_of(examples)), default=longest - 1)
+    longest = max(
+        (len(sequence.tokens) for sequence in sequences_of(examples)), default=model.sequence_length
+    )
+    targets = max((len(sequence.targets) for sequence in sequences_of(examples)), default=longest - 1)
     return StepShape(role, sequences, longest, max(targets, 1), model.vocabulary_size, **sizes)
 
 
 def estimate_weight_bytes(
     outline: ModelSizes, scheme: str, int8_table: bool, roles: Collection[str]
 ) -> WeightBytes:
-    """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
+    """Compute the bytes of the weights of a bundle.
+
+    Args:
+        outline: sizes of the model.
+        scheme: quantization scheme of the frozen layers: `fp32`, `8da8w` or `8da4w`.
+        int8_table: whether the embedding table is int8.
+        roles: roles of the bundle.
+    """
     head = [outline.head] if outline.head else []
-    of_head = "8da8w" if scheme == "8da4w" else scheme
-    schemes = [(layer, scheme) for layer in outline.layers] + [(layer, of_head) for layer in head]
-    # The way back has the weights above the first adapter transposed, in int8 at least.
-    back = [
-        (replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False), of_head)
+    head_scheme = "8da8w" if scheme == "8da4w" else scheme
+    schemes = [(layer, scheme) for layer in outline.layers] + [(layer, head_scheme) for layer in head]
+    # The backward pass needs transposed weights above the first adapter, in at least int8.
+    backward = [
+        (replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False), head_scheme)
         for layer, _ in schemes
         if BACKWARD in roles and not layer.below
     ]
-    of_experts = sum(_stored(layer, scheme) for layer, scheme in (*schemes, *back) if layer.of_experts)
+    expert_bytes = sum(_stored(layer, scheme) for layer, scheme in (*schemes, *backward) if layer.of_experts)
     frozen = (module for module in outline.modules if not module.trains_a)
     lora_a = sum(module.rank * module.in_features for module in frozen)
     stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
-    transposed = sum(_stored(layer, scheme) for layer, scheme in back)
-    of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACKWARD in roles else 1)
+    transposed = sum(_stored(layer, scheme) for layer, scheme in backward)
+    head_bytes = sum(_stored(layer, head_scheme) for layer in head) * (2 if BACKWARD in roles else 1)
     biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
     table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
     return WeightBytes(
@@ -340,11 +385,11 @@ def estimate_weight_bytes(
         table=table if int8_table else 4 * outline.table_numbers,
         other=4 * (outline.other_numbers + biases + lora_a * (2 if BACKWARD in roles else 1)),
         packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
-        packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
+        packed_transposed=sum(_packed(layer, scheme) for layer, scheme in backward),
         largest=max(
-            of_heads // max(outline.shards, 1),
-            (stored + transposed - of_heads - of_experts) // outline.blocks,
-            of_experts // max(outline.experts, 1),
+            head_bytes // max(outline.shards, 1),
+            (stored + transposed - head_bytes - expert_bytes) // outline.blocks,
+            expert_bytes // max(outline.experts, 1),
         ),
     )
 
@@ -352,17 +397,17 @@ def estimate_weight_bytes(
 def bundle_weight_bytes(
     outline: ModelSizes, chain: Chain, size: Callable[[str], int], scheme: str | None
 ) -> WeightBytes:
-    """Those of a bundle that is there; `size` tells the bytes of its files by their names."""
+    """Compute the bytes of a bundle's weights; `size` returns the size of a file by its name."""
     is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
     weights = estimate_weight_bytes(outline, scheme or "fp32", is_int8, chain.roles)
     return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
 def estimate_program_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
-    """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
+    """Estimate the bytes of all programs: embedding, block types, output head."""
     of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
-    head = sum(_PROGRAM_BYTES_OF_HEAD[role] for role in roles) if outline.head else 0
+    head = sum(_HEAD_PROGRAM_BYTES[role] for role in roles) if outline.head else 0
     return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
 
 
@@ -374,19 +419,18 @@ def estimate_run_memory(
     engine: str,
     loaded: int | None = None,
 ) -> RunMemory:
-    """Memory of a process on an engine (`native`, `torch`) that takes steps, or scores rows.
+    """Estimate the memory of a process that trains or scores.
 
     Args:
-        outline: the model.
-        shape: of a step.
-        weights: of the bundle.
-        roles: of the bundle.
-        engine: which way of calling the runtime.
-        loaded: bytes of weights that may stay loaded, and beside all of them of what is saved; by default
-            all weights may, and all is saved.
+        outline: sizes of the model.
+        shape: sizes of a step.
+        weights: bytes of the bundle's weights.
+        roles: roles of the bundle.
+        engine: `native` or `torch`.
+        loaded: most bytes of weights that stay loaded, and, if all weights fit, of residuals; None: no limit.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
-    saved = _saved(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
+    saved = _residual_bytes(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
     methods = {FORWARD, BACKWARD, *([FORWARD_SAVE] if saved else [])} if shape.is_exact else {shape.role}
     call = _largest_call(shape, bounds)
     if engine == "native":
@@ -396,121 +440,123 @@ def estimate_run_memory(
     state = 4 * shape.states * (1 + shape.queries) * outline.width
     checkpoints = _checkpoints(outline, shape, bounds, state) if shape.is_exact else 0
     in_file = loaded is not None and checkpoints > loaded
-    # What no adapter changes is computed once for all copies.
-    table = min(weights.table, shape.tokens_together * _READ_AROUND)
-    held = _kept(weights, shape.is_exact, loaded) + table
+    # The embedding isn't adapted: it is computed once for all copies.
+    table = min(weights.table, shape.tokens_at_once * _READ_AROUND)
+    held = _loaded_weights(weights, shape.is_exact, loaded) + table
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
-    numbers = adapter_size(outline.modules)
+    trained_values = adapter_size(outline.modules)
     if shape.is_exact:
-        adapter = _BYTES_OF_TRAINING + BYTES_PER_TRAINED_VALUE * numbers
+        adapter = _TRAINING_BYTES + BYTES_PER_TRAINED_VALUE * trained_values
     else:
-        adapter = 4 * shape.copies * numbers
+        adapter = 4 * shape.copies * trained_values
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        tokenizer=_BYTES_OF_A_WORD * shape.vocabulary_size,
-        # Pages of a state in a file are given back as soon as it is written, or read.
+        tokenizer=_BYTES_PER_VOCABULARY_TOKEN * shape.vocabulary_size,
+        # Of activation checkpoints in a file, one is in memory at a time: pages are released after use.
         mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in methods),
         arena=arena,
         workspace=_run_workspace(outline, shape, call),
-        # In and out, collected, and beside it what entered; then what an exact call keeps.
+        # The inputs, the outputs and their collection; and the activation checkpoints of an exact step.
         states=3 * state + (0 if in_file else checkpoints),
         saved=saved,
         adapter=adapter,
-        # Float32 inputs of all of a step, and the signs that they are made from.
+        # Float32 factors of all directions of a step, and the int8 signs that they are computed from.
         directions=shape.queries * shape.sequences * width * (4 + 1),
     )
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Rows and queries that pass a block together, tokens of each row, questions that the head is asked."""
+    """The sizes of a call of a block: rows, queries, tokens of each row, and targets of the output head."""
 
     rows: int
     queries: int
     length: int
-    asked: int
+    targets: int
 
 
 def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
-    """The largest call of a block in steps: of a row in chunks one alone."""
-    queries, whole = min(shape.queries, bounds.queries), shape.tokens
+    """Returns the sizes of the largest call of a block in a step; a row in chunks is computed alone."""
+    queries, length = min(shape.queries, bounds.queries), shape.tokens
     rows = min(shape.copies, bounds.copies) * min(shape.sequences_at_once, bounds.batch)
-    asked = min(shape.rows * shape.targets, bounds.states // (1 + queries))
-    return _Call(1 if whole > bounds.chunk else rows, queries, min(whole, bounds.chunk), asked)
+    targets = min(shape.rows * shape.targets, bounds.states // (1 + queries))
+    return _Call(1 if length > bounds.chunk else rows, queries, min(length, bounds.chunk), targets)
 
 
 def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -> int:
-    """Bytes that programs plan: a block's and the head's begin at one place, and spread over what is planned
-    for the largest call."""
-    whole = shape.tokens
-    past = _past(outline, bounds, call.queries, whole) if whole > call.length else 0
+    """Estimate the bytes of the arena, which the programs of blocks and of the output head share.
+
+    The smaller of the two touches about half of its memory outside of the larger one's.
+    """
+    length = shape.tokens
+    past = _past_bytes(outline, bounds, call.queries, length) if length > call.length else 0
     block = _block_arena(outline, shape.role, call.rows, call.queries, call.length)
-    head = _head_arena(outline, call.queries, call.asked)
+    head = _head_arena(outline, call.queries, call.targets)
     return past + max(block, head) + min(block, head) // 2
 
 
 def _run_workspace(outline: ModelSizes, shape: StepShape, call: _Call) -> int:
-    """Bytes of XNNPACK's workspace; one that grows has the smaller one beside it for a moment."""
+    """Estimate the bytes of XNNPACK's workspace; while it grows, the old and the new one exist together."""
     role = JVP if call.queries else FORWARD
     forward = max(
-        _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.asked)
+        _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.targets)
     )
-    back = _workspace(outline, BACKWARD, call.rows, 0, call.length) if shape.is_exact else 0
-    return forward + back if back > forward else forward
+    backward = _workspace(outline, BACKWARD, call.rows, 0, call.length) if shape.is_exact else 0
+    return forward + backward if backward > forward else forward
 
 
 def _checkpoints(outline: ModelSizes, shape: StepShape, bounds: Bounds, state: int) -> int:
-    """Bytes of the states that an exact step keeps, and of a row in chunks its keys and values."""
-    # Around experts lie what they see, what they say, and what passes by.
-    states = 4 if outline.experts else 1
-    kept = (states * outline.adapted_blocks + 1) * state
+    """Estimate the bytes of activation checkpoints, and of keys and values of a chunked row."""
+    # Layers of experts have wider hidden states: expert inputs, expert outputs, and values passed through.
+    states_per_block = 4 if outline.experts else 1
+    checkpoints = (states_per_block * outline.adapted_blocks + 1) * state
     if shape.tokens > bounds.chunk:
-        kept += outline.adapted_blocks * shape.states * 8 * outline.key_width
-    return kept
+        checkpoints += outline.adapted_blocks * shape.states * 8 * outline.key_width
+    return checkpoints
 
 
-def _kept(weights: WeightBytes, goes_back: bool, loaded: int | None) -> int:
-    """Bytes of weights that stay loaded, as the engine packs them."""
-    kept = weights.packed + (weights.packed_transposed if goes_back else 0)
+def _loaded_weights(weights: WeightBytes, has_backward: bool, loaded: int | None) -> int:
+    """Estimate the bytes of the weights that stay loaded, as the engine packs them."""
+    packed = weights.packed + (weights.packed_transposed if has_backward else 0)
     if loaded is None:
-        return kept
-    # The bound counts whole files, of which a run maps what its roles need.
-    return round(kept * min(1, loaded / (weights.layers + weights.transposed)))
+        return packed
+    # The limit counts whole files, of which a run maps only the parts that its roles need.
+    return round(packed * min(1, loaded / (weights.layers + weights.transposed)))
 
 
-def _past(outline: ModelSizes, bounds: Bounds, queries: int, length: int) -> int:
-    """Bytes of a chunk's scores, several times, and of a block's keys and values, twice: of a long row."""
+def _past_bytes(outline: ModelSizes, bounds: Bounds, queries: int, length: int) -> int:
+    """Estimate the bytes of attention scores of a long row's chunk, and of a block's keys and values."""
     keys = 2 * outline.key_width * length
-    sizes = ((cut.stop, cut.stop - cut.start) for cut in bounds.chunks(length, outline.heads))
-    scores: int = max(outline.heads * size * seen for seen, size in sizes)
-    return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_CHUNK * scores)
+    sizes = ((chunk.stop, chunk.stop - chunk.start) for chunk in bounds.chunks(length, outline.heads))
+    scores: int = max(outline.heads * size * end for end, size in sizes)
+    return 4 * (1 + queries) * (2 * keys + _CHUNK_SCORES * scores)
 
 
-def _saved(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
-    """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
+def _residual_bytes(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
+    """Estimate the most bytes of residuals in an exact step."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
-    numbers = frozen + sum(
+    values = frozen + sum(
         layer.outputs * layer.count for layer in outline.layers if not layer.below and not layer.of_experts
     )
-    found = 0
+    residuals = 0
     if shape.tokens <= bounds.chunk:
-        found = numbers * shape.states
+        residuals = values * shape.states
     if outline.head is not None:
-        found += outline.head.outputs * shape.rows * shape.targets
-    left = 4 * found if loaded is None else max(0, loaded - weights.layers - weights.transposed)
-    return min(4 * found, left)
+        residuals += outline.head.outputs * shape.rows * shape.targets
+    left = 4 * residuals if loaded is None else max(0, loaded - weights.layers - weights.transposed)
+    return min(4 * residuals, left)
 
 
 def _torch_arena(
     outline: ModelSizes, role: str, loaded: Collection[str], roles: Collection[str], bounds: Bounds
 ) -> int:
-    """Bytes of all methods' own memory, for the largest call and all of it written to.
+    """Estimate the bytes of the arenas of the `torch` engine, of which every method has its own.
 
-    Opening a program takes that of its largest method once more.
+    Opening a program needs the memory of its largest method once more.
     """
     largest = {
         name: _block_arena(outline, name, *sizes, outline.longest)
@@ -533,52 +579,54 @@ def estimate_generation_memory(
     loaded: int | None = None,
     cache_bytes: int = 4,
 ) -> RunMemory:
-    """Memory of a process that writes texts.
+    """Estimate the memory of a process that generates text.
 
     Args:
-        outline: the model.
-        vocabulary_size: words of its tokenizer.
-        weights: of the bundle.
-        engine: which way of calling the runtime.
-        slots: sequences at once.
-        context: tokens of each, at most.
-        loaded: bytes of weights that may stay loaded; by default all may.
-        cache_bytes: of a number of keys and values: 4, or 2.
+        outline: sizes of the model.
+        vocabulary_size: number of tokens in the vocabulary.
+        weights: bytes of the bundle's weights.
+        engine: `native` or `torch`.
+        slots: number of sequences at once.
+        context: most tokens of a sequence.
+        loaded: most bytes of weights that stay loaded; None: no limit.
+        cache_bytes: bytes of a value in the KV cache: 4 or 2.
     """
-    chunk, heads = min(_TEXT_CHUNK[context > _LONG_TEXT], outline.longest, context), outline.heads
-    rows = outline.key_width * 2 * context
-    kept = slots * rows * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
-    # A chunk of a prompt, and a token of each sequence, have scores with all tokens before.
-    scores = _FLOAT * heads * context * max(_SCORES_OF_A_TEXT * chunk, slots)
-    held = _kept(weights, goes_back=False, loaded=loaded)
+    chunk, heads = min(_PREFILL_CHUNK[context > _LONG_CONTEXT], outline.longest, context), outline.heads
+    values_per_block = outline.key_width * 2 * context
+    cache = slots * values_per_block * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
+    # Attention scores, of a prefill chunk or of one token of each sequence, with all tokens before.
+    scores = _FLOAT * heads * context * max(_PREFILL_SCORES * chunk, slots)
+    held = _loaded_weights(weights, has_backward=False, loaded=loaded)
     held += min(weights.table, (chunk + slots) * _READ_AROUND)
-    numbers = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
+    adapter_values = sum(
+        module.rank * (module.in_features + module.out_features) for module in outline.modules
+    )
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        tokenizer=_BYTES_OF_A_WORD * vocabulary_size,
+        tokenizer=_BYTES_PER_VOCABULARY_TOKEN * vocabulary_size,
         mapped=held if engine == "native" else 0,
         weights=0 if engine == "native" else held,
-        methods=outline.blocks * _TEXT_METHOD_BYTES,
+        methods=outline.blocks * _GENERATION_METHODS_BYTES,
         arena=_block_arena(outline, FORWARD, 1, 0, chunk) + scores,
         workspace=max(_workspace(outline, FORWARD, 1, 0, chunk), _head_logits(outline, slots)),
-        # Logits of each sequence: of the engine, joined, as probabilities, and sorted.
-        states=_FLOAT * (3 * chunk * outline.width + 4 * slots * vocabulary_size) + kept,
+        # Logits of each sequence exist four times: from the engine, joined, as probabilities, and sorted.
+        states=_FLOAT * (3 * chunk * outline.width + 4 * slots * vocabulary_size) + cache,
         saved=0,
-        # The bundle's, that of the sequences, and each sequence's beside the others.
-        adapter=_FLOAT * numbers * (2 + slots),
+        # The bundle's adapter, the adapter in use, and a copy for each sequence.
+        adapter=_FLOAT * adapter_values * (2 + slots),
         directions=0,
     )
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a bound of a process's memory leaves.
+    """How a memory limit of a process is used.
 
     Attributes:
-        limit: bytes that the process may take, pages of mapped files included.
-        loaded: bytes of weights that may stay loaded, and beside all of them of saved activations.
-        predicted: bytes that it takes at most.
+        limit: most bytes of the process, including pages of mapped files.
+        loaded: most bytes of weights that stay loaded, and, if all weights fit, of residuals.
+        predicted: predicted peak of the process, in bytes.
     """
 
     limit: int
@@ -586,32 +634,31 @@ class Budget:
     predicted: int
 
     def to_json(self) -> dict[str, int]:
-        """What run.json says of it."""
+        """Returns limit and prediction as run.json has them."""
         return {"limit_bytes": self.limit, "predicted_bytes": self.predicted}
 
 
 def fit_budget(
     limit: int, predicted: Callable[[int], int], weights: WeightBytes, process: str, remedy: str
 ) -> Budget:
-    """The most weights and activations that a process may hold and keep a bound.
+    """Returns the largest budget of loaded weights and residuals that keeps a process within a memory limit.
 
     Args:
-        limit: bytes that the process may take.
-        predicted: bytes that it takes with so many bytes of weights loaded, and of what is saved.
-        weights: of the bundle.
-        process: what takes them, such as `this run`.
-        remedy: what needs less.
+        limit: most bytes of the process.
+        predicted: returns the predicted bytes of the process for a number of loaded bytes.
+        weights: bytes of the bundle's weights.
+        process: name of the process in messages, such as `this run`.
+        remedy: what the user can do if the limit is too low.
 
     Raises:
-        ConfigError: it takes more with the largest block alone; the message tells how much.
+        ConfigError: the limit is too low even with the largest block alone; the message has the minimum.
     """
     smallest = weights.largest
     if (least := predicted(smallest)) > limit:
-        # What a process holds before it loads an engine differs a little from start to start.
-        named = math.ceil(_STARTS * least / 1e6) * 10**6
+        minimum = math.ceil(_START_MARGIN * least / 1e6) * 10**6
         raise ConfigError(
             f"--memory {format_megabytes(limit)} is too little:",
-            [f"{process} needs at least {format_megabytes(named)}"],
+            [f"{process} needs at least {format_megabytes(minimum)}"],
             remedy=remedy,
             code="memory-too-little",
         )
@@ -620,15 +667,16 @@ def fit_budget(
 
 
 def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
-    """The outline and weights of an opened bundle.
+    """Returns the sizes of an opened bundle's model and the bytes of its weights.
 
     Raises:
-        BundleError: its manifest has no outline, as those of earlier versions, or it can't be read.
+        BundleError: the manifest has no outline, as in bundles of earlier versions, or the outline is
+            invalid.
     """
     manifest = bundle.manifest
     if "outline" not in manifest:
         raise BundleError(
-            f"{bundle.folder} doesn't tell what memory it needs: it is of an earlier version",
+            f"cannot estimate the memory of {bundle.folder}: an earlier version exported it",
             remedy="leave --memory out, or export the bundle again",
             code="outline-missing",
         )
@@ -641,41 +689,52 @@ def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
 
 
 def minimum_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | None = None) -> int:
-    """The least `--memory` of a run on the native engine, with some room besides.
+    """Returns the smallest `--memory` of a run on the native engine, with a margin of 5 %.
 
     Args:
-        bundle: an opened one.
-        role: of the run's steps.
-        rows: sequences of a call.
-        length: tokens of each.
-        held: bytes that the process holds before it loads the engine; None: as on the machine of the figures.
+        bundle: an opened bundle.
+        role: role of the run's steps.
+        rows: number of sequences in a call.
+        length: tokens of each sequence.
+        held: bytes that the process holds before it loads the engine; None: as measured on the reference
+            machine.
     """
     outline, weights = bundle_costs(bundle)
     shape = StepShape(role, rows, length, length - 1, bundle.chain.vocabulary_size)
     taken = estimate_run_memory(outline, shape, weights, bundle.chain.roles, "native", weights.largest)
-    return round(_ROOM * (taken.total if held is None else taken.total_starting_from(held, "native")))
+    return round(
+        _MINIMUM_MARGIN * (taken.total if held is None else taken.total_starting_from(held, "native"))
+    )
 
 
 def memory_table(
     outline: ModelSizes, shapes: Mapping[Any, StepShape], weights: WeightBytes, roles: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Memory of runs on the native engine: for each estimator's call with all weights and activations, and
-    with the weights of one block.
+    """Returns the memory of runs on the native engine, with all weights or one block's loaded.
 
-    `loaded_bytes` are those of the weights, None for all; `anonymous_bytes` what no file can give back,
-    `resident_bytes` the peak with pages of files, which `--memory` bounds.
+    Args:
+        outline: sizes of the model.
+        shapes: sizes of a step by estimator.
+        weights: bytes of the bundle's weights.
+        roles: roles of the bundle.
+
+    Returns:
+        Two rows for each estimator. `loaded_bytes`: most bytes of loaded weights, None for all;
+            `anonymous_bytes`:
+        memory without pages of files; `resident_bytes`: the peak with pages of files, which `--memory`
+        limits.
     """
     rows = []
     for estimator, shape in shapes.items():
         for loaded in (None, weights.largest):
-            found = estimate_run_memory(outline, shape, weights, roles, "native", loaded)
-            sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
+            memory = estimate_run_memory(outline, shape, weights, roles, "native", loaded)
+            sizes = {"anonymous_bytes": memory.anonymous, "resident_bytes": memory.total}
             rows.append({"estimator": estimator, "loaded_bytes": loaded, **sizes})
     return rows
 
 
 def format_memory_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a `memory_table`."""
+    """Format a `memory_table` as lines of text."""
     yield f"  {'estimator':<12}{'loaded':<14}{'anonymous':>12}{'--memory':>12}"
     for row in rows:
         loaded = "everything" if row["loaded_bytes"] is None else "one block"
@@ -688,37 +747,47 @@ def format_memory_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_export_memory(
     outline: ModelSizes, scheme: str, roles: Collection[str], calibrates: bool = False
 ) -> int:
-    """Peak memory of an export; `calibrates` makes one kind of block more of layers that stay int8.
+    """Estimate the peak memory of an export, in bytes.
 
-    While blocks are verified, the engine has room for the largest call of a block, and the table of
-    embeddings, the largest tensor, is there several times.
+    It is reached while blocks are verified: the engine's arena holds the largest call of a block, and the
+        embedding
+    table, the largest tensor, exists several times.
+
+    Args:
+        outline: sizes of the model.
+        scheme: quantization scheme of the frozen layers.
+        roles: roles of the bundle.
+        calibrates: whether the export calibrates, which adds a block type for layers that stay int8.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
-    verified = arena + (16 if scheme == "fp32" else 5) * outline.table_numbers
-    of_roles = (_EXPORT_BYTES_OF_ROLE + calibrates * _CALIBRATED_BYTES_OF_ROLE) * len(roles)
-    return _EXPORT_BYTES + of_roles + verified
+    verification = arena + (16 if scheme == "fp32" else 5) * outline.table_numbers
+    role_bytes = (_EXPORT_BYTES_PER_ROLE + calibrates * _CALIBRATION_BYTES_PER_ROLE) * len(roles)
+    return _EXPORT_BYTES + role_bytes + verification
 
 
 def estimate_export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
-    """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
-    of_roles = len(roles) + (_SAVING_ROLES if BACKWARD in roles else 0)
-    lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
+    """Estimate the seconds of an export, roughly, on two idle cores of an x86 server."""
+    role_count = len(roles) + (_RESIDUAL_ROLES if BACKWARD in roles else 0)
+    lowering = _SECONDS_PER_ROLE * (role_count + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
-    seconds = _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
+    seconds = _SECONDS + lowering + _SECONDS_PER_BLOCK * blocks + _SECONDS_PER_PARAMETER * outline.parameters
     if calibrates:
-        seconds += _CALIBRATED_SECONDS_OF_ROLE * of_roles + _CALIBRATED_SECONDS * outline.parameters
+        seconds += (
+            _CALIBRATION_SECONDS_PER_ROLE * role_count
+            + _CALIBRATION_SECONDS_PER_PARAMETER * outline.parameters
+        )
     return seconds
 
 
 def format_megabytes(count: float) -> str:
-    """Bytes as a user writes them in flags: `331 MB`, of a million bytes each."""
+    """Format bytes as in flags: `331 MB`, where 1 MB is a million bytes."""
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count:.0f} bytes"
 
 
 def format_bytes(count: object) -> str:
-    """A number of bytes as a reader wants it: `3.4 MiB`; `unknown` for what is no number."""
+    """Format bytes with a binary unit, such as `3.4 MiB`; `unknown` if `count` is not a number."""
     if not isinstance(count, int | float):
         return "unknown"
     size = float(count)
@@ -730,30 +799,32 @@ def format_bytes(count: object) -> str:
 
 
 def _number(value: Any, least: int = 1) -> int:
+    """Returns a number of an outline; raises ValueError if it is invalid."""
     if type(value) is not int or not least <= value < _LARGEST_NUMBER:
         raise ValueError
     return value
 
 
 def _layer(block: Any) -> LayerShape:
+    """Read a layer of an outline; raises KeyError, TypeError or ValueError if it is invalid."""
     inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
-    # Older bundles have no experts, and don't say so.
+    # Bundles of earlier versions have no experts, and lack this key.
     of_experts = bool(block.get("of_experts", False))
     return LayerShape(inputs, outputs, count, bool(block["bias"]), bool(block["below"]), of_experts)
 
 
 def _stored(layer: LayerShape, scheme: str) -> int:
-    """Bytes of layers in the files: values and their scales."""
+    """Returns the bytes of layers in the files: values and their scales."""
     if scheme == "fp32":
         return 4 * layer.numbers
     if scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0:
-        # Half a byte for a value, two for the scale of a group.
+        # Half a byte per value, and two bytes for the scale of each group.
         return layer.numbers // 2 + 2 * layer.numbers // GROUP_SIZE
     return layer.numbers + 4 * layer.outputs * layer.count
 
 
 def _packed(layer: LayerShape, scheme: str) -> int:
-    """Bytes of layers as the engine packs them: beside each output's values a bias, and sums of integers."""
+    """Returns the bytes of layers as the engine packs them, with biases and sums of the integers."""
     if scheme == "fp32":
         return 4 * layer.numbers + 4 * layer.outputs * layer.count
     in_groups = scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0
@@ -762,7 +833,7 @@ def _packed(layer: LayerShape, scheme: str) -> int:
 
 
 def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
-    """By role: rows and queries of the largest call of a block."""
+    """Returns the rows and queries of the largest call of a block, by role."""
     return {
         FORWARD: (bounds.copies * bounds.batch, 0),
         JVP: (bounds.batch, bounds.queries),
@@ -771,42 +842,43 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
 
 
 def _block_arena(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
-    """Bytes that a block's program plans outside the backend, between its delegates.
+    """Estimate the bytes that a block's program plans for tensors between its delegates.
 
-    Queries, states and keys, as many as lie there at once; of tangents also scores and two halves of their
-    derivative; on the way back the scores with their slopes, and what the activation's slope is made of.
+    These are the queries, hidden states and keys that are alive at once. `jvp` adds attention scores and the
+    two terms of their derivative; `backward` adds the scores with their gradients, and the terms of the
+    activation's derivative.
     """
     width, keys, scores = outline.heads * outline.head_width, outline.key_width, outline.heads * length
-    numbers = {
+    values = {
         FORWARD: 3 * width + 5 * keys,
         JVP: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
         BACKWARD: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
     }
-    return 4 * rows * length * numbers[role]
+    return 4 * rows * length * values[role]
 
 
-def _head_logits(outline: ModelSizes, asked: int) -> int:
-    """Bytes of the logits of a shard of the head."""
-    return 4 * asked * outline.head.outputs // outline.shards if outline.head is not None else 0
+def _head_logits(outline: ModelSizes, targets: int) -> int:
+    """Returns the bytes of the logits of a vocabulary shard."""
+    return 4 * targets * outline.head.outputs // outline.shards if outline.head is not None else 0
 
 
-def _head_arena(outline: ModelSizes, queries: int, asked: int) -> int:
-    """Bytes that the program of a head's shard plans: logits and their exponentials, and tangents of both."""
-    return 2 * (1 + queries) * _head_logits(outline, asked)
+def _head_arena(outline: ModelSizes, queries: int, targets: int) -> int:
+    """Estimate the bytes that a vocabulary shard plans: logits, exponentials, and their tangents."""
+    return 2 * (1 + queries) * _head_logits(outline, targets)
 
 
 def _workspace(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
-    """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once.
+    """Estimate the bytes of XNNPACK's workspace: tensors that a block's largest delegate holds.
 
-    That is around the activation: results of the wide layers and one more; a tangent of one less, or of the
-    parts of GELU's derivative; on the way back slopes of two beside them, less a quarter for what is
-    quantized.
+    The peak is at the activation. It holds the outputs of the widest layers and one more tensor; `jvp` adds
+    the tangents of all but one of them, or the terms of GELU's derivative; `backward` adds two gradients, of
+    which a quarter is saved by quantization.
     """
-    inside = outline.inner_values * outline.inner
+    values = outline.inner_values * outline.inner
     if role == JVP:
-        inside += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
+        values += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
     elif role == BACKWARD:
-        inside += 7 * outline.inner // 4
+        values += 7 * outline.inner // 4
     else:
-        inside = max(inside, 2 * outline.heads * length)
-    return 4 * rows * length * inside
+        values = max(values, 2 * outline.heads * length)
+    return 4 * rows * length * values

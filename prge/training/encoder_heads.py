@@ -1,4 +1,4 @@
-"""An encoder's classification heads: fitted on rows, or as a run's journal holds them."""
+"""The classification heads of an encoder's run: fitted on rows, or read from the run's journal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from prge.objectives.scoring import pooled_states
 
 @dataclass(frozen=True)
 class Heads:
-    """An encoder's classification head, and those that score the training rows in its stead."""
+    """An encoder's classification head, and the cross-fitted heads that score its training rows."""
 
     head: Head | None = None
     cross_fitted: CrossFittedHeads | None = None
 
     def to_record(self, digest: str = "") -> Record:
-        """The journal's record of them; `digest` is that of what they were fitted on."""
+        """Returns the journal record of the heads; `digest` identifies what they were fitted on."""
         if self.head is None:
             raise ValueError("there is no head")
         folds = self.cross_fitted.heads if self.cross_fitted else ()
@@ -39,17 +39,17 @@ class Heads:
 
     @classmethod
     def from_journal(cls, journal: Journal, width: int, digest: str | None = None) -> Heads | None:
-        """The heads that a run's journal holds; with a digest only those that were fitted on just that."""
+        """Read the heads from a run's journal; None if it has none, or none with this digest."""
         record = journal.first("head")
         if record is None or (digest is not None and record.get("digest") != digest):
             return None
 
         def decode(values: str) -> Head:
-            numbers = decode_array(values)
-            if record["classes"] * (width + 1) != numbers.size:
-                raise ValueError(f"a head of {record['classes']} classes has {numbers.size} values")
+            parameters = decode_array(values)
+            if record["classes"] * (width + 1) != parameters.size:
+                raise ValueError(f"a head of {record['classes']} classes has {parameters.size} values")
             head = Head(record["classes"], width)
-            head.values[:] = numbers
+            head.values[:] = parameters
             return head
 
         with journal.reading(record):
@@ -58,9 +58,17 @@ class Heads:
 
 
 def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], folds: int = 0) -> Heads:
-    """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
+    """Fit an encoder's head on examples, and cross-fitted heads if `folds` isn't 0.
 
-    Of equal examples one is taken: rows that are left out to measure a head's confidence must be new to it.
+    Of equal examples, only the first is used: the rows that are left out to measure a head's confidence must
+        not
+    occur among those that it is fitted on.
+
+    Args:
+        engine: computes the pooled states.
+        adapter: the adapter to compute them with.
+        examples: labelled examples.
+        folds: number of cross-fitted heads.
 
     Raises:
         ConfigError: a class has too few rows.
@@ -83,7 +91,14 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
 
 
 def heads_digest(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
-    """What heads depend on: the hash of a bundle, an adapter, the examples that they are fitted on, folds."""
+    """Returns a hash of everything that fitted heads depend on.
+
+    Args:
+        bundle: hash of the bundle.
+        adapter: the adapter that computes the pooled states.
+        examples: the examples that the heads are fitted on.
+        folds: number of cross-fitted heads.
+    """
     content = hashlib.sha256(f"{bundle} {folds} {examples[0].candidates} ".encode())
     content.update(adapter.values.tobytes())
     for example in examples:

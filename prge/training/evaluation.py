@@ -1,4 +1,4 @@
-"""Evaluation of an adapter on examples: the loss and the metric of their task."""
+"""Evaluation of an adapter on examples: the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from prge.objectives.preferences import Preference, lengths_of, liked_of, refere
 from prge.objectives.scoring import Scores, score
 
 CUT_EXAMPLES = "cut_examples"
-# Of the fall of rejected rows: more of it than this share is no side effect.
-_SHARED = 0.25
+# If the chosen answers' log-probability falls by more than this share of the rejected ones' fall, it is
+# reported as harm and not as a side effect.
+_SIDE_EFFECT_SHARE = 0.25
 METRIC_NAMES = (*SCORES, "margin", "chosen_change", "rejected_change", CUT_EXAMPLES)
 
 
@@ -37,47 +38,64 @@ def evaluate(
     normalisation: LossNormalisation = "example",
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> tuple[dict[str, Any], Scores]:
-    """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
-
-    With the normalisation `token` the loss of completions is the mean over all their target tokens, and the
-    perplexity its exponential.
+    """Evaluate an adapter on examples.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
-    figures; their value is that of the loss, less the nats a token that the chosen answers fell.
-    `cut_examples` is there if some examples are not whole.
+    metrics, see `preference_figures`; their `value` is the negative loss (lower losses than
+    `sufficient_loss` count as that), minus the decrease of the chosen answers' log-probability in nats per
+    token.
+
+    Args:
+        engine: computes the outputs.
+        adapter: the adapter to evaluate.
+        examples: at least one example.
+        task: the task of the examples; None for texts, completions, chats and preferences.
+        head: the classification head of an encoder.
+        select: whether `value` is the metric or the negative loss.
+        objective: the loss as a function of scores.
+        normalisation: `token`: the loss of completions is the mean over all target tokens, and the perplexity
+            is its exponential.
+        on_progress: called with the number of sequences computed so far.
+
+    Returns:
+        A record with `loss`, `examples`, the metrics by name, `value` (higher is better), and `cut_examples`
+        if some examples were truncated; and the scores of the examples.
     """
     scored = score(engine, adapter, examples, head, objective, on_progress=on_progress)
     record: dict[str, Any] = {"loss": scored.loss, "examples": len(examples)}
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
     if isinstance(objective, Preference):
-        too_high = np.maximum(scored.losses, objective.sufficient_loss)
-        value = -math.fsum(too_high) / len(examples) - _harm(scored, examples)
+        bounded_losses = np.maximum(scored.losses, objective.sufficient_loss)
+        value = -math.fsum(bounded_losses) / len(examples) - _harm(scored, examples)
         return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:
         if normalisation == "token":
             record["loss"] = float((scored.losses * scored.tokens).sum() / scored.tokens.sum())
-        lost = [-float(each[0]) for each in scored.scores]
-        name, metric = "perplexity", perplexity(lost, scored.tokens.tolist())
-        better = -metric
+        losses = [-float(scores[0]) for scores in scored.scores]
+        name, metric = "perplexity", perplexity(losses, scored.tokens.tolist())
+        metric_value = -metric
     else:
         name, metric = metric_of(task, examples, scored)
-        better = metric
+        metric_value = metric
     record[name] = metric
-    record["value"] = better if select == "metric" else -record["loss"]
+    record["value"] = metric_value if select == "metric" else -record["loss"]
     return record, scored
 
 
 def preference_figures(
     objective: Preference, scored: Scores, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """What an adapter makes of answers that are preferred or not.
+    """Compute the metrics of preferences.
+
+    Rated answers are compared in all pairs of a liked and a disliked answer.
 
     Returns:
-        `pairs_right`: share of pairs whose chosen answer has the higher reward; half where both have the
-        same. Rated answers make pairs of each that is liked and each that isn't. `margin`: how much higher it
-        is, a mean. `chosen_change`, `rejected_change`: means of how the log-probability of an answer changed
-        since the start. Without what no answer tells.
+        `pairs_right`: share of pairs whose chosen answer has the higher reward; equal rewards count half.
+        `margin`: mean difference between the rewards of the chosen and the rejected answer.
+        `chosen_change`, `rejected_change`: mean change of an answer's log-probability since the start of the
+            run.
+        A metric without answers to compute it from is left out.
     """
     scores = np.stack(scored.scores)[None]
     rewards = objective.rewards(scores, examples)[0]
@@ -89,32 +107,32 @@ def preference_figures(
         liked = liked_of(examples)
         chosen, rejected = changes[liked, 0], changes[~liked, 0]
         margins = rewards[liked, 0][:, None] - rewards[~liked, 0]
-    found = {
+    values = {
         "pairs_right": (margins > 0) + 0.5 * (margins == 0),
         "margin": margins,
         "chosen_change": chosen,
         "rejected_change": rejected,
     }
-    return {name: float(each.mean()) for name, each in found.items() if each.size}
+    return {name: float(each.mean()) for name, each in values.items() if each.size}
 
 
 def _harm(scored: Scores, examples: Sequence[Example]) -> float:
-    """How much less likely the chosen answers became since the start, in nats a token; at least 0."""
-    chosen = [
+    """Returns the mean decrease of the chosen answers' log-probability, in nats per token; at least 0."""
+    changes = [
         values[0] - example.reference[0]
         for values, example in zip(scored.scores, examples, strict=True)
         if example.liked is not False
     ]
-    return max(-float(np.mean(chosen)), 0.0) if chosen else 0.0
+    return max(-float(np.mean(changes)), 0.0) if changes else 0.0
 
 
 def displacement(figures: Mapping[str, Any]) -> str:
-    """What to say of preferences that were learnt at the cost of what is chosen; empty if they weren't."""
+    """Returns a warning if chosen answers became less likely (likelihood displacement), or ""."""
     chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
     if chosen is None or chosen >= 0:
         return ""
     fall = f"the log-probability of chosen development rows fell by {-chosen:.3g} since the start"
-    if rejected is None or chosen > _SHARED * rejected:
+    if rejected is None or chosen > _SIDE_EFFECT_SHARE * rejected:
         return f"{fall} (likelihood displacement)"
     return (
         f"{fall}, that of rejected ones by {-rejected:.3g}: the run only lowers what is rejected, and harms "
@@ -123,7 +141,7 @@ def displacement(figures: Mapping[str, Any]) -> str:
 
 
 def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[str, float]:
-    """Name and value of the task's metric over scored candidates."""
+    """Returns the name and the value of the task's metric for scored candidates."""
     predictions = scored.predictions.tolist()
     if task.metric in TEXT_METRICS:
         texts = [example.choices[choice] for example, choice in zip(examples, predictions, strict=True)]
@@ -140,9 +158,9 @@ def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[
 
 
 def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """Means of the task's metrics of each text with the best of its example's answers, by their names.
+    """Returns the mean text metrics by name, each text compared with its best matching answer.
 
-    SQuAD's two, exact match and F1 of shared words, go together.
+    Exact match and F1 of shared words, the two metrics of SQuAD, are always computed together.
     """
     measures = (
         {"rouge_l": rouge_l} if task.metric == "rouge_l" else {"exact_match": exact_match, "f1": token_f1}

@@ -1,10 +1,12 @@
-"""The loop: take a step, score development rows when they are due, keep what was learnt.
+"""The training loop: take optimizer steps, evaluate when an evaluation is due, and save what was learned.
 
-    examples -> directions(seed, step) -> engine -> scalars -> gradient -> optimizer
-    examples -> engine -> gradient -> optimizer
+    estimated gradients   examples -> engine (with random directions) -> projected gradients -> gradient
+    exact gradients       examples -> engine (forward and backward) -> gradient
+    both                  gradient -> optimizer -> adapter
 
-A step that the journal already holds is taken from there instead of from the engine. So a resumed run walks
-the same loop as one that was never stopped and ends in the same bits, and a replay needs no engine at all.
+The journal records every step. A step that the journal already holds is replayed from its record instead of
+being computed again. A resumed run therefore executes the same loop as an uninterrupted run and ends with the
+same bits, and replaying a finished run needs no engine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ _REMEDY = "start a new run with a lower learning rate"
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long to train and what to do on the way; periods are in steps, 0 switches one off."""
+    """How long to train, and how often to evaluate and to save.
+
+    Attributes:
+        steps: number of optimizer steps.
+        seed: seed of the order of examples and of the random directions.
+        evaluate_every: steps between evaluations on development rows; 0: only after the last step.
+        evaluate_at: further steps to evaluate after.
+        checkpoint_every: steps between checkpoints; 0: only after the last step.
+        patience: stop after this many evaluations without an improvement; 0: never.
+        divergence_ratio: stop when the smoothed loss exceeds this multiple of the first loss.
+    """
 
     steps: int
     seed: int
@@ -43,40 +55,47 @@ class TrainingSettings:
 
 
 class Learner(Protocol):
-    """What is trained: an adapter by an estimator (below), or a whole model by another method."""
+    """What the loop trains: `AdapterLearner` below, or another model with a training method of its own."""
 
     @property
     def progress(self) -> TrainingProgress:
-        """Steps so far, and the best of them."""
+        """The number of steps taken, the losses, and the best evaluation so far."""
         ...
 
     def step(self) -> tuple[Record, Measurement | None]:
-        """Take the next step: its record, and what was measured unless that was known already.
+        """Take the next step.
+
+        Returns:
+            The step's record, and its measurement; None if the step was replayed from the journal.
 
         Raises:
-            DivergenceError: the loss, a derivative or what became of the step is not finite, or the loss is
-                far above the first one.
+            DivergenceError: the loss, a derivative or an updated value is not finite, or the loss is far
+                above the first one.
         """
         ...
 
     def evaluate(self) -> tuple[Record, bool] | None:
-        """Score development rows: the record, and whether it is new; None where there is nothing to score."""
+        """Score the development rows.
+
+        Returns:
+            The record of the evaluation, and whether it is new; None if there are no development rows.
+        """
         ...
 
     def save(self, best: bool = False) -> None:
-        """Keep what was learnt so far, or keep it as the best."""
+        """Save a checkpoint of the current step, as the best one if `best` is set."""
         ...
 
 
 class Observer(Protocol):
-    """What the loop tells whoever watches; `measurement` is None for what the journal already held."""
+    """Callbacks of the loop, such as those that log metrics."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """One step was taken."""
+        """Called after every step; `measurement` is None if the step was replayed from the journal."""
         ...
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Development rows were scored."""
+        """Called after every evaluation; `fresh` is False if it was replayed from the journal."""
         ...
 
 
@@ -86,14 +105,20 @@ def train(
     observer: Observer,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until `settings.steps`, an early stop, or an interruption.
+    """Train until `settings.steps`, until patience runs out, or until `interrupted()` returns True.
+
+    Args:
+        learner: takes the steps and scores the development rows.
+        settings: when to evaluate, to save and to stop.
+        observer: is called after every step and evaluation.
+        interrupted: is called before every step.
 
     Raises:
-        DivergenceError: see Learner.step.
+        DivergenceError: see `Learner.step`.
     """
     while True:
         step = learner.progress.step
-        if _due(step, settings) and (evaluation := learner.evaluate()):
+        if _is_evaluation_due(step, settings) and (evaluation := learner.evaluate()):
             record, fresh = evaluation
             if learner.progress.judge(record):
                 learner.save(best=True)
@@ -111,9 +136,19 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLearner:
-    """Implements Learner: an adapter, along the gradients that an estimator makes of an engine's outputs.
+    """Implements Learner: trains an adapter with gradients that an estimator computes on an engine.
 
-    `state` is changed in place and handed to `keep` and `score`, which writes and scores it.
+    Attributes:
+        engine: computes outputs and their derivatives.
+        sampler: the examples of each step.
+        estimator: computes a gradient from what it measures on the engine.
+        learning_rates: the learning rates of a step, by their names in the journal.
+        state: adapter, optimizer and progress; every step changes it in place.
+        settings: of the loop.
+        journal: holds the steps and evaluations of earlier processes, and receives new ones.
+        save_state: writes a checkpoint of the state.
+        evaluate_state: scores the development rows with the state's adapter; None: there are no such rows.
+        objective: the loss as a function of scores.
     """
 
     engine: Engine
@@ -123,8 +158,8 @@ class AdapterLearner:
     state: TrainingState
     settings: TrainingSettings
     journal: Journal
-    keep: Callable[[TrainingState], object]
-    score: Callable[[TrainingState], Record] | None = None
+    save_state: Callable[[TrainingState], object]
+    evaluate_state: Callable[[TrainingState], Record] | None = None
     objective: Objective = CROSS_ENTROPY
 
     @property
@@ -133,20 +168,24 @@ class AdapterLearner:
         return self.state.progress
 
     def step(self) -> tuple[Record, Measurement | None]:
-        """See Learner; the state before a step that diverges is saved; no journal has that step."""
+        """See Learner.
+
+        If a step diverges, a checkpoint of the state before that step is saved, and the journal doesn't get
+        the step's record.
+        """
         state, measurement = self.state, None
         record = replayed = self.journal.step(state.step)
         if record is None or not record.keys() & GRADIENT_KEYS:
-            record, measurement = self._measured()
-            # A gradient that the journal has forgotten is computed again; all else is what it was.
+            record, measurement = self._measure()
+            # The journal drops gradients before a checkpoint: only the gradient is computed again.
             record |= replayed or {}
-            not_finite = _not_finite(measurement, state.step)
+            not_finite = _describe_not_finite(measurement, state.step)
             if problem := not_finite or loss_has_risen(state.progress, self.settings.divergence_ratio):
                 self.save()
                 code = "loss-not-finite" if not_finite else "loss-risen"
                 raise DivergenceError(problem, remedy=_REMEDY, code=code)
-        reading = nullcontext() if replayed is None else self.journal.reading(record)
-        with reading, np.errstate(over="ignore", invalid="ignore"):
+        check_record = nullcontext() if replayed is None else self.journal.reading(record)
+        with check_record, np.errstate(over="ignore", invalid="ignore"):
             gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
         if problem := state.overflow():
@@ -157,7 +196,8 @@ class AdapterLearner:
             self.journal.append(record)
         return record, measurement if replayed is None else None
 
-    def _measured(self) -> tuple[Record, Measurement]:
+    def _measure(self) -> tuple[Record, Measurement]:
+        """Measure the step's examples on the engine; returns the step's record and the measurement."""
         state, seed = self.state, self.settings.seed
         examples = self.sampler.batch(state.step)
         step = Step(
@@ -177,49 +217,52 @@ class AdapterLearner:
             "rows": [example.row for example in examples],
             "tokens": token_count(examples),
             "loss": measurement.loss,
-            **measurement.learnt,
+            **measurement.journal_fields,
             **self.learning_rates(state.step),
         }
         return record, measurement
 
     def evaluate(self) -> tuple[Record, bool] | None:
-        """See Learner; an evaluation that the journal holds is taken from there."""
-        if self.score is None:
+        """See Learner; an evaluation that the journal holds is not computed again."""
+        if self.evaluate_state is None:
             return None
         replayed = self.journal.evaluation(self.state.step)
         if replayed is not None:
             with self.journal.reading(replayed):
                 return {**replayed, "value": float(replayed["value"])}, False
-        record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
+        record = {"kind": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
-            what = f"step {self.state.step}: the loss of development rows is {record['loss']}"
-            raise DivergenceError(what, remedy=_REMEDY, code="evaluation-not-finite")
+            problem = f"step {self.state.step}: the loss on the development rows is {record['loss']}"
+            raise DivergenceError(problem, remedy=_REMEDY, code="evaluation-not-finite")
         return self.journal.append(record), True
 
     def save(self, best: bool = False) -> None:
-        """See Learner; a checkpoint is the same whether it is the best or not."""
-        self.keep(self.state)
+        """See Learner; the checkpoint of a best step doesn't differ from others."""
+        self.save_state(self.state)
 
 
-def _due(step: int, settings: TrainingSettings) -> bool:
-    """Whether development rows are scored after so many steps; after the last they always are."""
+def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
+    """Returns a message if the smoothed loss exceeds `ratio` times the first loss (or 1, if that is larger).
+
+    The message is empty if the loss hasn't risen that far.
+    """
+    first, smoothed = progress.first_loss, progress.smoothed_loss
+    if first is not None and smoothed is not None and smoothed > ratio * max(first, 1.0):
+        return f"step {progress.step}: the smoothed loss is {smoothed:.3g}, the first loss was {first:.3g}"
+    return ""
+
+
+def _is_evaluation_due(step: int, settings: TrainingSettings) -> bool:
+    """Whether to evaluate after this many steps; True after the last step."""
     every = settings.evaluate_every
     return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
 
 
-def _not_finite(measurement: Measurement, step: int) -> str:
-    """What to say if the numbers of a step are not finite; empty if they are."""
+def _describe_not_finite(measurement: Measurement, step: int) -> str:
+    """Returns a message if the loss or a derivative of a step is not finite; else an empty string."""
     loss, derivatives = measurement.loss, measurement.derivatives
-    bad = int(derivatives.size - np.isfinite(derivatives).sum())
-    if bad or not math.isfinite(loss):
-        name = "scalars" if measurement.gradient is None else "derivatives"
-        return f"step {step}: the loss is {loss}, {bad} of {derivatives.size} {name} are not finite"
-    return ""
-
-
-def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
-    """What to say if the smoothed loss is above `ratio` times the first one, and 1; empty if it isn't."""
-    first, smoothed = progress.first_loss, progress.smoothed_loss
-    if first is not None and smoothed is not None and smoothed > ratio * max(first, 1.0):
-        return f"step {progress.step}: the smoothed loss is {smoothed:.3g}, it began at {first:.3g}"
+    count = int(derivatives.size - np.isfinite(derivatives).sum())
+    if count or not math.isfinite(loss):
+        name = "projected gradients" if measurement.gradient is None else "derivatives"
+        return f"step {step}: the loss is {loss}, and {count} of {derivatives.size} {name} are not finite"
     return ""

@@ -1,4 +1,4 @@
-"""Who watches the loop of a run: progress on the terminal, metrics and summary in the run folder."""
+"""The observer of a run: progress on the terminal, metrics and summary in the run folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from prge.training.settings import TrainingFlags
 
 
 class RunMonitor:
-    """Implements prge.training.loop.Observer; `stopped` is set when the user asks for an end.
+    """Implements prge.training.loop.Observer: writes progress, metrics.jsonl, log.txt and run.json of a run.
 
-    `newest` is the last evaluation, empty before the first one.
+    Attributes:
+        stopped: set when the user asks to stop; the caller has to check it.
+        newest: record of the latest evaluation; empty before the first one.
+        summary_facts: further fields of the block `train` of run.json.
 
     Args:
-        settings: of the run.
-        taken: steps that it has taken before.
-        rows: how many rows the first so many steps computed.
-        describe: the blocks `run` and `train` of run.json, as far as whoever trains knows them.
+        settings: settings of the run.
+        taken: number of steps that earlier processes took.
+        rows: returns the number of rows computed in a number of steps.
+        describe: returns the caller's fields of the blocks `run` and `train` of run.json.
     """
 
     def __init__(
@@ -47,15 +50,14 @@ class RunMonitor:
         self.rows = rows
         self.describe = describe
         self.stopped = False
-        # Further facts of the block `train`, as they come.
         self.summary_facts: Record = {}
         self.log = RunLog(settings.out, keep_through=taken)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
         self.progress.skip(taken)
         self._written = {(record["event"], record["step"]) for record in self.log.records}
         last = self.log.records[-1] if self.log.records else {}
-        self._earlier = float(last.get("seconds") or 0.0)
-        self._evaluating = float(last.get("evaluation_seconds") or 0.0)
+        self._earlier_seconds = float(last.get("seconds") or 0.0)
+        self._evaluation_seconds = float(last.get("evaluation_seconds") or 0.0)
         tangents = [record.get("largest_tangent") for record in self.log.records]
         self._largest_tangent = max(filter(None, tangents), default=None)
         self._before: Record | None = None
@@ -75,7 +77,7 @@ class RunMonitor:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.close()
         if error is None:
@@ -89,41 +91,41 @@ class RunMonitor:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, without pauses."""
-        return self._earlier + time.perf_counter() - self._begin
+        """Duration of the run, without pauses."""
+        return self._earlier_seconds + time.perf_counter() - self._start
 
     def start_clock(self) -> None:
-        """Count the seconds of this part of the run from now on, and its memory beyond what is loaded."""
+        """Start measuring the duration and the memory of this part of the run."""
         self.log.memory.start()
-        self._begin = self._last = time.perf_counter()
+        self._start = self._last_time = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Training is over: what comes now counts neither as seconds nor as memory of the run."""
-        self._earlier, self._memory = self.seconds, self.log.memory.report()
+        """Stop measuring the duration and the memory of the run, at the end of training."""
+        self._earlier_seconds, self._memory = self.seconds, self.log.memory.report()
         self.start_clock()
 
     def note(self, text: str) -> None:
-        """Tell the user, and the log."""
-        text = visible(text)  # it may show a row
+        """Print a message and write it to the log."""
+        text = visible(text)  # it may quote a row
         self.progress.note(text)
         for line in text.split("\n"):
             self.log.text(line)
 
     def on_wait(self, why: str) -> None:
-        """Tell in the summary what a pause waits for."""
+        """Write to run.json what a pause waits for."""
         self._waits_for = why
         self._summarize("running")
 
     def on_pause(self, seconds: float) -> None:
-        """Leave a pause out of the seconds of the run."""
+        """Exclude a pause from the duration of the run."""
         self.progress.exclude(seconds, recurring=False)
         self._paused += seconds
-        self._begin += seconds
+        self._start += seconds
         self.on_wait("")
-        self._last = time.perf_counter()
+        self._last_time = time.perf_counter()
 
     def catch_up(self, journal: Journal) -> None:
-        """Write the metrics of what the journal holds and the process before had no time to tell."""
+        """Write the metrics of journaled steps and evaluations that an earlier process didn't write."""
         for record in journal.records:
             with journal.reading(record):
                 if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
@@ -136,8 +138,8 @@ class RunMonitor:
         self.steps = max(self.steps, record["step"] + 1)
         if measurement is not None:
             self._write_step(record, measurement)
-            self.progress.update(self.steps, record["tokens"], **self._shown(record))
-        self._last = time.perf_counter()
+            self.progress.update(self.steps, record["tokens"], **self._bar_values(record))
+        self._last_time = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.loop.Observer."""
@@ -146,41 +148,41 @@ class RunMonitor:
         if fresh:
             self._write_evaluation(record)
             self.note(f"step {record['step']}: development rows: {_figures_text(record)}")
-        self._last = time.perf_counter()
+        self._last_time = time.perf_counter()
 
     def on_samples(self) -> None:
-        """Prompts were answered, which counts as an evaluation."""
+        """Called after prompts were completed; their time counts as evaluation time."""
         now = time.perf_counter()
-        self._evaluating += now - self._last
-        self.progress.exclude(now - self._last)
-        self._last = now
+        self._evaluation_seconds += now - self._last_time
+        self.progress.exclude(now - self._last_time)
+        self._last_time = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
-        """Say which step the result is of, and how development rows were scored before, at best and last."""
+        """Report the step of the result, and the first, the best and the last evaluation."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
         self.note(f"final: step {step} of {self.steps}{figures}")
-        found: dict[str, Record] = {}
+        evaluations: dict[str, Record] = {}
         for name, record in (("before", self._before), ("best", self._best), ("last", self.newest)):
-            if record and record["step"] not in {each["step"] for each in found.values()}:
-                found[name] = record
-        if len(found) > 1:
-            self.note(evaluation_table(found, step))
+            if record and record["step"] not in {each["step"] for each in evaluations.values()}:
+                evaluations[name] = record
+        if len(evaluations) > 1:
+            self.note(evaluation_table(evaluations, step))
 
     def _judge(self, record: Record) -> None:
-        """Take note of an evaluation: whether it is of the start, or the best so far."""
-        if record.get("value") is None:  # not finite, or of a run that was begun without it
+        """Record an evaluation as the one at the start, or as the best so far."""
+        if record.get("value") is None:  # not finite, or from a version that had no `value`
             return
         if record["step"] == 0:
             self._before = record
         if self._best is None or merit_of(record) > merit_of(self._best):
             self._best = record
 
-    def _shown(self, record: Record) -> dict[str, float | str | None]:
-        """What the bar tells of a step."""
+    def _bar_values(self, record: Record) -> dict[str, float | str | None]:
+        """Returns the values that the progress bar shows for a step."""
         figures: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
-            # What steps are judged by, which may be another than the metric.
+            # The best step may have been chosen by its loss instead of the metric.
             by_loss = self.settings.select == "loss"
             name, best = ("loss", self._best["loss"]) if by_loss else score_of(self._best)
             figures[f"best dev {name.replace('_', ' ')}"] = best
@@ -191,13 +193,13 @@ class RunMonitor:
         return figures
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
-        figures = {**_figures(record, measurement), **self._of_engine(measurement)}
+        figures = {**_figures(record, measurement), **self._engine_metrics(measurement)}
         self._write("step", record["step"] + 1, figures)
 
     def _write_evaluation(self, record: Record) -> None:
         self._judge(record)
         last = self.log.last("evaluation")
-        if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
+        if last is not None and last["step"] >= record["step"]:  # the journal lost it in a power failure
             return
         figures = {"split": "dev", **_evaluation(record), "value": record["value"]}
         self._write("evaluation", record["step"], figures)
@@ -207,16 +209,16 @@ class RunMonitor:
             counts = {
                 "rows": self.rows(step),
                 "seconds": self.seconds,
-                "evaluation_seconds": self._evaluating,
+                "evaluation_seconds": self._evaluation_seconds,
             }
             self.log.metric({"event": event, "step": step, **figures, **counts})
 
-    def _of_engine(self, measurement: Measurement | None) -> Record:
-        """A step's seconds in the engine and around it, and its largest derivative where there is one."""
+    def _engine_metrics(self, measurement: Measurement | None) -> Record:
+        """Returns the seconds of a step inside and outside of the engine, and the largest tangent, if any."""
         if measurement is None:
             return {"engine_seconds": None, "host_seconds": None}
         tangent, inside = measurement.largest_tangent, measurement.engine_seconds
-        times = {"engine_seconds": inside, "host_seconds": time.perf_counter() - self._last - inside}
+        times = {"engine_seconds": inside, "host_seconds": time.perf_counter() - self._last_time - inside}
         if tangent is None:
             return times
         self._largest_tangent = max(tangent, self._largest_tangent or 0.0)
@@ -232,8 +234,8 @@ class RunMonitor:
             run={"status": status, "waits_for": waits_for, "settings": settings, **run},
             train={
                 "steps": self.steps,
-                "seconds": self._earlier if self._memory else self.seconds,
-                "evaluation_seconds": self._evaluating,
+                "seconds": self._earlier_seconds if self._memory else self.seconds,
+                "evaluation_seconds": self._evaluation_seconds,
                 "paused_seconds": self._paused,
                 "rows": self.rows(self.steps),
                 "largest_tangent": self._largest_tangent,
@@ -252,7 +254,7 @@ class RunMonitor:
 
 @contextmanager
 def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after its step, a second one at once."""
+    """Stop the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
 
     def stop(number: int, frame: object) -> None:
         if watcher.stopped:
@@ -266,12 +268,12 @@ def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
 
 
 def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of a sampled answer in one line: a text, or the last of its messages."""
+    """Returns a prompt in one line: its text, or the content of its last message."""
     return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
-    """How many sampled answers training changed, in a sentence; empty without answers to compare."""
+    """Returns a sentence on how many sampled answers training changed; empty if there are none to compare."""
     pairs = list(zip(before, after, strict=False))
     changed = sum(first != second for first, second in pairs)
     if not pairs:
@@ -282,7 +284,7 @@ def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
-    """Evaluations by what they are called, a line each; the step `final` is marked."""
+    """Format evaluations as a table with a line for each name; the step `final` is marked."""
     name = score_of(next(iter(records.values())))[0]
     columns = ("loss",) if name == "loss" else ("loss", name)
     lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
@@ -294,26 +296,26 @@ def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
 
 
 def _figures_text(record: Record) -> str:
-    """Loss and metric of a record, for a person."""
+    """Format loss and metrics of an evaluation in one line."""
     figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
 
 
 def _evaluation(record: Record) -> Record:
-    """Step, loss and metric of a record."""
+    """Returns the step, the loss and the metrics of a record."""
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
 
 
 def _figures(record: Record, measurement: Measurement | None) -> Record:
-    """Loss, learning rate and tokens of a step, and the size of its derivatives."""
-    kept = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
-    return {**kept, **_size(record, measurement)}
+    """Returns the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
+    figures = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
+    return {**figures, **_gradient_size(record, measurement)}
 
 
-def _size(record: Record, measurement: Measurement | None) -> Record:
-    """How large the derivatives of a step are, where the record has them."""
+def _gradient_size(record: Record, measurement: Measurement | None) -> Record:
+    """Returns the norm of a step's gradient, or the deviation of its projected gradients."""
     if "gradient" in record:
-        # The record has it as text: of a large adapter some megabytes, which take time to read.
+        # Decoding the record's gradient, megabytes of text for a large adapter, takes time.
         gradient = None if measurement is None else measurement.gradient
         if gradient is None:
             gradient = decode_array(record["gradient"])

@@ -1,4 +1,4 @@
-"""Optimizers over one flat vector, and learning-rate schedules."""
+"""Optimizers of one flat parameter vector, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from prge.engine import Array, FloatArray
 ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "momentum", "adam"]
 
-_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
+_WARMUP_SHARE, _MIN_WARMUP, _MAX_WARMUP_SHARE = 0.1, 8, 1 / 3
 
 
 class Optimizer(Protocol):
-    """Moves values against a gradient; `state` names every array that a checkpoint must keep."""
+    """Updates values with a gradient; `state` holds the arrays that a checkpoint must store, by name."""
 
     state: dict[str, Array]
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
+        """Update `values` in place."""
         ...
 
 
 class SGD:
-    """values -= learning_rate * gradient."""
+    """Gradient descent: values -= learning_rate * gradient."""
 
     def __init__(self) -> None:
         self.state: dict[str, Array] = {}
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
+        """Update `values` in place."""
         values -= np.float32(learning_rate) * gradient
 
 
 class Momentum:
-    """Heavy ball: velocity = momentum * velocity + gradient; values -= learning_rate * velocity."""
+    """Heavy-ball momentum: velocity = momentum * velocity + gradient; values -= learning_rate * velocity."""
 
     def __init__(self, size: int, momentum: float = 0.9) -> None:
         self.momentum = np.float32(momentum)
         self.state: dict[str, Array] = {"velocity": np.zeros(size, np.float32)}
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
+        """Update `values` in place."""
         velocity = self.state["velocity"]
         velocity *= self.momentum
         velocity += gradient
@@ -64,7 +64,7 @@ class Adam:
         }
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
+        """Update `values` in place."""
         first, updates = self.state["first_moment"], self.state["updates"]
         updates += 1
         count = int(updates[0])
@@ -80,23 +80,28 @@ class Adam:
 
 
 class PerValueRates:
-    """Another optimizer whose values move `rates` times as far as it says, f32 [size]."""
+    """Multiplies the updates of another optimizer by a factor for each value, as LoRA+ does.
+
+    Args:
+        inner: the other optimizer.
+        rates: factor of each value, f32 [size].
+    """
 
     def __init__(self, inner: Optimizer, rates: FloatArray) -> None:
         self.inner, self.rates = inner, rates
         self.state = inner.state
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
-        moved = values.copy()
-        self.inner.update(moved, gradient, learning_rate)
-        values += self.rates * (moved - values)
+        """Update `values` in place."""
+        updated = values.copy()
+        self.inner.update(updated, gradient, learning_rate)
+        values += self.rates * (updated - values)
 
 
 class DecoupledDecay:
-    """Another optimizer whose values shrink before each of its updates: values *= 1 - learning_rate * decay.
+    """Decoupled weight decay before the updates of another optimizer: values *= 1 - learning_rate * decay.
 
-    With Adam this is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) as PyTorch computes it.
+    With Adam, this is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) as PyTorch implements it.
     """
 
     def __init__(self, inner: Optimizer, decay: float) -> None:
@@ -104,7 +109,7 @@ class DecoupledDecay:
         self.state = inner.state
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
+        """Update `values` in place."""
         values *= np.float32(1 - learning_rate * self.decay)
         self.inner.update(values, gradient, learning_rate)
 
@@ -117,7 +122,16 @@ def make_optimizer(
     beta2: float = 0.999,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """The optimizer of that name over `size` values, all of which decay where any do."""
+    """Construct an optimizer by name.
+
+    Args:
+        name: name of the optimizer.
+        size: number of values.
+        momentum: coefficient of `momentum`.
+        beta1: first coefficient of `adam`.
+        beta2: second coefficient of `adam`.
+        weight_decay: decoupled weight decay of all values.
+    """
     optimizer: Optimizer
     if name == "sgd":
         optimizer = SGD()
@@ -129,12 +143,15 @@ def make_optimizer(
 
 
 def default_warmup_steps(steps: int) -> int:
-    """Steps in which the learning rate rises: Adam doesn't know gradients' sizes in its first ones."""
-    return min(max(round(_WARMUP_SHARE * steps), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * steps))
+    """Returns the default number of warm-up steps, in which Adam learns the size of gradients."""
+    return min(max(round(_WARMUP_SHARE * steps), _MIN_WARMUP), int(_MAX_WARMUP_SHARE * steps))
 
 
 def schedule(name: ScheduleName, peak: float, steps: int, warmup: int = 0) -> Callable[[int], float]:
-    """Learning rate of a step counted from 0: linear warm-up to `peak`, then constant or down to 0."""
+    """Returns a function from a step, counted from 0, to its learning rate.
+
+    The learning rate rises linearly to `peak` during the warm-up, and then stays constant or falls to 0.
+    """
 
     def rate(step: int) -> float:
         if step < warmup:

@@ -1,7 +1,7 @@
-"""A run's recipe: all settings that determine its bits, and what they make.
+"""The recipe of a run: all settings that determine its bits, and the objects constructed from them.
 
-It is what a journal begins with and what a resumed run is compared with. Where things lie, what computes
-them, how fast, and when, is no part of it: hashes tell what the bundle and the rows are.
+A journal starts with the recipe, and a resumed run is compared with it. Paths, the engine, threads, memory
+and constraints aren't part of it; the bundle and the rows are identified by hashes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ Precision = Literal["float32", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingLoopFlags):
-    """The run: what determines its bits, but for its rows and bundle."""
+    """Settings that determine the bits of a run, other than its bundle and rows."""
 
     epochs: float | None = None
-    """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
+    """Number of passes over the training rows, instead of --steps; may be a fraction, such as 0.5."""
     batch_size: int | None = None
-    """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many as
-    have 4 sequences together, which is 2 pairs; at least 1."""
+    """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many
+    examples as have 4 sequences together, such as 2 pairs; at least 1."""
     head_learning_rate: float = 0.0
-    """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
+    """Encoders: train the fitted head with its exact gradient at this peak learning rate, without folds; 0:
+    keep the head fixed."""
     trunk_cache_dtype: Precision = "float32"
-    """Precision of what --trunk-cache-bytes keeps. float16 takes half the room and rounds the states."""
+    """Precision of the hidden states in the cache of --trunk-cache-bytes. float16 halves its size but rounds
+    them."""
     checkpoint_dtype: Precision = "float32"
-    """exact: precision of the states between blocks that the way back goes through. float16 takes half the
-    room and rounds them. Above --memory they lie in a file of the run folder."""
+    """exact: precision of the activation checkpoints between blocks. float16 halves their size but rounds
+    them. If they don't fit into --memory, they are stored in a file of the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(RunFlags):
-    """What a run is.
+    """The identity of a run.
 
-    `columns`, `control_tokens` and `append_eos` say how rows become examples.
+    `columns`, `control_tokens` and `append_eos` determine how rows become examples.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -61,19 +63,19 @@ class Recipe(RunFlags):
 
     @classmethod
     def of(cls, settings: Any) -> Recipe:
-        """The recipe among settings that have all of its fields."""
+        """Returns the recipe of settings that have all of its fields."""
         return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
     @classmethod
     def from_record(cls, stored: Mapping[str, Any]) -> Recipe:
-        """The recipe that a journal has.
+        """Read the recipe of a journal record.
 
         Raises:
-            ConfigError: an earlier version wrote it, with settings that this one lacks.
+            ConfigError: the record has settings of an earlier version that don't exist any more.
         """
         if unknown := stored.keys() - {each.name for each in fields(cls)}:
             raise ConfigError(
-                "the run was begun by an earlier version of prge:",
+                "the run was started by an earlier version of prge:",
                 [f"this version has no setting {', '.join(sorted(unknown))}"],
                 remedy="finish it with the version that run.json names, or start a new run from its adapter "
                 "with --adapter",
@@ -82,21 +84,21 @@ class Recipe(RunFlags):
         return cls(**stored)
 
     def to_record(self) -> Record:
-        """As a journal has it."""
+        """Returns the recipe as a journal stores it."""
         return asdict(self)
 
     def new_estimator(self) -> Estimator:
-        """What a step's gradient is made by."""
+        """Construct the estimator."""
         return make_estimator(self)
 
     def sampler(self, examples: Sequence[Example]) -> Sampler:
-        """The examples of each step; ValueError where their number is not settled."""
+        """Construct the sampler of examples; raises ValueError if `batch_size` isn't set."""
         if self.batch_size is None:
-            raise ValueError("how many examples a step has is not settled")
+            raise ValueError("batch_size is not set")
         return Sampler(examples, self.batch_size, self.seed, self.loss_normalisation)
 
     def new_state(self, adapter: Adapter, heads: Heads) -> TrainingState:
-        """The state before the first step, from the adapter that a run starts with."""
+        """Returns the state before the first step, with a copy of the adapter that the run starts from."""
         adapter = adapter.copy()
         head_optimizer = None
         if heads.head is not None and self.head_learning_rate:
@@ -105,9 +107,9 @@ class Recipe(RunFlags):
         return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
     def new_optimizer(self, modules: Sequence[AdaptedModule]) -> Optimizer:
-        """The optimizer of an adapter's values; ValueError where it is not settled."""
+        """Construct the optimizer of an adapter; raises ValueError if `optimizer` or `beta2` isn't set."""
         if self.optimizer is None or self.beta2 is None:
-            raise ValueError("which optimizer is not settled")
+            raise ValueError("optimizer or beta2 is not set")
         optimizer = make_optimizer(
             self.optimizer,
             adapter_size(modules),
@@ -124,7 +126,7 @@ class Recipe(RunFlags):
         return PerValueRates(optimizer, np.concatenate(rates).astype(np.float32))
 
     def learning_rates(self) -> Callable[[int], dict[str, float]]:
-        """Learning rates of a step, by their names in the journal."""
+        """Returns a function from a step to its learning rates, by their names in the journal."""
         peaks = {"learning_rate": self.learning_rate}
         if self.head_learning_rate:
             peaks["head_learning_rate"] = self.head_learning_rate

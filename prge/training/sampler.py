@@ -1,4 +1,4 @@
-"""Which rows a step sees: a function of (seed, step) alone, so that a resumed run sees the same ones."""
+"""Sampling of training examples as a function of (seed, step), the same in a resumed run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from prge.engine import IntArray
 from prge.objectives.examples import Example, LossNormalisation, weighted_by_tokens
 from prge.training.estimators.directions import philox
 
-# Directions use streams counted from 0 under the key (seed, step); row orders take the last stream.
+# Directions use the streams from 0 on with the key (seed, step); row orders use the last stream.
 _ROW_ORDER_STREAM = 2**64 - 1
 
 
 @lru_cache(maxsize=4)
 def row_order(seed: int, epoch: int, rows: int) -> IntArray:
-    """A permutation of `rows` rows, i64 [rows], the same on every machine and numpy version."""
+    """Returns a random permutation for an epoch, i64 [rows], the same on every machine."""
     keys = philox(seed, epoch, _ROW_ORDER_STREAM, rows)
     return np.argsort(keys, kind="stable")
 
 
 def max_sequences(examples: Sequence[Example]) -> int:
-    """Sequences of the example that has most of them; 1 without examples."""
+    """Returns the largest number of sequences of an example; 1 if there are no examples."""
     return max((len(example.sequences) for example in examples), default=1)
 
 
 class Sampler:
-    """The examples of each step.
+    """Samples the examples of each step, in a new random permutation for each epoch.
 
-    Every epoch is a new permutation; a step may span the end of one and the start of the next.
+    A step can contain the last examples of an epoch and the first examples of the next.
 
     Args:
         examples: the training examples.
-        batch_size: examples of a step.
-        seed: of the order.
-        normalisation: `token` weights the examples of a step by their target tokens.
+        batch_size: number of examples in a step.
+        seed: seed of the permutations.
+        normalisation: `token`: weight the examples of a step by their number of target tokens.
 
     Raises:
         ValueError: a step has no example.
@@ -58,18 +58,18 @@ class Sampler:
         self._sequences = [0]
 
     def examples_at(self, step: int) -> list[Example]:
-        """The examples of step `step`, counted from 0, as they are."""
+        """Returns the examples of a step, counted from 0, without weights of the normalisation."""
         count = len(self.examples)
         cursor = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
 
     def batch(self, step: int) -> list[Example]:
-        """The examples of step `step`, weighted by the normalisation."""
-        chosen = self.examples_at(step)
-        return weighted_by_tokens(chosen) if self.normalisation == "token" else chosen
+        """Returns the examples of a step, counted from 0, weighted according to the normalisation."""
+        examples = self.examples_at(step)
+        return weighted_by_tokens(examples) if self.normalisation == "token" else examples
 
     def sequences(self, steps: int) -> int:
-        """How many sequences the first so many steps have."""
+        """Returns the number of sequences in the first `steps` steps."""
         for step in range(len(self._sequences) - 1, steps):
             count = sum(len(example.sequences) for example in self.examples_at(step))
             self._sequences.append(self._sequences[-1] + count)

@@ -1,6 +1,6 @@
-"""A training session: the steps of a recipe on some data, computed by an engine, kept in a store.
+"""Training sessions: a recipe, an engine, data and a store assembled into a training loop.
 
-`prge run`, rounds of learning while serving, and a fleet's device are sessions.
+`prge run`, learning while serving, and the devices of a fleet train with sessions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from prge.training.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class SessionData:
-    """What a session trains.
+    """The data of a session.
 
     Attributes:
-        train: examples to train on.
-        dev: examples that are scored on the way; without any there are no evaluations.
-        task: of the rows, if they are of one.
-        objective: makes a loss of scores.
-        adapter: that training starts from.
-        heads: an encoder's.
-        sampler: the examples of each step; default: the recipe's.
+        train: training examples.
+        dev: development examples; if there are none, nothing is evaluated.
+        task: the task of the examples, if they have one.
+        objective: the loss as a function of scores.
+        adapter: the adapter to start from.
+        heads: the classification heads of an encoder.
+        sampler: the sampler of training examples; default: the recipe's.
     """
 
     train: Sequence[Example]
@@ -49,22 +49,22 @@ class SessionData:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A session that is open; `state` is what it has learnt so far."""
+    """An open session; see `open_session`."""
 
     learner: AdapterLearner
 
     @property
     def state(self) -> TrainingState:
-        """The adapter, the optimizer, and how far the session has come."""
+        """The current adapter, optimizer and progress."""
         return self.learner.state
 
     @property
     def sampler(self) -> Sampler:
-        """The examples of each step."""
+        """The sampler of training examples."""
         return self.learner.sampler
 
     def train(self, observer: Observer, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Train until the last step, an early stop, or an interruption.
+        """Train until the last step, until patience runs out, or until `interrupted()` returns True.
 
         Raises:
             DivergenceError: see prge.training.loop.Learner.step.
@@ -73,29 +73,29 @@ class Session:
 
 
 class SilentObserver:
-    """Implements Observer: nobody watches."""
+    """Implements Observer; does nothing."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def open_session(
     recipe: Recipe, engine: Engine, data: SessionData, store: Store, *, until: int | None = None
 ) -> Session:
-    """A session that goes on from what its store has.
+    """Open a session, which continues from the journal and the checkpoints in its store.
 
     Args:
-        recipe: what its steps are.
-        engine: computes them.
-        data: what it trains.
-        store: keeps what it learns.
-        until: step to stop after; default: the recipe's last one.
+        recipe: the settings that determine the steps.
+        engine: computes the steps.
+        data: examples, objective, and the adapter to start from.
+        store: holds the journal and the checkpoints.
+        until: number of steps to stop after; default: all steps of the recipe.
     """
 
-    def score(state: TrainingState) -> Record:
+    def evaluate_state(state: TrainingState) -> Record:
         return evaluate(
             engine,
             state.adapter,
@@ -115,8 +115,8 @@ def open_session(
         state=store.resume(recipe.new_state(data.adapter, data.heads)),
         settings=recipe.loop_settings(checkpoint_every=store.checkpoint_every, until=until),
         journal=store.journal,
-        keep=store.save,
-        score=score if data.dev else None,
+        save_state=store.save,
+        evaluate_state=evaluate_state if data.dev else None,
         objective=data.objective,
     )
     return Session(learner=learner)

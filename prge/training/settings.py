@@ -1,4 +1,4 @@
-"""Settings that verbs share: what rows are, which of them, how they are fitted, how a training goes."""
+"""Settings that verbs share: rows, their selection and truncation, optimizer and loop."""
 
 from __future__ import annotations
 
@@ -20,64 +20,66 @@ from prge.training.optimizers import OptimizerName, ScheduleName, default_warmup
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
 Rows = TypeVar("Rows", bound="RowsFlags")
-# Settings that name rows, which need be no path.
+# Settings that name rows; their values may be names of hub data sets instead of paths.
 _ROWS = ("train", "dev", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsFlags:
-    """What rows are."""
+    """The form of the rows."""
 
     task: NamedOrFile | None = None
-    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
-    messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
+    """Name of a task, or a YAML file. Without a task, the columns determine what a row is: a text, a prompt
+    with a completion, messages, Alpaca's or ShareGPT's format, a pair of answers, or a rated answer."""
     columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
+    """Renames columns of the rows, such as prompt=question completion=answer."""
     control_tokens: ControlTokens = "special"
-    """Where control tokens that are written in rows, such as <|im_end|>, are control tokens and not the
-    characters that they are: special, in texts, prompts and completions, not in messages; prompt, in prompts
-    alone; all, in messages too; text, nowhere. How many there are is reported."""
+    """Where control tokens that are written out in rows, such as <|im_end|>, are read as control tokens and
+    not as
+    plain characters. special: in texts, prompts and completions, not in messages; prompt: only in prompts;
+        all: also
+    in messages; text: nowhere. Their number is reported."""
     date: Day | None = None
-    """Day that a chat template takes for today; default: that of the run that is gone on with or scored, else
-    today."""
+    """Date that chat templates get as today's; default: the date of the run that is resumed or evaluated,
+    else today."""
 
     def with_date(self: Rows) -> Rows:
-        """The same settings with today's date where they have none."""
+        """Returns the settings with today's date if they have no date."""
         return self if self.date else replace(self, date=Day(date.today().isoformat()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleFlags(RowsFlags):
-    """What rows are, and what is learnt of them."""
+    """The form of the rows, and how they become examples."""
 
     append_eos: bool = True
-    """End texts and completions with the model's end-of-sequence token, unless they end with it."""
+    """Append the model's end-of-sequence token to texts and completions that don't end with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionFlags:
-    """Which rows of a file."""
+    """The selection of rows of a file."""
 
     start: int = 0
-    """Rows to leave out at the file's beginning, after shuffling."""
+    """Number of rows to skip at the beginning of the file, after shuffling."""
     limit: int | None = None
-    """Most rows."""
+    """Most rows to read."""
     shuffle_seed: int | None = None
-    """Shuffle the file before start and limit; the same rows on every machine."""
+    """Shuffle the rows with this seed before start and limit; the same order on every machine."""
 
     @property
     def selection(self) -> Selection:
-        """The rows to read."""
+        """The selection of rows to read."""
         return Selection(self.start, self.limit, self.shuffle_seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowFlags:
-    """How rows are fitted."""
+    """The handling of long rows."""
 
     overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
-    and chats, truncate all else. What is cut is reported."""
+    """What to do with rows that are too long for the bundle: error, truncate or split; auto: split texts and
+    chats, truncate others. Truncation is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,9 @@ class LearningRateFlags:
     learning_rate: float = 3e-3
     """Peak learning rate."""
     schedule: ScheduleName = "cosine"
-    """Learning rate over the steps after warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup: int | None = None
-    """Steps of linear warm-up; default: a tenth of all, at least 8, at most a third."""
+    """Steps of linear warm-up; default: a tenth of all steps, at least 8 and at most a third."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,59 +101,61 @@ class OptimizerFlags:
     optimizer: OptimizerName | None = None
     """sgd, momentum or adam. Default: adam."""
     momentum: float = 0.9
-    """momentum's coefficient, and adam's beta1."""
+    """Coefficient of momentum, and beta1 of adam."""
     beta2: float | None = None
-    """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
+    """beta2 of adam; default: 0.98 with exact gradients, else 0.999."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, as AdamW's: before each update the values shrink by this times the learning
-    rate. All trained matrices decay: lora_b, and lora_a where it is trained."""
+    """Decoupled weight decay, as in AdamW, of all trained matrices: before each update, the values are
+    multiplied by 1 - learning rate * weight decay."""
     lora_plus: float = 1.0
-    """Bundles of `--adapter lora`: learning rate of lora_b in units of that of lora_a, such as 16 (LoRA+)."""
+    """Bundles of `--adapter lora`: ratio of lora_b's learning rate to lora_a's, such as 16 (LoRA+)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
-    """How a training goes: what determines its steps, whatever the rows are."""
+    """Settings that determine the steps of a training, whatever the form of the rows."""
 
     seed: int = 42
-    """Seed of row order and of random directions."""
+    """Seed of the order of rows and of random directions."""
     steps: int = 1000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
 
     train_start: int = 0
-    """Training rows to leave out at the file's beginning, after shuffling."""
+    """Training rows to skip at the beginning of the file, after shuffling."""
     train_limit: int | None = None
     """Most training rows."""
     dev_start: int = 0
-    """Development rows to leave out, after shuffling."""
+    """Development rows to skip, after shuffling."""
     dev_limit: int | None = None
     """Most development rows."""
     shuffle_seed: int | None = None
-    """Shuffle the training and development files before start and limit; the same rows on every machine."""
+    """Shuffle training and development rows with this seed before start and limit; the same order on every
+    machine."""
     max_dropped: float = 0.05
-    """Largest share of target tokens that may be left out because rows are too long."""
+    """Largest share of target tokens that may be lost because rows are too long."""
 
     evaluate_every: int = 100
-    """Steps between evaluations on development rows; 0: only at the end."""
+    """Steps between evaluations on development rows; 0: only after the last step."""
     evaluate_at: list[int] = field(default_factory=list)
-    """Further steps to evaluate after, such as 1 2 4 8 16; 0 is the start."""
+    """Further steps to evaluate after, such as 1 2 4 8 16; 0: before the first step."""
     select: Literal["metric", "loss"] = "metric"
-    """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
+    """What the best step is selected by: the task's metric (perplexity without a task), or the loss."""
     patience: int = 0
-    """Stop after this many evaluations without a higher value; 0: never."""
+    """Stop after this many evaluations without an improvement; 0: never."""
     divergence_ratio: float = 3.0
-    """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
+    """Stop when the smoothed loss exceeds this multiple of the first loss (or of 1, if that is larger)."""
 
     head_folds: int = 10
-    """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
+    """Encoders: score each training row with a head that was fitted without the row's fold; 0: with the final
+    head."""
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up."""
+        """Number of warm-up steps."""
         return default_warmup_steps(self.steps) if self.warmup is None else self.warmup
 
     def loop_settings(self, *, checkpoint_every: int, until: int | None = None) -> TrainingSettings:
-        """The settings of the loop, which ends after `until` steps if that is given."""
+        """Returns the settings of the training loop, which stops after `until` steps if that is given."""
         return TrainingSettings(
             steps=self.steps if until is None else until,
             seed=self.seed,
@@ -165,30 +169,30 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
 
 @dataclass(frozen=True)
 class TrainingFlags(TrainingLoopFlags, ExampleFlags):
-    """What is trained, and on what."""
+    """A training: bundle, rows, and run folder."""
 
     bundle: BundleInput
-    """Folder that `prge export` wrote."""
+    """Bundle folder that `prge export` wrote."""
     train: TrainRows
-    """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
-    train, valid and test; or the name of a data set of the hub."""
+    """Training rows: one or several jsonl, json, csv, tsv or parquet files; a folder with files train, valid
+    and test; or the name of a data set on the Hugging Face hub."""
     out: OutputFolder
-    """Run folder to make."""
+    """Run folder to create."""
     dev: DevRows | None = None
-    """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
-    valid, of a data set the split validation."""
+    """Development rows, evaluated during training; the best step becomes the result. Of a folder, the file
+    valid is read; of a data set, the split validation."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: none."""
     quiet: bool = False
-    """Print no progress."""
+    """Don't print progress."""
 
     def resolved(self: Flags) -> Flags:
-        """The same settings with absolute paths, for whoever resumes from another folder."""
+        """Returns the settings with absolute paths, to resume from any working directory."""
         return with_absolute_paths(self, keep=hub_names(self, _ROWS), path_texts=("model",))
 
     def shared_problems(self, steps: int | None) -> list[str]:
-        """What can't be used of the settings above; `steps` of the training, if they are known."""
+        """Returns the problems of these settings; `steps` is the number of steps, if it is known."""
         problems = bound_problems(self)
         if steps is not None:
             problems += [

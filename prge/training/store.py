@@ -1,4 +1,4 @@
-"""Where a session keeps what it learns: the journal of its steps, and checkpoints."""
+"""Storage of a training session: the journal of its steps, and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from prge.training.estimators.protocol import Estimator, EstimatorSequence
 from prge.training.estimators.table import EstimatorFlags
 from prge.training.recipe import Recipe
 
-# What may change with the estimator of a run, and the journal's record of it.
+# The settings that --change-estimator allows to change, and the type of the journal record of a change.
 CHANGEABLE = frozenset({"learning_rate", *(item.name for item in fields(EstimatorFlags))})
 CHANGE = "change"
 
 
 class Store(Protocol):
-    """What a session needs of it."""
+    """Stores the steps and checkpoints of a session."""
 
     @property
     def journal(self) -> Journal:
-        """What every step has learnt; a step that it holds is not computed again."""
+        """The journal; the steps and evaluations that it holds aren't computed again."""
         ...
 
     @property
@@ -35,28 +35,28 @@ class Store(Protocol):
         ...
 
     def estimator(self, recipe: Recipe) -> Estimator:
-        """Makes the gradients of the session's steps."""
+        """Returns the estimator of the session's steps."""
         ...
 
     def resume(self, first: TrainingState) -> TrainingState:
-        """The state to go on from; `first` is that of a recipe before its first step."""
+        """Returns the state to continue from; `first` is the recipe's state before the first step."""
         ...
 
     def save(self, state: TrainingState) -> None:
-        """Keep a state."""
+        """Save a checkpoint of the state."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStore:
-    """Implements Store in the folder of a run.
+    """Implements Store in a run folder.
 
     Attributes:
-        folder: of the run, with `checkpoints/` and `final/`.
-        journal: of the run.
+        folder: the run folder, with `checkpoints/` and `final/`.
+        journal: the run's journal.
         template: PEFT folder of the bundle's adapter.
         checkpoint_every: steps between checkpoints; 0: none.
-        keep_gradients: whether the journal keeps gradients of steps before the newest checkpoint.
+        keep_gradients: whether the journal keeps the gradients of steps before the newest checkpoint.
     """
 
     folder: Path
@@ -66,49 +66,49 @@ class RunStore:
     keep_gradients: bool = False
 
     def begin(self, identity: Record, config: str, *, date: str | None, may_change: bool) -> None:
-        """Write down what a new run is, or compare a resumed one with what it was begun as, or changed to.
+        """Record the identity of a new run, or compare a resumed run with the recorded identity.
 
         Args:
-            identity: of the run: its recipe and hashes of its inputs.
-            config: its settings as YAML, for `config.yaml`.
-            date: the day that chat templates take for today.
-            may_change: whether estimator and learning rate may differ from then on.
+            identity: the run's start record, with its recipe and the hashes of its inputs.
+            config: settings as YAML, for `config.yaml`.
+            date: the date that chat templates get as today's.
+            may_change: whether estimator and learning rate may differ from now on.
 
         Raises:
-            ConfigError: every setting and input that differs.
+            ConfigError: a setting or an input differs; the message lists all differences.
         """
         stored = self.journal.first("start")
         if stored is None:
-            # In this order: what has a journal can be resumed, whenever the process ends.
+            # In this order, because a folder with a journal must be resumable if the process is killed here.
             write_settings(self.folder / CONFIG, config)
             self.journal.append(identity)
             return
         last = settings_records(self.journal)[-1]
         with self.journal.reading(last):
-            before, now = Recipe.from_record(last["settings"]).to_record(), identity["settings"]
-            changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+            old, new = Recipe.from_record(last["settings"]).to_record(), identity["settings"]
+            changed = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
             refused = changed - (CHANGEABLE if may_change else set())
-            problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]
+            problems = [f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in sorted(refused)]
         with self.journal.reading(stored):
             problems += [
-                f"the {name} is another one"
+                f"the {name} is different"
                 for name in ("bundle", "train", "dev", "task", "adapter")
                 if stored[name] != identity[name]
             ]
             if stored.get("tokens", identity["tokens"]) != identity["tokens"]:
-                problems.append(f"the rows have other tokens; chat templates took today for {date}")
-            # As JSON reads it back; earlier versions had one objective.
+                problems.append(f"the rows have other tokens; chat templates got {date} as today's date")
+            # Compared as JSON returns it; records of earlier versions have no objective.
             if stored.get("objective") != json.loads(json.dumps(identity["objective"])):
-                problems.append("the objective is another one")
+                problems.append("the objective is different")
         if problems:
             raise ConfigError(
-                "the run was begun with other settings:",
+                "the run was started with other settings:",
                 problems,
                 remedy="resume without them, or start a new run in another folder"
                 + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
                 code="settings-changed",
             )
-        # Settings that were somebody else's are the user's from now on.
+        # Once a user resumes a run of another machine with its settings, they are signed as the user's own.
         if changed or not is_own_file(self.folder / CONFIG):
             write_settings(self.folder / CONFIG, config)
         if changed:
@@ -117,34 +117,34 @@ class RunStore:
             )
 
     def estimator(self, recipe: Recipe) -> Estimator:
-        """See Store; a step that the journal holds is replayed by the estimator that it was taken with."""
+        """See Store; steps of the journal are replayed with the estimator that they were computed with."""
         return load_estimator(self.journal)
 
     def resume(self, first: TrainingState) -> TrainingState:
-        """See Store; reads the newest checkpoint into `first`."""
+        """See Store; loads the newest checkpoint into `first`."""
         load_latest(self.folder / CHECKPOINTS, first, newest=self.journal.steps)
         return first
 
     def save(self, state: TrainingState) -> None:
-        """See Store; checkpoints that nobody needs any more are dropped."""
+        """See Store; checkpoints that are no longer needed are removed."""
         keep_state(
             self.folder, state, self.template, self.journal, self.checkpoint_every, self.keep_gradients
         )
 
     def write_result(self, state: TrainingState) -> Path:
-        """Write the adapter of the best step; returns its folder."""
+        """Write the adapter of the best step to `final/`; return that folder."""
         load_best(self.folder / CHECKPOINTS, state)
         write_result(self.folder / FINAL, state, self.template, overwrite=True)
         return self.folder / FINAL
 
 
 def settings_records(journal: Journal) -> list[Record]:
-    """The records of a journal that have settings: of its start, and of every change."""
+    """Returns the records of a journal that hold settings: the start and all changes."""
     return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
 
 
 def load_estimator(journal: Journal) -> Estimator:
-    """The estimator of a journal's run; it replays a step by that which the step was taken with."""
+    """Returns the estimator of a journal's run, which uses the estimator of the time for each step."""
     since = []
     for record in settings_records(journal):
         with journal.reading(record):

@@ -1,7 +1,7 @@
-"""What is measured beside others: shapes, batches and adapters of figures that were published.
+"""Benchmark configurations: models, batches and adapters for which other projects published figures.
 
-`prge android bench` takes them on a phone, scripts/bench/peers.py beside other trainers on one machine;
-docs/phones.md says who published what.
+`prge android bench` measures them on a phone, scripts/bench/peers.py next to other trainers on one machine;
+docs/phones.md lists the published figures.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Trial:
-    """Exact steps of a model, or texts by it."""
+    """A benchmark of exact training steps, or of text generation."""
 
     shape: str
-    """The architecture's name, as `prge export --model random:NAME` has it."""
+    """Name of the architecture, as in `prge export --model random:NAME`."""
     batch: int
+    """Rows of a step."""
     tokens: int
-    """Of each training row, all of them learnt."""
+    """Tokens of each row, all of which are trained on."""
     rank: int = 8
     layers: tuple[str, ...] | str = QUERY_AND_VALUE
     is_least: bool = False
-    """The weights of one block alone are loaded at a time."""
+    """Whether only the weights of one block are loaded at a time."""
     roles: tuple[str, ...] = (FORWARD, BACKWARD)
     written: int = 0
-    """Tokens of a text after a prompt of as many; 0: it takes steps."""
+    """Number of generated tokens after a prompt of as many; 0: the benchmark measures training steps."""
 
     def text(self) -> str:
-        """In words of a table."""
+        """Describe the benchmark for a table."""
         if self.written:
             return f"{self.shape}, {self.written} tokens after {self.written}"
         layers = "all linear" if self.layers == ALL_LINEAR else "query and value"
         return f"{self.shape}, {self.batch} x {self.tokens}, rank {self.rank}, {layers}"
 
 
-_WRITES = (FORWARD, BACKWARD, PREFILL, DECODE)
+_WITH_GENERATION = (FORWARD, BACKWARD, PREFILL, DECODE)
 TRIALS: Mapping[str, Trial] = {
-    "smollm2-135m": Trial("smollm2-135m", 4, 64, roles=_WRITES),
-    "texts": Trial("smollm2-135m", 4, 64, roles=_WRITES, written=128),
-    # MobileTransformers, which tells neither layers nor tokens.
+    "smollm2-135m": Trial("smollm2-135m", 4, 64, roles=_WITH_GENERATION),
+    "texts": Trial("smollm2-135m", 4, 64, roles=_WITH_GENERATION, written=128),
+    # MobileTransformers, which publishes neither the layers nor the number of tokens.
     "smollm2-360m": Trial("smollm2-360m", 4, 128),
     "qwen2-0.5b": Trial("qwen2-0.5b", 4, 128),
     # MeBP and MeSP.

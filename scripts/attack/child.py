@@ -1,4 +1,4 @@
-"""`prge` in a forked process: the real command line on real files, with limits, killed by real signals.
+"""Run `prge` in a forked process: the real command line on real files, with limits and real signals.
 
 A fork saves a second of imports per case. The parent imports the verbs and never calls an engine.
 """
@@ -26,14 +26,14 @@ from prge.errors import INTERRUPTED
 from prge.system.memory import resident_bytes
 
 DEVICE_VERBS = ("run", "eval", "inspect", "replay", "report", "rows")
-# What the verbs import when they are called.
+# Modules that the verbs import on use.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
-_TAIL, _MOST_OUTPUT = 3000, 4 << 20
+_TAIL, _MAX_OUTPUT = 3000, 4 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a case may take; memory is what it maps beyond its parent."""
+    """Limits of a case; `memory` is the memory that it maps beyond its parent's."""
 
     seconds: float = 120.0
     processor_seconds: int = 60
@@ -42,14 +42,19 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How `prge` ended: its exit code, or minus the signal that ended it, and what it printed.
+class ProcessResult:
+    """The result of a call of `prge`.
 
-    `hung`: it had to be ended. `seconds` of the processor and `memory`, its largest resident size beyond its
-    parent's, count its children too.
+    Attributes:
+        arguments: the command line.
+        code: exit code, or minus the signal that ended the process.
+        output: standard output and standard error.
+        hung: whether the process had to be killed.
+        seconds: processor time, including child processes.
+        memory: peak resident bytes beyond the parent's, including child processes.
     """
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     code: int
     output: str
     hung: bool = False
@@ -58,18 +63,18 @@ class Ended:
 
     @property
     def has_traceback(self) -> bool:
-        """Whether Python told of an error that `prge` didn't expect."""
+        """Whether Python printed the traceback of an unexpected error."""
         return "Traceback (most recent call last)" in self.output or "Exception ignored" in self.output
 
     @property
     def tail(self) -> str:
-        """The end of what it printed."""
+        """The end of the output."""
         return self.output[-_TAIL:]
 
 
 @functools.cache
 def import_verbs(workstation: bool = False) -> None:
-    """Import a device's verbs, or a workstation's with torch, and what they import when they are called."""
+    """Import the verbs of a device, or of a workstation with torch, and the modules that they import late."""
     for name in DEVICE_VERBS:
         importlib.import_module(prge.cli.main.VERBS[name].module)
     for module in _IMPORTED_LATE:
@@ -77,8 +82,8 @@ def import_verbs(workstation: bool = False) -> None:
     if workstation:
         import server_export
 
-        for found in pkgutil.walk_packages(server_export.__path__, "server_export."):
-            importlib.import_module(found.name)
+        for module_info in pkgutil.walk_packages(server_export.__path__, "server_export."):
+            importlib.import_module(module_info.name)
     from device_runner.engines.native import runtime
 
     runtime.prepare()
@@ -86,17 +91,17 @@ def import_verbs(workstation: bool = False) -> None:
 
 @dataclass
 class Child:
-    """One call of `prge`, going on; `wait` for its end.
+    """A running call of `prge`; call `wait` for its result.
 
     Args:
-        words: of the command line.
-        limits: which it ends by.
-        folder: where it works.
-        prepare: called in the child before anything else, after its output was redirected.
-        call: what is called instead of `prge`; its exit code.
+        arguments: the command line.
+        limits: limits of the call.
+        folder: working directory.
+        prepare: function that the child calls first, after its output was redirected.
+        call: function to call instead of `prge`; it returns the exit code.
     """
 
-    words: Sequence[object]
+    arguments: Sequence[object]
     limits: Limits = field(default_factory=Limits)
     folder: Path | None = None
     prepare: Callable[[], object] | None = None
@@ -107,42 +112,42 @@ class Child:
         self._resident = resident_bytes() or 0
         sys.stdout.flush()
         sys.stderr.flush()
-        # A program of its own has no time before its first line, in which nobody would take a Ctrl-C.
+        # A program that was started normally can't receive a Ctrl-C before its first line.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         self.process = os.fork()
         if self.process == 0:
-            self._become_prge()
+            self._run_child()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.began = time.monotonic()
-        self._ended: Ended | None = None
+        self._result: ProcessResult | None = None
         self._handle = os.pidfd_open(self.process)
 
     def signal(self, number: int) -> bool:
-        """Send a signal, unless the process has ended."""
+        """Send a signal and return True, or return False if the process has ended."""
         if self.has_ended(0.0):
             return False
         os.kill(self.process, number)
         return True
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it ends within so many seconds."""
+        """Return whether the process ends within a number of seconds."""
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
-        return self._ended is not None or bool(poll.poll(seconds * 1000))
+        return self._result is not None or bool(poll.poll(seconds * 1000))
 
-    def wait(self) -> Ended:
-        """Wait for its end, or end it when its time is over."""
-        if self._ended is None:
+    def wait(self) -> ProcessResult:
+        """Wait for the result; kill the process when its time is over."""
+        if self._result is None:
             hung = not self.has_ended(max(0.0, self.began + self.limits.seconds - time.monotonic()))
             if hung:
                 os.kill(self.process, signal.SIGKILL)
             _, status, usage = os.wait4(self.process, 0)
             os.close(self._handle)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process, signal.SIGKILL)  # its own children
+                os.killpg(self.process, signal.SIGKILL)  # child processes of the child
             code = os.waitstatus_to_exitcode(status)
-            self._ended = Ended(
-                tuple(map(str, self.words)),
+            self._result = ProcessResult(
+                tuple(map(str, self.arguments)),
                 code,
                 self._output(),
                 hung or code == -signal.SIGXCPU,
@@ -150,13 +155,13 @@ class Child:
                 max(0, usage.ru_maxrss * 1024 - self._resident),
             )
             self._log.close()
-        return self._ended
+        return self._result
 
     def _output(self) -> str:
-        return os.pread(self._log.fileno(), _MOST_OUTPUT, 0).decode(errors="replace")
+        return os.pread(self._log.fileno(), _MAX_OUTPUT, 0).decode(errors="replace")
 
-    def _become_prge(self) -> None:
-        code, begun = 1, False
+    def _run_child(self) -> None:
+        code, has_started = 1, False
         try:
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -169,13 +174,15 @@ class Child:
             if self.prepare is not None:
                 self.prepare()
             self._limit()
-            sys.argv = ["prge", *map(str, self.words)]
+            sys.argv = ["prge", *map(str, self.arguments)]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-            begun = True
+            has_started = True
             code = (self.call or prge.cli.main.main)()
         except BaseException as error:
             within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-            if isinstance(error, KeyboardInterrupt) and not (begun and within):  # as while Python starts
+            if isinstance(error, KeyboardInterrupt) and not (
+                has_started and within
+            ):  # as if Python were still starting
                 os._exit(INTERRUPTED)
             traceback.print_exc()
         finally:
@@ -189,15 +196,15 @@ class Child:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (limits.processor_seconds, limits.processor_seconds + 5))
         if limits.memory is not None:
-            most = _mapped() + limits.memory
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit = _mapped() + limits.memory
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         if limits.file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
 
 
-def prge_ends(words: Sequence[object], limits: Limits | None = None) -> Ended:
-    """Call `prge` and wait for its end."""
-    return Child(words, limits or Limits()).wait()
+def run_prge(arguments: Sequence[object], limits: Limits | None = None) -> ProcessResult:
+    """Call `prge` and return its result."""
+    return Child(arguments, limits or Limits()).wait()
 
 
 def _mapped() -> int:

@@ -1,4 +1,4 @@
-"""Ways to damage a file: by chance, by what it is, and so that every checksum still fits."""
+"""Mutations of files: random ones, ones for a file's format, and ones that keep every checksum valid."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from prge.formats.bundle import MANIFEST, file_sha256, manifest_sha256
 
-Way = Callable[[Path, Random], object]
+Mutation = Callable[[Path, Random], object]
 _BLOCK = 4096
-_HUGE = 5 << 28  # more than a case may map
+_HUGE = 5 << 28  # more than the memory limit of a case
 
 
-def _flip(path: Path, random: Random, times: int = 1) -> None:
+def _flip_bits(path: Path, random: Random, times: int = 1) -> None:
     content = bytearray(path.read_bytes())
     for _ in range(times if content else 0):
         content[random.randrange(len(content))] ^= 1 << random.randrange(8)
@@ -32,12 +32,12 @@ def _overwrite(path: Path, random: Random, block: bytes) -> None:
     path.write_bytes(content)
 
 
-def _cut(path: Path, random: Random) -> None:
+def _truncate(path: Path, random: Random) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: random.randrange(max(1, len(content)))])
 
 
-def _cut_out(path: Path, random: Random) -> None:
+def _remove_bytes(path: Path, random: Random) -> None:
     content = path.read_bytes()
     start = random.randrange(max(1, len(content)))
     path.write_bytes(content[:start] + content[start + random.randint(1, 200) :])
@@ -50,7 +50,7 @@ def _grow(path: Path, random: Random) -> None:
         )
 
 
-def _lines(path: Path, random: Random) -> None:
+def _change_lines(path: Path, random: Random) -> None:
     lines = path.read_bytes().splitlines(keepends=True) or [b""]
     first, second = random.randrange(len(lines)), random.randrange(len(lines))
     change = random.randrange(4)
@@ -65,8 +65,8 @@ def _lines(path: Path, random: Random) -> None:
     path.write_bytes(b"".join(lines))
 
 
-def _swap(path: Path, random: Random) -> None:
-    """Another file of the same folder, or of the one above, takes its place."""
+def _replace_by_other(path: Path, random: Random) -> None:
+    """Replace the file by another one of the same folder or the folder above."""
     others = [other for other in sorted(path.parent.rglob("*")) if other.is_file() and other != path]
     others += [other for other in sorted(path.parent.parent.glob("*/*")) if other.is_file() and other != path]
     content = random.choice(others).read_bytes() if others else b"another file"
@@ -79,28 +79,28 @@ def _replace(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def _link(path: Path) -> None:
-    shutil.move(path, aside(path))
-    path.symlink_to(aside(path))
+    shutil.move(path, linked_path(path))
+    path.symlink_to(linked_path(path))
 
 
-def _huge(path: Path, _: Random) -> None:
+def _make_huge(path: Path, _: Random) -> None:
     with path.open("r+b") as stream:
         stream.truncate(_HUGE)
 
 
-# By chance, and by what a file is. Links lead to a copy beside the case, which must stay as it is.
-WAYS: dict[str, Way] = {
-    "one bit": _flip,
-    "eight bits": lambda path, random: _flip(path, random, 8),
+# Links point to a copy next to the file, which must not change.
+MUTATIONS: dict[str, Mutation] = {
+    "one bit": _flip_bits,
+    "eight bits": lambda path, random: _flip_bits(path, random, 8),
     "noise": lambda path, random: _overwrite(path, random, random.randbytes(random.randint(1, _BLOCK))),
     "zeros": lambda path, random: _overwrite(path, random, bytes(random.randint(1, _BLOCK))),
     "all noise": lambda path, random: path.write_bytes(random.randbytes(path.stat().st_size)),
-    "cut": _cut,
-    "cut out": _cut_out,
+    "cut": _truncate,
+    "cut out": _remove_bytes,
     "empty": lambda path, _: path.write_bytes(b""),
     "grown": _grow,
-    "lines": _lines,
-    "swapped": _swap,
+    "lines": _change_lines,
+    "swapped": _replace_by_other,
     "missing": lambda path, _: path.unlink(),
     "folder": lambda path, _: _replace(path, os.mkdir),
     "pipe": lambda path, _: _replace(path, os.mkfifo),
@@ -110,17 +110,17 @@ WAYS: dict[str, Way] = {
     "device": lambda path, random: _replace(
         path, lambda name: name.symlink_to(random.choice(["/dev/zero", "/dev/full", "/dev/urandom"]))
     ),
-    "huge": _huge,
+    "huge": _make_huge,
 }
 
 
-def aside(path: Path) -> Path:
-    """Where a file lies that a link leads to."""
+def linked_path(path: Path) -> Path:
+    """Return the path of the file that a link points to."""
     return path.with_name(path.name + ".linked")
 
 
-# What Python's JSON can't write is spelled after it was written.
-_SPELLED = {
+# Values that Python's JSON can't write are substituted afterwards.
+_SUBSTITUTIONS = {
     '"@digits@"': "9" * 5000,
     '"@deep@"': "[" * 50_000 + "]" * 50_000,
     '"@nan@"': "NaN",
@@ -130,20 +130,20 @@ _SPELLED = {
     '"@long@"': '"' + "x" * 1_000_000 + '"',
 }
 _VALUES: list[Any] = [
-    *(json.loads(spelled) for spelled in _SPELLED),
+    *(json.loads(text) for text in _SUBSTITUTIONS),
     *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**12, 10**18, 0.5, -0.0, 1e308, 1e-320),
     *("", "x", "../../etc/passwd", "/dev/zero", "\0", "null", "%s{0}", [], [[]], [1, 2], {}, {"": ""}),
 ]
 
 
-def mutated(value: Any, random: Random, times: int = 1) -> Any:
-    """A JSON value with some part replaced by a hostile one, removed, doubled or renamed."""
+def mutate_value(value: Any, random: Random, times: int = 1) -> Any:
+    """Return a JSON value with parts replaced by hostile values, removed, duplicated or renamed."""
     value = json.loads(json.dumps(value))
     for _ in range(times):
-        places = list(_places(value))
-        if not places:
+        items = list(_iter_items(value))
+        if not items:
             return random.choice(_VALUES)
-        holder, key = random.choice(places)
+        holder, key = random.choice(items)
         change = random.randrange(6)
         if change < 4:
             holder[key] = random.choice(_VALUES)
@@ -156,24 +156,24 @@ def mutated(value: Any, random: Random, times: int = 1) -> Any:
     return value
 
 
-def spelled(value: Any) -> bytes:
-    """A mutated value as JSON text."""
+def to_json_bytes(value: Any) -> bytes:
+    """Serialize a mutated value as JSON."""
     text = json.dumps(value)
-    for mark, spelling in _SPELLED.items():
+    for mark, spelling in _SUBSTITUTIONS.items():
         text = text.replace(mark, spelling)
     return text.encode()
 
 
-def _places(value: Any) -> Any:
+def _iter_items(value: Any) -> Any:
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
-        yield from _places(value[key])
+        yield from _iter_items(value[key])
 
 
 def mutate_json(path: Path, random: Random) -> None:
     """Change some values of a JSON file."""
-    path.write_bytes(spelled(mutated(json.loads(path.read_bytes()), random, random.randint(1, 2))))
+    path.write_bytes(to_json_bytes(mutate_value(json.loads(path.read_bytes()), random, random.randint(1, 2))))
 
 
 def rehash_folder(folder: Path) -> None:
@@ -183,7 +183,7 @@ def rehash_folder(folder: Path) -> None:
         try:
             names = json.loads(path.read_bytes())
         except (ValueError, RecursionError):
-            return  # it was damaged itself
+            return  # the file itself was damaged
         path.write_text(
             json.dumps({name: file_sha256(folder / name) for name in names if (folder / name).is_file()})
         )
@@ -201,26 +201,28 @@ def rehash_bundle(bundle: Path) -> None:
 
 
 def mutate_manifest(path: Path, random: Random) -> None:
-    """Change some values of a manifest, and its own hash to fit where it has one."""
-    manifest = mutated(json.loads(path.read_bytes()), random, random.randint(1, 2))
+    """Change some values of a manifest and update its own hash."""
+    manifest = mutate_value(json.loads(path.read_bytes()), random, random.randint(1, 2))
     if isinstance(manifest, dict):
         manifest["manifest_sha256"] = manifest_sha256(manifest)
-    path.write_bytes(spelled(manifest))
+    path.write_bytes(to_json_bytes(manifest))
 
 
 def mutate_journal(path: Path, random: Random) -> None:
-    """Change a record of a journal, and its checksum to fit."""
+    """Change a record of a journal and update its checksum."""
     lines = path.read_bytes().splitlines()
     index = random.randrange(len(lines))
     record = (
-        spelled(mutated(json.loads(lines[index])["record"], random)).replace(b", ", b",").replace(b": ", b":")
+        to_json_bytes(mutate_value(json.loads(lines[index])["record"], random))
+        .replace(b", ", b",")
+        .replace(b": ", b":")
     )
     lines[index] = b'{"crc32":"%08x","record":%s}' % (zlib.crc32(record), record)
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
 def mutate_safetensors(path: Path, random: Random) -> None:
-    """Change the header of a safetensors file, or put numbers into it that are none."""
+    """Change the header of a safetensors file, or put numbers that aren't finite into it."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
@@ -229,13 +231,13 @@ def mutate_safetensors(path: Path, random: Random) -> None:
         data[start : start + 4] = random.choice([b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\0\x80\xff"])
         text = content[8 : 8 + size]
     else:
-        text = spelled(mutated(header, random))
+        text = to_json_bytes(mutate_value(header, random))
     length = random.choice([len(text)] * 6 + [0, 2**40, 2**63, len(text) + 1])
     path.write_bytes(length.to_bytes(8, "little") + text + data)
 
 
-# What counts, lengths, sizes, types and offsets say that lie.
-_LIES = (
+# Wrong values for counts, lengths, sizes, types and offsets.
+_WRONG_VALUES = (
     0,
     1,
     2,
@@ -254,14 +256,22 @@ _LIES = (
 
 
 def mutate_gguf(path: Path, random: Random) -> None:
-    """Let some numbers of a GGUF header lie, or put another text of the same length into it."""
+    """Replace numbers or texts in a GGUF header; texts keep their length."""
     content = bytearray(path.read_bytes())
-    numbers, texts = gguf_places(bytes(content))
+    numbers, texts = gguf_header_fields(bytes(content))
     for _ in range(random.randint(1, 2)):
         if random.random() < 0.8:
             at, size = random.choice(numbers)
-            told = int.from_bytes(content[at : at + size], "little")
-            lie = random.choice([*_LIES, told + 1, max(told - 1, 0), told * 2, (1 << 64) - 1 - told])
+            value_now = int.from_bytes(content[at : at + size], "little")
+            lie = random.choice(
+                [
+                    *_WRONG_VALUES,
+                    value_now + 1,
+                    max(value_now - 1, 0),
+                    value_now * 2,
+                    (1 << 64) - 1 - value_now,
+                ]
+            )
             content[at : at + size] = (lie % (1 << 8 * size)).to_bytes(size, "little")
         else:
             at, size = random.choice(texts)
@@ -282,10 +292,10 @@ def _text_of(content: bytes, texts: list[tuple[int, int]], random: Random) -> by
     return bytes(content[at : at + size])
 
 
-def gguf_places(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Beginnings and sizes in bytes of the numbers and texts of an undamaged GGUF header.
+def gguf_header_fields(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return offsets and sizes in bytes of the numbers and of the texts of a valid GGUF header.
 
-    Of a list the first one and the last one alone.
+    Of a list, only the first and the last element are included.
     """
     numbers, texts, at = list[tuple[int, int]](), list[tuple[int, int]](), 4
     widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -303,19 +313,19 @@ def gguf_places(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, 
             texts.append((at, length))
         at += length
 
-    def value(kind: int) -> None:
-        if kind == 9:
+    def value(type_id: int) -> None:
+        if type_id == 9:
             element, count = number(4), number(8)
-            for place in range(count):
-                found = len(numbers), len(texts)
+            for index in range(count):
+                lengths = len(numbers), len(texts)
                 value(element)
-                if 0 < place < count - 1:
-                    # One token is like another, and there are more of them than of anything else.
-                    del numbers[found[0] :], texts[found[1] :]
-        elif kind == 8:
+                if 0 < index < count - 1:
+                    # The tokens of a vocabulary are alike and would dominate the choice.
+                    del numbers[lengths[0] :], texts[lengths[1] :]
+        elif type_id == 8:
             text()
         else:
-            number(widths[kind])
+            number(widths[type_id])
 
     _, tensors, keys = number(4), number(8), number(8)
     for _ in range(keys):

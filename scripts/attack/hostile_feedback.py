@@ -1,7 +1,7 @@
-"""Feedback against a real `prge serve --learn`: hostile rows, kills, held locks, floods, and full disks.
+"""Feedback against a real `prge serve --learn`: hostile rows, kills, held locks, floods and full disks.
 
-What is learnt of honest rows must have the same bits whatever else lies in the file, however often the server
-is killed, and whether or not the disk was full for a while.
+Training on honest rows must give the same bits whatever else is in the file, however often the server is
+killed, and whether or not the disk was full for a while.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from random import Random
 from typing import Any
 
 import damage
-from outcome import Case, Found, Verdict
-from service import Service, serving
+from outcome import Case, Findings, Verdict
+from service import Service, start_service
 from tables import TABLES
 from workshop import Bench, enlarge_disk, mount_disk, unmount_disk
 
@@ -44,18 +44,18 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Learner:
-    """A server that learns into a folder."""
+    """A server that trains on feedback in a folder."""
 
     service: Service
     folder: Path
 
     @property
     def port(self) -> int:
-        """Where it listens on loopback."""
-        return int(self.service.told().split("/v1;")[0].rpartition(":")[2])
+        """The port of the server on localhost."""
+        return int(self.service.output().split("/v1;")[0].rpartition(":")[2])
 
     def ask(self, path: str, body: object = None) -> tuple[int, _Json]:
-        """The status and JSON of an answer; raises OSError if nobody answers in time."""
+        """Send a request and return status and JSON; raises OSError without a response in time."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             content = None if body is None else json.dumps(body)
@@ -67,47 +67,47 @@ class Learner:
             connection.close()
 
     def correct(self, correction: str) -> tuple[int, _Json]:
-        """Ask for an answer, and correct it."""
+        """Request a completion, and send a correction of it."""
         status, answer = self.ask("/v1/completions", _ASK)
         if status != 200:
             return status, answer
         return self.ask("/v1/feedback", {"id": answer["id"], "correction": correction})
 
     @property
-    def judged(self) -> int:
-        """Rounds that are done."""
+    def finished_rounds(self) -> int:
+        """Number of finished rounds."""
         rounds = self.ask("/v1/adapters")[1]["data"][1:]
         return sum(each["status"] in ("served", "refused") for each in rounds)
 
     def result(self) -> _Json:
-        """The bytes of all adapters that were learnt, and the history without times."""
+        """Return the bytes of all trained adapters, and the history without times."""
         finals = sorted(self.folder.glob("rounds/*/final/adapter_model.safetensors"))
         history = self.ask("/v1/adapters")[1]["data"]
         untimed = [{name: value for name, value in each.items() if name != "seconds"} for each in history]
         return {"history": untimed, **{path.parts[-3]: path.read_bytes() for path in finals}}
 
     def end(self) -> float:
-        """Send SIGTERM, and return the seconds until the process ended; raises TimeoutExpired."""
+        """Send SIGTERM and return the seconds until the process ended; raises TimeoutExpired."""
         begin = time.monotonic()
         self.service.process.send_signal(signal.SIGTERM)
         self.service.process.wait(60)
         return time.monotonic() - begin
 
 
-def attack_feedback(bench: Bench, random: Random, folder: Path) -> Found:
-    """One scene of feedback."""
+def attack_feedback(bench: Bench, random: Random, folder: Path) -> Findings:
+    """Run one scene of feedback."""
     scenes, weights = zip(*_SCENES, strict=True)
     (scene,) = random.choices(scenes, weights)
     started: list[Service] = []
     try:
-        found: Found = scene(_Stage(bench, random, folder, started))
-        return found
+        findings: Findings = scene(_Stage(bench, random, folder, started))
+        return findings
     except (RuntimeError, OSError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
         has_ended = started and not started[-1].is_alive
         verdict = Verdict.CRASHED if has_ended else Verdict.HUNG
-        if isinstance(error, RuntimeError):  # it doesn't serve at all
+        if isinstance(error, RuntimeError):  # the server didn't start
             verdict = Verdict.UNEXPLAINED
-        tail = started[-1].told() if started else ""
+        tail = started[-1].output() if started else ""
         return [Case(scene.__name__.strip("_"), verdict, "", f"{error!r}\n{tail[-3000:]}")], Counter()
     finally:
         for service in started:
@@ -116,7 +116,7 @@ def attack_feedback(bench: Bench, random: Random, folder: Path) -> Found:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a scene has: its folder, its chance, and the servers that it starts."""
+    """Context of a scene: its folder, its random generator, and the servers that it starts."""
 
     bench: Bench
     random: Random
@@ -136,22 +136,22 @@ class _Stage:
         return copy
 
     def serve(self, learn: Path, *more: object) -> Learner:
-        """A server that learns into a folder; raises RuntimeError with what it said if it doesn't serve."""
+        """Start a server that trains in a folder; raises RuntimeError with its output if it doesn't serve."""
         log = self.folder / f"server-{len(self.started)}.log"
-        words = ["serve", self.bundle, "--learn", learn, *_LEARN.split(), *more]
-        service = serving(log, words, "Ctrl-C")
+        arguments = ["serve", self.bundle, "--learn", learn, *_LEARN.split(), *more]
+        service = start_service(log, arguments, "Ctrl-C")
         self.started.append(service)
         return Learner(service, learn)
 
-    def honest(self) -> _Json:
-        """What is learnt of honest rows alone."""
+    def honest_result(self) -> _Json:
+        """Return the result of training on honest rows alone."""
         return self.bench.once("learnt of honest rows", self._learn_honest)
 
     def _learn_honest(self) -> _Json:
         learn = self.folder / "honest"
-        write(learn, honest_rows())
+        write_feedback(learn, honest_rows())
         learner = self.serve(learn)
-        done(learner)
+        wait_for_rounds(learner)
         result = learner.result()
         learner.service.end()
         assert len(result) == 1 + _ROUNDS, result
@@ -159,7 +159,7 @@ class _Stage:
 
 
 def honest_rows() -> list[_Json]:
-    """Rows that can be learnt: corrections of texts and of conversations, as many as all rounds take."""
+    """Return valid rows: corrections of texts and of conversations, as many as all rounds need."""
     rows = []
     for number in range(_EVERY * _ROUNDS):
         word = _WORDS[number % len(_WORDS)]
@@ -172,26 +172,26 @@ def honest_rows() -> list[_Json]:
     return rows
 
 
-def write(learn: Path, rows: Sequence[object]) -> None:
-    """Write rows as feedback.jsonl of a learning folder."""
+def write_feedback(learn: Path, rows: Sequence[object]) -> None:
+    """Write rows into feedback.jsonl of a learning folder."""
     learn.mkdir(exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (learn / "feedback.jsonl").write_text(lines, encoding="utf-8")
     (learn / "feedback.jsonl").chmod(0o600)
 
 
-def done(learner: Learner, ends: Callable[[], bool] = lambda: False) -> None:
-    """Wait until all rounds are judged, or until `ends`; raises TimeoutError."""
+def wait_for_rounds(learner: Learner, ends: Callable[[], bool] = lambda: False) -> None:
+    """Wait until all rounds are finished, or until `ends` returns True; raises TimeoutError."""
     deadline = time.monotonic() + _LEARN_SECONDS
-    while not ends() and learner.judged < _ROUNDS:
+    while not ends() and learner.finished_rounds < _ROUNDS:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{learner.judged} of {_ROUNDS} rounds after {_LEARN_SECONDS:.0f} s")
+            raise TimeoutError(f"{learner.finished_rounds} of {_ROUNDS} rounds after {_LEARN_SECONDS:.0f} s")
         time.sleep(0.1)
 
 
-def case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Found:
-    """One case of a server; a traceback in its log is a failure whatever else it did."""
-    log = learner.service.told()
+def make_case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Findings:
+    """Return one case of a server; a traceback in its log is a failure in any case."""
+    log = learner.service.output()
     if "Traceback" in log or "Exception ignored" in log:
         verdict = Verdict.TRACEBACK
     command = " ".join(map(str, learner.service.process.args))  # type: ignore[arg-type]
@@ -201,16 +201,16 @@ def case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Found:
     )
 
 
-def _compared(name: str, stage: _Stage, learner: Learner) -> Found:
-    """The case of a server whose rounds are done: what it learnt must be what honest rows teach."""
-    learnt, expected = learner.result(), stage.honest()
+def _compare(name: str, stage: _Stage, learner: Learner) -> Findings:
+    """Return the case of a server with finished rounds: its result must equal that of honest rows."""
+    learnt, expected = learner.result(), stage.honest_result()
     apart = [each for each in learnt.keys() | expected.keys() if learnt.get(each) != expected.get(each)]
     verdict = Verdict.DIFFERENT if apart else Verdict.ACCEPTED
-    return case(name, learner, verdict, f"otherwise: {sorted(apart)}" if apart else "")
+    return make_case(name, learner, verdict, f"otherwise: {sorted(apart)}" if apart else "")
 
 
 def hostile_row(random: Random) -> tuple[str, object]:
-    """A row that can't be learnt."""
+    """Return a row that can't be trained on."""
     if random.random() < 0.6:
         name = random.choice(list(HOSTILE_FEEDBACK))
         return name, HOSTILE_FEEDBACK[name]
@@ -220,25 +220,25 @@ def hostile_row(random: Random) -> tuple[str, object]:
     return f"{name} is no text", {**row, name: value}
 
 
-def _hostile_rows(stage: _Stage) -> Found:
-    """Honest rows with hostile ones among them."""
+def _hostile_rows(stage: _Stage) -> Findings:
+    """Train on honest rows with hostile ones among them."""
     random, rows = stage.random, list[object](honest_rows())
     names = []
     for _ in range(random.choice([1, 1, 3, 40])):
         name, row = hostile_row(random)
         names.append(name)
         rows.insert(random.randint(0, len(rows)), row)
-    write(stage.folder / "learn", rows)
+    write_feedback(stage.folder / "learn", rows)
     learner = stage.serve(stage.folder / "learn")
-    done(learner)
-    return _compared(f"hostile row: {names[0]}" if len(names) == 1 else "hostile rows", stage, learner)
+    wait_for_rounds(learner)
+    return _compare(f"hostile row: {names[0]}" if len(names) == 1 else "hostile rows", stage, learner)
 
 
-def _kills(stage: _Stage) -> Found:
-    """A server that is killed while it learns, or its child processes, and started again until it is done."""
-    stage.honest()
+def _kills(stage: _Stage) -> Findings:
+    """Kill a server or its child processes during training, and restart it until it is done."""
+    stage.honest_result()
     learn, counts = stage.folder / "learn", Counter[str]()
-    write(learn, honest_rows())
+    write_feedback(learn, honest_rows())
     for _ in range(stage.random.randint(3, 8)):
         learner = stage.serve(learn)
         until = time.monotonic() + stage.random.uniform(0, 4)
@@ -247,7 +247,7 @@ def _kills(stage: _Stage) -> Found:
         while time.monotonic() < until and not (by_change and len(list(learn.rglob("*"))) != seen):
             time.sleep(0.001)
         if stage.random.random() < 0.3:
-            with suppress(OSError):  # it ends just now
+            with suppress(OSError):  # the process may end at this moment
                 counts["kills of its child process"] += learner.service.kill_children("round_process")
             time.sleep(stage.random.uniform(0, 0.3))
         learner.service.process.send_signal(
@@ -257,15 +257,15 @@ def _kills(stage: _Stage) -> Found:
         counts["kills"] += 1
         counts["kills of a server that learns"] += 1
     learner = stage.serve(learn)
-    done(learner)
-    cases, more = _compared("killed while it learns", stage, learner)
+    wait_for_rounds(learner)
+    cases, more = _compare("killed while it learns", stage, learner)
     return cases, counts + more
 
 
-def _lock(stage: _Stage) -> Found:
-    """Another process holds the lock of the feedback file: answers go on, and feedback is refused."""
+def _lock(stage: _Stage) -> Findings:
+    """Hold the lock of the feedback file: completions go on, and feedback is refused."""
     learn = stage.folder / "learn"
-    write(learn, honest_rows()[:1])
+    write_feedback(learn, honest_rows()[:1])
     learner = stage.serve(learn)
     _, answer = learner.ask("/v1/completions", _ASK)
     with (learn / "feedback.jsonl").open("rb") as stream, ThreadPoolExecutor(1) as pool:
@@ -283,19 +283,21 @@ def _lock(stage: _Stage) -> Found:
                 with suppress(OSError, http.client.HTTPException):
                     waiting.result()
                 verdict = Verdict.HUNG if seconds > _END_SECONDS else Verdict.ACCEPTED
-                return case("an end while a lock is held", learner, verdict, f"{seconds:.1f} s")
+                return make_case("an end while a lock is held", learner, verdict, f"{seconds:.1f} s")
         status, answer = waiting.result()
         fcntl.flock(stream, fcntl.LOCK_UN)
     again = learner.ask("/v1/feedback", body)
     why = f"{status} {answer}, then {again}; /health took {slowest:.2f} s at most"
     if slowest > _HEALTH_SECONDS:
-        return case("a lock that is held", learner, Verdict.HUNG, why)
+        return make_case("a lock that is held", learner, Verdict.HUNG, why)
     is_right = status == 503 and again[0] == 200 and learner.ask("/health")[1]["status"] == "ok"
-    return case("a lock that is held", learner, Verdict.ACCEPTED if is_right else Verdict.UNEXPLAINED, why)
+    return make_case(
+        "a lock that is held", learner, Verdict.ACCEPTED if is_right else Verdict.UNEXPLAINED, why
+    )
 
 
-def _flood(stage: _Stage) -> Found:
-    """A client that gives feedback as fast as it can."""
+def _flood(stage: _Stage) -> Findings:
+    """Send feedback as fast as possible."""
     learn = stage.folder / "learn"
     limit, size = stage.random.choice([20_000, 65_536]), stage.random.choice([1000, 2000])
     learner = stage.serve(learn, "--feedback-limit", limit)
@@ -307,26 +309,28 @@ def _flood(stage: _Stage) -> Found:
     answers, _ = learner.ask("/v1/completions", _ASK)
     is_bounded = status == 507 and answers == 200 and kept <= limit
     why = f"{status} {answer}; {kept} bytes are kept"
-    return case("a flood of feedback", learner, Verdict.REFUSED if is_bounded else Verdict.GREEDY, why)
+    return make_case("a flood of feedback", learner, Verdict.REFUSED if is_bounded else Verdict.GREEDY, why)
 
 
-def _full_disk(stage: _Stage) -> Found:
-    """A disk without room while it learns, and later with room."""
-    stage.honest()
+def _full_disk(stage: _Stage) -> Findings:
+    """Train on a full disk that has room later."""
+    stage.honest_result()
     learn = stage.folder / "disk"
     learn.mkdir()
     is_mounted = mount_disk(learn, stage.random.choice([4, 6, 8, 12, 20, 40, 80]) * 4096)
     try:
-        write(learn, honest_rows())
+        write_feedback(learn, honest_rows())
         learner = _served_with_room(stage, learn)
-        done(learner, lambda: learner.ask("/health")[1]["status"] != "ok")
+        wait_for_rounds(learner, lambda: learner.ask("/health")[1]["status"] != "ok")
         was = learner.ask("/health")[1]["status"]
         if is_mounted:
             enlarge_disk(learn)
-        done(learner)
-        cases, counts = _compared(f"a disk that was full: {was}" if is_mounted else "a disk", stage, learner)
+        wait_for_rounds(learner)
+        cases, counts = _compare(f"a disk that was full: {was}" if is_mounted else "a disk", stage, learner)
         if learner.ask("/health")[1]["status"] != "ok":
-            return case("a disk with room again", learner, Verdict.UNEXPLAINED, str(learner.ask("/health")))
+            return make_case(
+                "a disk with room again", learner, Verdict.UNEXPLAINED, str(learner.ask("/health"))
+            )
         return cases, counts
     finally:
         if is_mounted:
@@ -336,7 +340,7 @@ def _full_disk(stage: _Stage) -> Found:
 
 
 def _served_with_room(stage: _Stage, learn: Path) -> Learner:
-    """A server on a disk with too little room, or with some if it needs more to begin at all."""
+    """Start a server on a disk that is too small; enlarge it if the server can't start."""
     try:
         return stage.serve(learn)
     except RuntimeError as refused:
@@ -346,7 +350,7 @@ def _served_with_room(stage: _Stage, learn: Path) -> Learner:
         return stage.serve(learn)
 
 
-_SCENES: list[tuple[Callable[[_Stage], Found], int]] = [
+_SCENES: list[tuple[Callable[[_Stage], Findings], int]] = [
     (_hostile_rows, 8),
     (_kills, 3),
     (_lock, 3),

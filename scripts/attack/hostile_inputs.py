@@ -1,6 +1,6 @@
-"""Hostile values, rows, templates and surroundings: the verb refuses them soon and in its own words.
+"""Hostile values, rows, templates and environments: verbs must refuse them soon with their own message.
 
-Where a case must work, another exit code than 0 is a failure; where it must be refused, exit code 0 is.
+A case that must work fails with a nonzero exit code; a case that must be refused fails with exit code 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import damage
 import hostile_parquet
-from child import Child, Ended, Limits, prge_ends
+from child import Child, Limits, ProcessResult, run_prge
 from hostile_tokenizers import change_tokenizer
-from outcome import Case, Found, Verdict, judged, worked
-from tables import TABLES, drawn
+from outcome import Case, Findings, Verdict, judge, judge_success
+from tables import TABLES, random_entry
 from workshop import REPOSITORY, Bench, Workshop, enlarge_disk, mount_disk, unmount_disk
 
 from device_runner.inspect_bundle import InspectSettings
@@ -39,7 +39,7 @@ _LIMITS = Limits(seconds=300, processor_seconds=40)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Megabytes that a call may take beyond its parent's, and seconds of the processor that a refusal may."""
+    """Maximum processor seconds of a refusal, and maximum memory of a call beyond its parent's."""
 
     seconds: float = 5.0
     megabytes: float = 400.0
@@ -47,13 +47,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Input:
-    """A case: what is called, and what must become of it.
+    """A command line and its expected outcome.
 
-    `says`: a word that a refusal has; `never`: one that it hasn't.
+    `says` is a text that a refusal must contain, `never` one that it must not contain.
     """
 
     name: str
-    words: Sequence[object]
+    arguments: Sequence[object]
     must: Must = "be refused"
     bounds: Bounds = Bounds()
     limits: Limits = _LIMITS
@@ -64,29 +64,33 @@ class Input:
 _SOON = Bounds(1.5, 200.0)
 
 
-def attack_an_input(bench: Bench, random: Random, folder: Path) -> Found:
-    """One hostile input."""
+def attack_an_input(bench: Bench, random: Random, folder: Path) -> Findings:
+    """Run one hostile input."""
     makers, weights = zip(*_MAKERS, strict=True)
     (make,) = random.choices(makers, weights)
-    made = make(bench.workshop, random, folder)
-    if not isinstance(made, Input):
-        return made, Counter()
-    ended = Child(made.words, made.limits, folder).wait()
-    return [Case.of(made.name, _verdict(made, ended), ended)], Counter()
+    case_input = make(bench.workshop, random, folder)
+    if not isinstance(case_input, Input):
+        return case_input, Counter()
+    result = Child(case_input.arguments, case_input.limits, folder).wait()
+    return [Case.of(case_input.name, _verdict(case_input, result), result)], Counter()
 
 
-def _verdict(made: Input, ended: Ended) -> Verdict:
-    verdict = judged(ended)
-    takes_too_much = ended.memory > made.bounds.megabytes * MEGABYTE
+def _verdict(case_input: Input, result: ProcessResult) -> Verdict:
+    verdict = judge(result)
+    takes_too_much = result.memory > case_input.bounds.megabytes * MEGABYTE
     if verdict is None:
-        if made.must == "be refused":
+        if case_input.must == "be refused":
             return Verdict.SILENT
         return Verdict.GREEDY if takes_too_much else Verdict.ACCEPTED
     if verdict is not Verdict.REFUSED:
         return verdict
-    if made.must == "work" or made.says not in ended.output or (made.never and made.never in ended.output):
+    if (
+        case_input.must == "work"
+        or case_input.says not in result.output
+        or (case_input.never and case_input.never in result.output)
+    ):
         return Verdict.UNEXPLAINED
-    return Verdict.GREEDY if takes_too_much or ended.seconds > made.bounds.seconds else verdict
+    return Verdict.GREEDY if takes_too_much or result.seconds > case_input.bounds.seconds else verdict
 
 
 def _write(path: Path, content: str | bytes) -> Path:
@@ -94,14 +98,19 @@ def _write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder") -> list[object]:
-    words = ["run", "--bundle", workshop.bundle(kind), *workshop.rows]
-    return [*words, *"--steps 2 --threads 1 --quiet --keep-gradients --out".split(), folder / "out", *more]
+def _run(workshop: Workshop, folder: Path, *more: object, bundle_type: str = "decoder") -> list[object]:
+    arguments = ["run", "--bundle", workshop.bundle(bundle_type), *workshop.rows]
+    return [
+        *arguments,
+        *"--steps 2 --threads 1 --quiet --keep-gradients --out".split(),
+        folder / "out",
+        *more,
+    ]
 
 
 def _eval(workshop: Workshop, *more: object) -> list[object]:
-    words = ["eval", "--bundle", workshop.bundle("decoder"), "--data", workshop.folder / "dev.jsonl"]
-    return [*words, "--threads", 1, "--task", workshop.folder / "task.yaml", *more]
+    arguments = ["eval", "--bundle", workshop.bundle("decoder"), "--data", workshop.folder / "dev.jsonl"]
+    return [*arguments, "--threads", 1, "--task", workshop.folder / "task.yaml", *more]
 
 
 _MERGES = (f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}]}}" for n in range(1, 30))
@@ -119,72 +128,72 @@ DOCUMENTS: dict[str, Any] = {
 
 
 def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A task, a configuration or a JSON document of an adapter."""
-    kind, content = drawn(random, DOCUMENTS)
+    """A hostile task, configuration or JSON file of an adapter."""
+    case_name, content = random_entry(random, DOCUMENTS)
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
     if isinstance(content, str):
         content = content.replace("{name}", name)
-    label = f"{where}: {kind}"
+    label = f"{where}: {case_name}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
         _write(adapter / where, content)
         return Input(label, _eval(workshop, "--adapter", adapter), bounds=_SOON)
     path = _write(folder / "bad.yaml", content)
     if where == "config":
-        # An empty file is no setting at all.
-        must: Must = "end" if kind == "nothing" else "be refused"
+        # An empty file has no settings and is valid.
+        must: Must = "end" if case_name == "nothing" else "be refused"
         return Input(label, _run(workshop, folder, "--config", path), must, bounds=_SOON)
-    words = _eval(workshop, "--task", path) if "eval" in where else _run(workshop, folder, "--task", path)
-    return Input(label, words, bounds=_SOON)
+    arguments = _eval(workshop, "--task", path) if "eval" in where else _run(workshop, folder, "--task", path)
+    return Input(label, arguments, bounds=_SOON)
 
 
 def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A bundle whose chat template is hostile, and whose hashes fit."""
-    kind, source = drawn(random, TABLES["templates"])
+    """A bundle with a hostile chat template and valid hashes."""
+    case_name, source = random_entry(random, TABLES["templates"])
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
-    words = ["--bundle", bundle, "--threads", 1]
+    arguments = ["--bundle", bundle, "--threads", 1]
     rows = workshop.folder / "chat.jsonl"
     if random.random() < 0.5:
-        words = ["run", *words, "--train", rows, "--steps", 1, "--quiet", "--out", folder / "out"]
+        arguments = ["run", *arguments, "--train", rows, "--steps", 1, "--quiet", "--out", folder / "out"]
     else:
-        words = ["eval", *words, "--data", rows]
-    return Input(f"chat template: {kind}", words, "end", bounds=Bounds(30.0, 700.0))
+        arguments = ["eval", *arguments, "--data", rows]
+    return Input(f"chat template: {case_name}", arguments, "end", bounds=Bounds(30.0, 700.0))
 
 
 def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A bundle with a stranger's tokenizer.json, whose hashes fit."""
+    """A bundle with a hostile tokenizer.json and valid hashes."""
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
-    way = change_tokenizer(bundle / "tokenizer" / "tokenizer.json", random)
+    mutation = change_tokenizer(bundle / "tokenizer" / "tokenizer.json", random)
     damage.rehash_bundle(bundle)
-    words: list[object] = ["inspect", bundle]
+    arguments: list[object] = ["inspect", bundle]
     if (verb := random.choice(["run", "eval", "eval", "generate", "inspect"])) == "generate":
-        words = ["generate", "--bundle", bundle, "--prompt", "aa bb", "--max-tokens", 3, "--threads", 1]
+        arguments = ["generate", "--bundle", bundle, "--prompt", "aa bb", "--max-tokens", 3, "--threads", 1]
     elif verb != "inspect":
-        words = _run(workshop, folder) if verb == "run" else _eval(workshop)
-        words[2] = bundle
-    return Input(f"tokenizer: {way}", words, "end", bounds=Bounds(30.0, 700.0))
+        arguments = _run(workshop, folder) if verb == "run" else _eval(workshop)
+        arguments[2] = bundle
+    return Input(f"tokenizer: {mutation}", arguments, "end", bounds=Bounds(30.0, 700.0))
 
 
 def _parquet(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Rows in a parquet file that is not what it seems."""
-    kind, (write, is_refused) = drawn(random, hostile_parquet.WAYS)
+    """Rows in a hostile parquet file."""
+    case_name, (write, is_refused) = random_entry(random, hostile_parquet.MUTATIONS)
     path = folder / "rows.parquet"
     write(path, random)
     is_eval = random.random() < 0.5
-    words = _eval(workshop, "--data", path) if is_eval else _run(workshop, folder, "--train", path)
-    # Rows that somebody may want take what they take.
+    arguments = _eval(workshop, "--data", path) if is_eval else _run(workshop, folder, "--train", path)
+    # Rows that may be wanted may need their memory.
     bounds = Bounds(40.0, 400.0 if is_refused else 1000.0)
-    return Input(f"parquet: {kind}", words, "be refused" if is_refused else "end", bounds=bounds)
+    return Input(f"parquet: {case_name}", arguments, "be refused" if is_refused else "end", bounds=bounds)
 
 
 def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A manifest with a large number, whose hash fits."""
-    kind = random.choice(workshop.kinds)
-    bundle = Path(shutil.copytree(workshop.bundle(kind), folder / "bundle"))
+    """A manifest with a large number and a valid hash."""
+    bundle_type = random.choice(workshop.bundle_types)
+    bundle = Path(shutil.copytree(workshop.bundle(bundle_type), folder / "bundle"))
     manifest = json.loads((bundle / "manifest.json").read_text())
     chain = manifest["chain"]
     parts = [part for name in ("modules", "tables", "blocks") for part in chain[name]]
@@ -195,12 +204,12 @@ def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
     _write(bundle / "manifest.json", json.dumps(manifest))
     damage.rehash_bundle(bundle)
     verb = random.choice(["run", "eval", "inspect"])
-    words: list[object] = ["inspect", bundle]
+    arguments: list[object] = ["inspect", bundle]
     if verb != "inspect":
-        words = _run(workshop, folder) if verb == "run" else _eval(workshop)
-        words[2] = bundle
-    # Some numbers are said and not used, such as a window that is longer than all rows.
-    return Input(f"manifest: {name}", words, "end", bounds=_SOON)
+        arguments = _run(workshop, folder) if verb == "run" else _eval(workshop)
+        arguments[2] = bundle
+    # Some numbers are stored and not used, such as a window longer than all rows.
+    return Input(f"manifest: {name}", arguments, "end", bounds=_SOON)
 
 
 _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = {
@@ -210,12 +219,12 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
     "replay": (ReplaySettings, lambda _, folder: ["replay", folder / "nothing", "--out", folder / "out"]),
     "report": (ReportSettings, lambda _, folder: ["report", folder / "nothing"]),
 }
-# Large ones only take long, as they should.
+# Large values of these are valid and only take long.
 _TAKES_LONG = frozenset({"steps", "batches"})
 
 
 def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A flag of a verb with a value that it can't have, or one that nobody gives."""
+    """A flag of a verb with an impossible or unusual value."""
     verb = random.choice([*_VERBS, "run", "run", "eval"])
     settings, make = _VERBS[verb]
     name = random.choice([item.name for item in dataclasses.fields(settings)])
@@ -226,14 +235,18 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Numbers that no run can have."""
+    """Numbers that are out of bounds."""
     chosen = random.choice(TABLES["bounds"])
-    words = _run(workshop, folder, *chosen.split())
-    return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)
+    arguments = _run(workshop, folder, *chosen.split())
+    return Input(f"bounds: {chosen[:40]}", arguments, bounds=_SOON)
 
 
 ROWS: list[tuple[str, str, Any]] = [
-    *((ending, kind, content) for ending, table in TABLES["rows"].items() for kind, content in table.items()),
+    *(
+        (ending, case_name, content)
+        for ending, table in TABLES["rows"].items()
+        for case_name, content in table.items()
+    ),
     ("jsonl", "no UTF-8", b'{"text": "\xff", "label": 0}\n'),
     ("jsonl", "UTF-16", '{"text": "a", "label": 0}\n'.encode("utf-16")),
     ("tsv", "many columns", "\t".join(f"c{n}" for n in range(100_000)) + "\n"),
@@ -241,14 +254,14 @@ ROWS: list[tuple[str, str, Any]] = [
 
 
 def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """A file of odd rows."""
-    ending, kind, content = random.choice(ROWS)
+    """A file with unusual rows."""
+    ending, case_name, content = random.choice(ROWS)
     path = _write(folder / f"rows.{ending}", content)
-    # With the row itself, which a reader may hold twice, and what its tokens take.
+    # A reader may hold a row twice, and its tokens need memory too.
     bounds = Bounds(30.0, 250.0)
     if random.random() < 0.5:
-        return Input(f"rows of eval: {kind}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
-    return Input(f"rows of run: {kind}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
+        return Input(f"rows of eval: {case_name}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
+    return Input(f"rows of run: {case_name}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
 
 
 def _close(numbers: Sequence[int]) -> None:
@@ -269,44 +282,44 @@ def _unread(numbers: Sequence[int]) -> None:
 
 
 def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Standard files that refuse: they end no training, and get no journal's number."""
+    """Standard streams that fail: training must go on, and the journal's file descriptor must be another."""
     refuse = random.choice([_close, _full, _unread])
     numbers = random.choice([[1], [2], [1, 2], [0, 1, 2]])
-    words = [word for word in _run(workshop, folder) if word != "--quiet"]
-    ended = Child(words, _LIMITS, prepare=partial(refuse, numbers)).wait()
-    whole = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
-    return [Case.of(f"standard files: {refuse.__name__[1:]} {numbers}", worked(ended, whole), ended)]
+    arguments = [word for word in _run(workshop, folder) if word != "--quiet"]
+    result = Child(arguments, _LIMITS, prepare=partial(refuse, numbers)).wait()
+    whole = run_prge(["replay", folder / "out", "--out", folder / "replayed"])
+    return [Case.of(f"standard files: {refuse.__name__[1:]} {numbers}", judge_success(result, whole), result)]
 
 
 def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """A disk that is full on the way: the run is told so, and goes on when there is room."""
-    words = [*_run(workshop, folder, "--checkpoint-every", 1), "--steps", 6]
-    whole = prge_ends([*words, "--out", folder / "whole"])
+    """A disk that becomes full: the run must report it, and resume when there is room."""
+    arguments = [*_run(workshop, folder, "--checkpoint-every", 1), "--steps", 6]
+    whole = run_prge([*arguments, "--out", folder / "whole"])
     small = random.choice([0, random.randrange(20_000), random.randrange(4000)])
     out = folder / "disk" / "out"
     out.parent.mkdir()
     is_mounted = random.random() < 0.5 and mount_disk(out.parent, 12288 + 4 * small)
     limits = dataclasses.replace(_LIMITS, file_bytes=None if is_mounted else small)
     try:
-        ended = Child([*words, "--out", out], limits).wait()
-        verdict = judged(ended)
-        if verdict is Verdict.UNEXPLAINED and ended.code == 2 and not is_mounted:
-            verdict = Verdict.REFUSED  # the file of its output is limited too
+        result = Child([*arguments, "--out", out], limits).wait()
+        verdict = judge(result)
+        if verdict is Verdict.UNEXPLAINED and result.code == 2 and not is_mounted:
+            verdict = Verdict.REFUSED  # the limit applies to the output file too
         if is_mounted:
             enlarge_disk(out.parent)
-        again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*words, "--out", out]
-        resumed = prge_ends(again)
+        again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*arguments, "--out", out]
+        resumed = run_prge(again)
         if verdict in (None, Verdict.REFUSED):
-            verdict, ended = worked(resumed), ended if resumed.code == 0 else resumed
+            verdict, result = judge_success(resumed), result if resumed.code == 0 else resumed
         if verdict is Verdict.ACCEPTED and _weights(folder / "whole") != _weights(out):
             verdict = Verdict.DIFFERENT
     finally:
         if is_mounted:
             unmount_disk(out.parent)
     if whole.code:
-        verdict, ended = Verdict.UNEXPLAINED, whole
+        verdict, result = Verdict.UNEXPLAINED, whole
     name = "full disk" if is_mounted else "a limit on the size of files"
-    return [Case.of(name, verdict, ended, resumed.tail)]
+    return [Case.of(name, verdict, result, resumed.tail)]
 
 
 def _weights(run: Path) -> bytes:
@@ -315,52 +328,52 @@ def _weights(run: Path) -> bytes:
 
 
 def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Memory that runs out is said as that."""
-    kind = random.choice(workshop.kinds)
+    """Too little memory: the message must say so."""
+    bundle_type = random.choice(workshop.bundle_types)
     memory = random.randrange(MEGABYTE, 90 * MEGABYTE)
     limits = dataclasses.replace(_LIMITS, memory=memory)
-    name = f"little memory: {kind}"
-    words = _run(workshop, folder, kind=kind)
-    return Input(name, words, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
+    name = f"little memory: {bundle_type}"
+    arguments = _run(workshop, folder, bundle_type=bundle_type)
+    return Input(name, arguments, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
 
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Folders whose names are not plain, in a process of its own: its encoding is chosen at the start."""
+    """Folders with unusual names, in a process of its own, whose encoding is chosen at its start."""
     name = random.choice(TABLES["names"])
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
     began[began.index("--out") : began.index("--out") + 2] = [f"--out={name}"]
     calls = [began, ["run", "--resume", f"./{name}"], ["replay", f"./{name}", f"--out={name}-again"]]
     cases = []
-    for words in calls:
-        command = [sys.executable, "-m", "prge.cli.main", *words]
+    for arguments in calls:
+        command = [sys.executable, "-m", "prge.cli.main", *arguments]
         done = subprocess.run(command, capture_output=True, cwd=folder, env=environment, timeout=300)
         output = (done.stdout + done.stderr).decode(errors="replace")
-        ended = Ended(tuple(words), done.returncode, output)
-        cases.append(Case.of(f"name of a folder: {words[0]}", worked(ended), ended))
+        result = ProcessResult(tuple(arguments), done.returncode, output)
+        cases.append(Case.of(f"name of a folder: {arguments[0]}", judge_success(result), result))
     return cases
 
 
-def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
-    """Places where no run can be."""
+def _bad_paths(workshop: Workshop, random: Random, folder: Path) -> Input:
+    """Paths that can't hold a run."""
     _write(folder / "file", "kept")
     (folder / "nowhere").symlink_to(folder / "missing" / "place")
     os.mkfifo(folder / "pipe")
-    place = random.choice(TABLES["places"]).replace("{}", str(folder))
-    return Input("place of a run", [*_run(workshop, folder), f"--out={place}"], "be refused")
+    path = random.choice(TABLES["places"]).replace("{}", str(folder))
+    return Input("place of a run", [*_run(workshop, folder), f"--out={path}"], "be refused")
 
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Two processes that begin, or go on with, the same run: one has it, the other is told so."""
-    words = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
+    """Two processes that start or resume the same run: one gets it, the other is refused."""
+    arguments = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
     resume = ["run", "--resume", folder / "out"]
-    ended, resumed = (
-        [child.wait() for child in [Child(each, _LIMITS) for _ in range(2)]] for each in (words, resume)
+    result, resumed = (
+        [child.wait() for child in [Child(each, _LIMITS) for _ in range(2)]] for each in (arguments, resume)
     )
-    replayed = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
-    calls = [*ended, *resumed, replayed]
-    cases = [Case.of("two processes", judged(each) or Verdict.ACCEPTED, each) for each in calls]
-    if replayed.code or not any(each.code == 0 for each in ended):
+    replayed = run_prge(["replay", folder / "out", "--out", folder / "replayed"])
+    calls = [*result, *resumed, replayed]
+    cases = [Case.of("two processes", judge(each) or Verdict.ACCEPTED, each) for each in calls]
+    if replayed.code or not any(each.code == 0 for each in result):
         cases.append(dataclasses.replace(cases[-1], verdict=Verdict.DIFFERENT))
     return cases
 
@@ -378,6 +391,6 @@ _MAKERS: list[tuple[Callable[[Workshop, Random, Path], Input | list[Case]], int]
     (_full_disk, 4),
     (_little_memory, 4),
     (_names, 1),
-    (_places, 2),
+    (_bad_paths, 2),
     (_two_at_once, 1),
 ]

@@ -1,4 +1,4 @@
-"""Small parquet files that hold far more than they seem to, and ones that are damaged."""
+"""Small parquet files with far more content than their size, and damaged ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LABELS = pyarrow.array([0])
 
 
 def _write(path: Path, count: int, groups: int, **columns: pyarrow.Array) -> None:
-    """Rows that are all the same, in groups of rows."""
+    """Write equal rows in groups."""
     nothing = pyarrow.array([0] * count, pyarrow.int32())
     taken = {name: pyarrow.DictionaryArray.from_arrays(nothing, value) for name, value in columns.items()}
     table = pyarrow.table(taken)
@@ -38,11 +38,11 @@ def _many_columns(path: Path, random: Random) -> None:
 
 
 def _nested(path: Path, random: Random) -> None:
-    kind: pyarrow.DataType = pyarrow.string()
+    element_type: pyarrow.DataType = pyarrow.string()
     value: object = "aa"
     for _ in range(random.choice([10, 60])):
-        kind, value = pyarrow.list_(kind), [value] * 1
-    many = pyarrow.array([[value] * 10_000] * 100, pyarrow.list_(kind))
+        element_type, value = pyarrow.list_(element_type), [value] * 1
+    many = pyarrow.array([[value] * 10_000] * 100, pyarrow.list_(element_type))
     parquet.write_table(pyarrow.table({"text": many}), path, compression="zstd")
 
 
@@ -54,13 +54,13 @@ def _compressed(path: Path, random: Random) -> None:
 def _damaged(path: Path, random: Random) -> None:
     texts = pyarrow.array([f"aa {number % 7}" for number in range(200)])
     parquet.write_table(pyarrow.table({"text": texts, "label": [0, 1] * 100}), path)
-    damage.WAYS[random.choice(["one bit", "eight bits", "noise", "zeros", "cut", "cut out", "grown"])](
+    damage.MUTATIONS[random.choice(["one bit", "eight bits", "noise", "zeros", "cut", "cut out", "grown"])](
         path, random
     )
 
 
-# Ways to write one, and whether nobody can want its rows.
-WAYS: dict[str, tuple[Callable[[Path, Random], None], bool]] = {
+# Writers of files, and whether their rows must be refused.
+MUTATIONS: dict[str, tuple[Callable[[Path, Random], None], bool]] = {
     "one long text many times": (_one_long_text, True),
     "many rows": (_many_rows, False),
     "many columns": (_many_columns, False),

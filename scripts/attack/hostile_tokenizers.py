@@ -1,4 +1,4 @@
-"""What a stranger's tokenizer.json can say: ways to change one that was valid."""
+"""Mutations of a valid tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _IDS = [-1, 2**31, 2**32, 2**32 - 1, 2**63, 10**30, 1.5, True, None, "5"]
 _COUNTS = [0, 1, -1, 2**20, 2**32, 2**40, 2**63 - 1]
 
 
-def _deep(kind: str, part: str, within: str) -> Callable[[_Json, Random], None]:
-    """Parts within parts, far too many."""
+def _deep(component_type: str, part: str, within: str) -> Callable[[_Json, Random], None]:
+    """Return a mutation that nests a component far too deep."""
 
     def change(tokenizer: _Json, random: Random) -> None:
         inner: Any = tokenizer[part]
         for _ in range(random.choice([10, 100, 300])):
-            inner = {"type": kind, within: [inner] if inner else []}
+            inner = {"type": component_type, within: [inner] if inner else []}
         tokenizer[part] = inner
 
     return change
 
 
 def _of(part: str, *values: Any) -> Callable[[_Json, Random], None]:
-    """A part of the file is replaced."""
+    """Return a mutation that replaces a component."""
 
     def change(tokenizer: _Json, random: Random) -> None:
         tokenizer[part] = copy.deepcopy(random.choice(values))
@@ -103,7 +103,7 @@ def _truncation(tokenizer: _Json, random: Random) -> None:
     }
 
 
-def _pieces(tokenizer: _Json, random: Random) -> None:
+def _template_parts(tokenizer: _Json, random: Random) -> None:
     special = {"id": "x", "ids": [random.choice(_IDS)], "tokens": ["x"]}
     single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
     known = random.choice(
@@ -151,7 +151,7 @@ _DECODERS = (
     {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "a" * 10**6},
     {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**63},
 )
-WAYS: dict[str, Callable[[_Json, Random], None]] = {
+MUTATIONS: dict[str, Callable[[_Json, Random], None]] = {
     "ids": _id,
     "added tokens": _added,
     "many added tokens": _many_added,
@@ -160,7 +160,7 @@ WAYS: dict[str, Callable[[_Json, Random], None]] = {
     "another model": _model,
     "padding": _padding,
     "truncation": _truncation,
-    "pieces of a template": _pieces,
+    "pieces of a template": _template_parts,
     "regular expressions": _regex,
     "normalizers": _of("normalizer", *_NORMALIZERS),
     "normalizers within normalizers": _deep("Sequence", "normalizer", "normalizers"),
@@ -172,9 +172,9 @@ WAYS: dict[str, Callable[[_Json, Random], None]] = {
 
 
 def change_tokenizer(path: Path, random: Random) -> str:
-    """Change a tokenizer.json; the name of the way."""
+    """Change a tokenizer.json and return the name of the mutation."""
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    name = random.choice([*WAYS])
-    WAYS[name](tokenizer, random)
+    name = random.choice([*MUTATIONS])
+    MUTATIONS[name](tokenizer, random)
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return name

@@ -1,4 +1,4 @@
-"""What an attack has found: each case's verdict, and a report that says how to do it again."""
+"""Verdicts on cases, and a report with the command to repeat each failure."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from child import Ended
+from child import ProcessResult
 
 from prge.errors import INTERRUPTED
 
 
 class Verdict(str, Enum):
-    """What became of a case."""
+    """The outcome of a case."""
 
     REFUSED = "refused"
-    """Its one error message, and the exit code that belongs to it."""
+    """One error message and the matching exit code."""
     ACCEPTED = "accepted"
-    """The result is that of what was attacked, undamaged."""
+    """The result equals that of the undamaged input."""
     OTHER = "other"
-    """Another result, of what is another input by its own right: nothing says what it must be."""
+    """Another result, of an input whose content nothing determines."""
     CRASHED = "crashed"
-    """A signal that nobody sent."""
+    """The process ended by a signal that nobody sent."""
     HUNG = "hung"
-    """It had to be ended."""
+    """The process had to be killed."""
     TRACEBACK = "tracebacks"
-    """An error that `prge` didn't expect."""
+    """An unexpected error."""
     SILENT = "accepted_silently"
-    """Exit code 0 and another result, where something says what the file must be or that it can't be so."""
+    """Exit code 0 and another result, although the input is determined or impossible."""
     UNEXPLAINED = "unexplained"
-    """An exit code without its message, or a refusal of what must be taken."""
+    """An exit code without its message, or a refusal of a valid input."""
     DIFFERENT = "different_bits"
-    """A killed run that ended otherwise than one that never was."""
+    """A killed run whose result differs from that of an uninterrupted one."""
     FOLLOWED = "followed"
-    """A link that was followed, or a foreign file that was touched."""
+    """A link was followed, or a foreign file was touched."""
     GREEDY = "greedy"
-    """More seconds or memory than an error may take."""
+    """More time or memory than allowed."""
     UNTRIED = "untried"
-    """A part of the attack that had no case."""
+    """A part of the attack without any case."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether it must never be."""
+        """Whether the verdict is a failure."""
         return self not in (Verdict.REFUSED, Verdict.ACCEPTED, Verdict.OTHER)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case: where it comes from, what it was, what became of it."""
+    """A case: its part and number, name, command, output and verdict."""
 
     name: str
     verdict: Verdict
@@ -62,77 +62,79 @@ class Case:
     part: str = ""
     number: int = 0
     memory: int = 0
-    """Bytes that the process took at most, beyond its parent's or those of its first answers."""
+    """Peak memory in bytes beyond the parent's, or beyond that after the first responses."""
 
     @classmethod
-    def of(cls, name: str, verdict: Verdict, ended: Ended, more: str = "") -> Case:
-        """A case of one call; `more` is told besides what it printed."""
-        command = shlex.join(["prge", *ended.words])
-        tail = f"{ended.tail}\n{more}" if more else ended.tail
-        return cls(name, verdict, command, tail, memory=ended.memory)
+    def of(cls, name: str, verdict: Verdict, result: ProcessResult, more: str = "") -> Case:
+        """Return the case of one call; `more` is appended to the output."""
+        command = shlex.join(["prge", *result.arguments])
+        tail = f"{result.tail}\n{more}" if more else result.tail
+        return cls(name, verdict, command, tail, memory=result.memory)
 
     @property
     def label(self) -> str:
-        """What `--repeat` takes."""
+        """The argument of `--repeat`."""
         return f"{self.part}:{self.number}"
 
 
-# What an attack comes to: its cases, and what else was counted.
-Found = tuple[list[Case], Counter[str]]
+# Cases of an attack, and other counts.
+Findings = tuple[list[Case], Counter[str]]
 
 
-def judged(ended: Ended) -> Verdict | None:
-    """The verdict on how a process ended; None if it took what it was given."""
-    if ended.hung:
+def judge(result: ProcessResult) -> Verdict | None:
+    """Return the verdict on a result, or None if `prge` accepted its input."""
+    if result.hung:
         return Verdict.HUNG
-    if ended.has_traceback:
+    if result.has_traceback:
         return Verdict.TRACEBACK
-    if ended.code < 0:
+    if result.code < 0:
         return Verdict.CRASHED
-    if ended.code == 0:
+    if result.code == 0:
         return None
-    told = f"prge {ended.words[0]}: "
-    messages = [line for line in ended.output.splitlines() if line.startswith(told)]
-    # Notes, such as of a flag that is given twice, may come before the one error.
-    errors = [line for line in messages if line.startswith(told + "error: ")]
-    is_refused = ended.code in (1, 2) and len(errors) == 1
-    is_ended = ended.code == INTERRUPTED and messages[-1:] == [told + "interrupted"]
-    is_compared = ended.code == 1 and ended.words[0] == "replay" and ended.output.endswith(": DIFFERENT\n")
+    prefix = f"prge {result.arguments[0]}: "
+    messages = [line for line in result.output.splitlines() if line.startswith(prefix)]
+    # Notes, such as on a repeated flag, may precede the error.
+    errors = [line for line in messages if line.startswith(prefix + "error: ")]
+    is_refused = result.code in (1, 2) and len(errors) == 1
+    is_ended = result.code == INTERRUPTED and messages[-1:] == [prefix + "interrupted"]
+    is_compared = (
+        result.code == 1 and result.arguments[0] == "replay" and result.output.endswith(": DIFFERENT\n")
+    )
     return Verdict.REFUSED if is_refused or is_ended or is_compared else Verdict.UNEXPLAINED
 
 
-def worked(*calls: Ended) -> Verdict:
-    """The verdict on calls that must work: that of the first that didn't."""
-    verdict = next(filter(None, map(judged, calls)), Verdict.ACCEPTED)
+def judge_success(*calls: ProcessResult) -> Verdict:
+    """Return the verdict on calls that must work: that of the first failure."""
+    verdict = next(filter(None, map(judge, calls)), Verdict.ACCEPTED)
     return Verdict.UNEXPLAINED if verdict is Verdict.REFUSED else verdict
 
 
 @dataclass
 class Report:
-    """Counts of all cases, and each failure."""
+    """Counts of all cases, and all failures."""
 
     seed: int
     minutes: float
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    case_names: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Case] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     memory: Counter[str] = field(default_factory=Counter)
-    """The most that a process of a part took."""
+    """Peak memory of the processes of each part."""
 
     def add(self, cases: Iterable[Case], counts: Counter[str]) -> None:
-        """Take in what was found."""
+        """Add cases and counts."""
         self.counts += counts
         for case in cases:
             self.verdicts[case.part, case.verdict.value] += 1
-            self.kinds[case.part, case.name] += 1
+            self.case_names[case.part, case.name] += 1
             self.memory[case.part] = max(self.memory[case.part], case.memory)
             if case.verdict.is_failure:
                 self.failures.append(case)
 
     def need_cases(self, parts: Iterable[str]) -> None:
-        """A part of which no case was tried shows nothing: that is a failure."""
+        """Add a failure for each part without cases: it proves nothing."""
         tried = {part for part, _ in self.verdicts}
         untried = [
             Case("no case was tried", Verdict.UNTRIED, part=part) for part in parts if part not in tried
@@ -140,7 +142,7 @@ class Report:
         self.add(untried, Counter())
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` writes it: first what must hold, then the details."""
+        """Return the content of `--json`: totals first, then the details."""
         failed = sorted(verdict.value for verdict in Verdict if verdict.is_failure)
 
         def cases(pattern: str) -> int:
@@ -161,7 +163,7 @@ class Report:
             "parts": {
                 part: {
                     "verdicts": of(part, self.verdicts),
-                    "cases": of(part, self.kinds),
+                    "cases": of(part, self.case_names),
                     "most_memory_mb": round(self.memory[part] / 1e6),
                 }
                 for part in sorted({part for part, _ in self.verdicts})
@@ -171,5 +173,5 @@ class Report:
         }
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")

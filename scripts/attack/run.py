@@ -1,13 +1,13 @@
-"""Attack prge: kill its runs, damage its files, give it hostile inputs, take its memory, disk and terminal.
+"""Attack prge: kill runs, damage files, give it hostile inputs, and exhaust memory, disk and terminal.
 
     python scripts/attack/run.py --minutes 30 --json attack.json
     python scripts/attack/run.py --only files --minutes 5
     python scripts/attack/run.py --repeat files:123
 
-Every case is drawn by the seed, its part and its number, and `--repeat` does one again. What failed leaves
-its folder in `failures/` of the work folder. At which instant a process is killed also depends on the
-machine. The exit code is 0 if each part had cases and none failed; a part that this machine can't try, such
-as transfers without adb, is left out by naming the others with `--only`.
+Every case follows from the seed, its part and its number; `--repeat` runs one again. The folder of a failed
+case is kept in `failures/` of the work folder. The instant at which a process is killed also depends on the
+machine. The exit code is 0 if every part had cases and none failed. To leave out a part that this machine
+can't run, such as transfers without adb, name the other parts with `--only`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-# Threads of torch spin while they wait, and a forked process lacks them.
+# torch's threads spin while they wait, and a forked process lacks them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from child import import_verbs
@@ -42,24 +42,24 @@ from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
 from hostile_settings import attack_with_settings
 from kills import attack_a_run, attack_a_run_with_torch, attack_a_workstation
-from outcome import Case, Found, Report, Verdict
-from transport import attack_a_transfer, why_not
-from workshop import KINDS, Bench, Workshop, open_workshop
+from outcome import Case, Findings, Report, Verdict
+from transport import attack_a_transfer, unavailable_reason
+from workshop import BUNDLE_TYPES, Bench, Workshop, open_workshop
 
-Attack = Callable[[Bench, Random, Path], Found]
+Attack = Callable[[Bench, Random, Path], Findings]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of attack, its share of the time, and whether its processes need torch."""
+    """An attack, its share of the time, and whether its processes need torch."""
 
     attack: Attack
     share: float
     needs_torch: bool = False
 
 
-def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
-    """A fleet's server; Flower is imported by the process that needs it, after its environment is set."""
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Findings:
+    """Attack a fleet's server; its process imports Flower after setting its environment."""
     from device_runner.fleet.network.flower_files import flower_home
 
     flower_home(bench.folder)
@@ -95,43 +95,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--cases", type=int, help="most cases of each part; default: what time allows")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of bundles")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=BUNDLE_TYPES, default=list(BUNDLE_TYPES), help="kinds of bundles"
+    )
     parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)))
     parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
     parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again")
-    given = parser.parse_args(argv)
-    # Memory where there is some: a case waits for storage dozens of times.
+    options = parser.parse_args(argv)
+    # Shared memory if there is some: a case waits for storage dozens of times.
     shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-", dir=shared))).resolve()
-    # Settings are signed with a key of the attack, not with this user's.
+    work = (options.work or Path(tempfile.mkdtemp(prefix="prge-attack-", dir=shared))).resolve()
+    # Sign settings with a key of the attack, not with this user's.
     os.environ["XDG_CONFIG_HOME"] = str(work / "config")
     print(f"models and bundles in {work}", flush=True)
-    workshop = _made_in_a_process(work, given.kinds)
+    workshop = _prepare_workshop(work, options.kinds)
     import_verbs()
-    if given.repeat:
-        return _repeat(workshop, given.repeat, given.seed)
-    report = Report(given.seed, given.minutes)
-    parts = [part for part in PARTS if part in given.only]
-    if "transfers" in parts and (reason := why_not(workshop)):
+    if options.repeat:
+        return _repeat(workshop, options.repeat, options.seed)
+    report = Report(options.seed, options.minutes)
+    parts = [part for part in PARTS if part in options.only]
+    if "transfers" in parts and (reason := unavailable_reason(workshop)):
         parts.remove("transfers")
         report.left_out.append(f"transfers: {reason}")
     begin = time.monotonic()
-    plan = Plan(parts, given.seed, begin, begin + 60 * given.minutes, given.processes, given.cases)
+    plan = Plan(parts, options.seed, begin, begin + 60 * options.minutes, options.processes, options.cases)
     _attack(workshop, plan, report)
-    report.need_cases(given.only)
+    report.need_cases(options.only)
     summary = report.to_json()
-    if given.json:
-        report.write(given.json)
-    shown = {name: found for name, found in summary.items() if isinstance(found, int | str | list)}
+    if options.json:
+        report.write(options.json)
+    shown = {name: findings for name, findings in summary.items() if isinstance(findings, int | str | list)}
     print(json.dumps(shown, indent=1)[:6000])
-    if given.work is None and not report.failures:
+    if options.work is None and not report.failures:
         shutil.rmtree(work, ignore_errors=True)
     return 1 if report.failures else 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done from `begin` to `end`, by how many processes; `cases` bounds each part."""
+    """The parts to run from `begin` to `end` and the number of processes; `cases` limits each part."""
 
     parts: Sequence[str]
     seed: int
@@ -141,16 +143,16 @@ class Plan:
     cases: int | None = None
 
     def schedule(self) -> Iterator[tuple[str, float]]:
-        """Each part with the time when it is over, those that need torch last."""
+        """Yield each part with the time at which it ends; parts that need torch come last."""
         total, until = sum(PARTS[part].share for part in self.parts), self.begin
         for part in sorted(self.parts, key=lambda part: PARTS[part].needs_torch):
             until += (self.end - self.begin) * PARTS[part].share / total
             yield part, until
 
 
-def _made_in_a_process(folder: Path, kinds: Sequence[str]) -> Workshop:
-    """The workshop, made by another process: this one must not have used torch."""
-    process = _FORK.Process(target=open_workshop, args=(folder, kinds))
+def _prepare_workshop(folder: Path, bundle_types: Sequence[str]) -> Workshop:
+    """Create the workshop in another process, since this one must not use torch."""
+    process = _FORK.Process(target=open_workshop, args=(folder, bundle_types))
     process.start()
     process.join()
     if process.exitcode:
@@ -159,44 +161,47 @@ def _made_in_a_process(folder: Path, kinds: Sequence[str]) -> Workshop:
 
 
 def _attack(workshop: Workshop, plan: Plan, report: Report) -> None:
-    """Share the plan among processes, and gather what they have found."""
-    places = [workshop.folder / f"worker-{number}" for number in range(plan.processes)]
+    """Run the plan in several processes and collect their findings."""
+    worker_folders = [workshop.folder / f"worker-{number}" for number in range(plan.processes)]
     workers = [
-        _FORK.Process(target=_work, args=(workshop, plan, number, place))
-        for number, place in enumerate(places)
+        _FORK.Process(target=_work, args=(workshop, plan, number, worker_folder))
+        for number, worker_folder in enumerate(worker_folders)
     ]
     for worker in workers:
         worker.start()
-    for worker, place in zip(workers, places, strict=True):
+    for worker, worker_folder in zip(workers, worker_folders, strict=True):
         worker.join()
         with (
             suppress(EOFError, OSError, pickle.UnpicklingError),
-            place.with_suffix(".found").open("rb") as found,
+            worker_folder.with_suffix(".found").open("rb") as findings,
         ):
             while True:
-                report.add(*pickle.load(found))
+                report.add(*pickle.load(findings))
         if worker.exitcode:
-            log = place.with_suffix(".log").read_text()
+            log = worker_folder.with_suffix(".log").read_text()
             report.add([Case("harness", Verdict.UNEXPLAINED, "", log, "harness")], Counter())
 
 
-def _work(workshop: Workshop, plan: Plan, worker: int, place: Path) -> None:
-    """One process: part by part, each for its share of the time; a log, and a file of what was found."""
+def _work(workshop: Workshop, plan: Plan, worker: int, worker_folder: Path) -> None:
+    """Run one process: each part for its share of the time, with a log and a file of findings."""
     terminal = os.fdopen(os.dup(1), "w")
-    with place.with_suffix(".log").open("wb") as log, place.with_suffix(".found").open("wb") as found:
+    with (
+        worker_folder.with_suffix(".log").open("wb") as log,
+        worker_folder.with_suffix(".found").open("wb") as findings,
+    ):
         for number in (1, 2):
             os.dup2(log.fileno(), number)
         with _bench(workshop) as bench:
             for part, until in plan.schedule():
                 tried = 0
                 for number in count(worker, plan.processes):
-                    # A machine that is busy tries each part once at least.
+                    # A busy machine still tries each part once.
                     if (number > 0 and time.monotonic() > until) or number >= (plan.cases or math.inf):
                         break
-                    cases, counts = attacked(bench, part, number, plan.seed)
+                    cases, counts = run_case(bench, part, number, plan.seed)
                     tried += 1
-                    pickle.dump((cases, counts), found)
-                    found.flush()
+                    pickle.dump((cases, counts), findings)
+                    findings.flush()
                     for case in (case for case in cases if case.verdict.is_failure):
                         print(f"{case.label} {case.verdict.value}: {case.name}", file=terminal, flush=True)
                 print(f"process {worker} tried {part} {tried} times", file=terminal, flush=True)
@@ -212,17 +217,17 @@ def _bench(workshop: Workshop) -> Iterator[Bench]:
             bench.close()
 
 
-def attacked(bench: Bench, part: str, number: int, seed: int) -> Found:
-    """Do one case; the folder of one that failed is kept as `failures/<part>-<number>` of the workshop."""
+def run_case(bench: Bench, part: str, number: int, seed: int) -> Findings:
+    """Run one case; the folder of a failed one is kept as `failures/<part>-<number>` of the workshop."""
     if PARTS[part].needs_torch:
         import_verbs(workstation=True)
     folder = Path(tempfile.mkdtemp(dir=bench.folder, prefix=f"{part}-"))
     cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
     if any(case.verdict.is_failure for case in cases):
-        kept = bench.workshop.folder / "failures" / f"{part}-{number}"
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.parent.mkdir(exist_ok=True)
-        folder.rename(kept)
+        failure_folder = bench.workshop.folder / "failures" / f"{part}-{number}"
+        shutil.rmtree(failure_folder, ignore_errors=True)
+        failure_folder.parent.mkdir(exist_ok=True)
+        folder.rename(failure_folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return [dataclasses.replace(case, part=part, number=number) for case in cases], counts
@@ -231,7 +236,7 @@ def attacked(bench: Bench, part: str, number: int, seed: int) -> Found:
 def _repeat(workshop: Workshop, label: str, seed: int) -> int:
     part, number = label.split(":")
     with _bench(workshop) as bench:
-        cases, counts = attacked(bench, part, int(number), seed)
+        cases, counts = run_case(bench, part, int(number), seed)
     for case in cases:
         print(f"{case.verdict.value}: {case.name}\n$ {case.command}\n{case.tail}")
     print(dict(counts))

@@ -1,4 +1,4 @@
-"""A verb that serves as a process of its own, and what tells whether it stood an attack."""
+"""Start a serving verb as a process and observe it during an attack."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ _PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Service:
-    """A running verb and the file of what it prints."""
+    """A running verb with the file of its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     @property
     def is_alive(self) -> bool:
-        """Whether it goes on."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
-    def told(self, begin: int = 0) -> str:
-        """What it has printed, from that byte on."""
+    def output(self, begin: int = 0) -> str:
+        """Return the output from a byte offset on."""
         return self.log.read_bytes()[begin:].decode(errors="replace")
 
     def memory(self, name: str = "VmRSS") -> int:
-        """Bytes of memory now, or with `VmHWM` the most so far; 0 if it has ended."""
+        """Return the memory in bytes, or with `VmHWM` its peak; 0 if the process has ended."""
         with contextlib.suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             return int(status.split(f"{name}:")[1].split()[0]) * 1024
         return 0
 
     def kill_children(self, module: str) -> int:
-        """Kill the processes that it started to run a module; how many there were."""
+        """Kill child processes that run a module and return their number."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         numbers = [int(number) for path in tasks for number in path.read_text().split()]
-        found = [each for each in numbers if module.encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
-        for number in found:
+        matching = [each for each in numbers if module.encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
+        for number in matching:
             os.kill(number, signal.SIGKILL)
-        return len(found)
+        return len(matching)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
 
 
-def serving(log: Path, words: Sequence[object], until: str, **environment: str) -> Service:
-    """Start a verb, and wait until it has printed `until`; raises RuntimeError with what it said instead."""
-    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
+def start_service(log: Path, arguments: Sequence[object], until: str, **environment: str) -> Service:
+    """Start a verb and wait until it has printed `until`; raises RuntimeError with its output otherwise."""
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, arguments)]
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=variables, cwd=REPOSITORY
         )
     service, deadline = Service(process, log), time.monotonic() + _PATIENCE
-    while until not in service.told():
+    while until not in service.output():
         if not service.is_alive or time.monotonic() > deadline:
             service.end()
-            raise RuntimeError(f"prge {words[0]} doesn't serve:\n{service.told()}")
+            raise RuntimeError(f"prge {arguments[0]} doesn't serve:\n{service.output()}")
         time.sleep(0.05)
     return service

@@ -1,4 +1,4 @@
-"""Tables of what attacks do and send, from tables.yaml."""
+"""Load the tables of attacks from tables.yaml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Loader.add_constructor("!text", _text)
 TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _Loader)
 
 
-def drawn(random: Random, table: dict[str, Any]) -> tuple[str, Any]:
-    """An entry of a table, by its name."""
+def random_entry(random: Random, table: dict[str, Any]) -> tuple[str, Any]:
+    """Return a random entry of a table with its name."""
     name = random.choice(list(table))
     return name, table[name]

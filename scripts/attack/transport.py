@@ -1,8 +1,9 @@
-"""Files on their way to and from a phone over adb, whose connection is cut after some bytes.
+"""Transfer files to and from a phone over adb while the connection is cut after some bytes.
 
-A real adb and a real adb daemon, in a network namespace of their own, with a relay between them that closes
-each connection when its bytes are spent. What arrives is whole or isn't there under its name, and the next
-try brings it. As a command, this module is the relay, or one transfer by the code that `prge android` uses.
+A real adb and a real adb daemon run in a network namespace of their own, with a relay between them that
+closes each connection when its budget of bytes is used up. A file must arrive complete or not exist under its
+name, and the next try must succeed. As a command, this module is the relay, or one transfer by the code of
+`prge android`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from child import Ended
-from outcome import Case, Found, Verdict, judged
+from child import ProcessResult
+from outcome import Case, Findings, Verdict, judge
 from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.android.adb import Adb
@@ -43,23 +44,23 @@ _TRIES = 12
 _BLOCK = 4096
 
 
-def why_not(workshop: Workshop) -> str:
-    """Why nothing can be sent here; empty if it can, and then the daemon lies in the workshop."""
+def unavailable_reason(workshop: Workshop) -> str:
+    """Return why transfers can't run here, or an empty text; then the daemon is in the workshop."""
     reason = lacking_for_network() or lacking_for_packages()
     if not reason and not (workshop.folder / "adbd" / "adbd").is_file():
         adbd_folder(workshop.folder / "adbd", default_cache())
     return reason
 
 
-def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> Found:
+def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> Findings:
     """Send a file or a folder, or fetch a run, until it arrives; the first connections are cut."""
     daemon = bench.once("daemon", partial(_daemon, bench))
-    what = random.choice(["file", "folder", "run"])
+    transfer = random.choice(["file", "folder", "run"])
     source = folder / "source"
-    size = _made(source, random)
+    size = _make_files(source, random)
     budgets = [random.randint(0, random.choice([300, 5000, 2 * size])) for _ in range(random.randint(1, 4))]
     phone = folder / "phone"
-    if what == "run":
+    if transfer == "run":
         (source / "journal.jsonl").write_text("{}\n")
         shutil.copytree(source, phone / "runs" / "name")
     relay = daemon.network.start(
@@ -70,17 +71,17 @@ def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> Found:
     counts: Counter[str] = Counter()
     try:
         assert relay.stdout is not None
-        relay.stdout.readline()  # it listens
+        relay.stdout.readline()  # the relay listens
         for _ in range(_TRIES):
-            ended = _transferred(daemon, what, source, phone, folder)
-            problem = _problem(what, source, phone, folder, ended)
-            if problem or judged(ended) not in (None, Verdict.REFUSED):
-                verdict = Verdict.DIFFERENT if problem else judged(ended) or Verdict.UNEXPLAINED
-                return [Case.of(f"a {what}, cut", verdict, ended, problem)], counts
-            if ended.code == 0:
-                return [Case(f"a {what}, cut", Verdict.ACCEPTED)], counts
+            result = _run_transfer(daemon, transfer, source, phone, folder)
+            problem = _find_problem(transfer, source, phone, folder, result)
+            if problem or judge(result) not in (None, Verdict.REFUSED):
+                verdict = Verdict.DIFFERENT if problem else judge(result) or Verdict.UNEXPLAINED
+                return [Case.of(f"a {transfer}, cut", verdict, result, problem)], counts
+            if result.code == 0:
+                return [Case(f"a {transfer}, cut", Verdict.ACCEPTED)], counts
             counts["cut transfers"] += 1
-        return [Case.of(f"a {what}, cut", Verdict.HUNG, ended)], counts
+        return [Case.of(f"a {transfer}, cut", Verdict.HUNG, result)], counts
     finally:
         relay.kill()
         relay.wait()
@@ -88,7 +89,7 @@ def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> Found:
 
 
 def _daemon(bench: Bench) -> Daemon:
-    """A daemon in a network of its own, for the bench's process."""
+    """Start a daemon in a network namespace, for the bench's process."""
     home = bench.folder / "home"
     home.mkdir()
     network = Network()
@@ -98,8 +99,8 @@ def _daemon(bench: Bench) -> Daemon:
     return daemon
 
 
-def _made(folder: Path, random: Random) -> int:
-    """A folder of files, some empty, and all their bytes."""
+def _make_files(folder: Path, random: Random) -> int:
+    """Create a folder of files, some empty, and return their total size."""
     (folder / "inner").mkdir(parents=True)
     most = [100, 10_000, 1_000_000]
     sizes = [0, *(random.randint(1, random.choice(most)) for _ in range(random.randint(1, 6)))]
@@ -109,37 +110,46 @@ def _made(folder: Path, random: Random) -> int:
     return sum(sizes)
 
 
-def _transferred(daemon: Daemon, what: str, source: Path, phone: Path, folder: Path) -> Ended:
-    if what == "run":
-        words = ["android", "pull", "name", "--out", str(folder / "pulled"), "--folder", str(phone), "--log"]
-        command = [sys.executable, "-m", "prge.cli.main", *words]
+def _run_transfer(daemon: Daemon, transfer: str, source: Path, phone: Path, folder: Path) -> ProcessResult:
+    if transfer == "run":
+        arguments = [
+            "android",
+            "pull",
+            "name",
+            "--out",
+            str(folder / "pulled"),
+            "--folder",
+            str(phone),
+            "--log",
+        ]
+        command = [sys.executable, "-m", "prge.cli.main", *arguments]
     else:
-        words = ["android", what, str(source), str(phone)]
-        command = [sys.executable, __file__, *words[1:]]
+        arguments = ["android", transfer, str(source), str(phone)]
+        command = [sys.executable, __file__, *arguments[1:]]
     environment = {**daemon.environment, "ANDROID_SERIAL": _RELAY, "PYTHONPATH": _path()}
     try:
         done = daemon.network.run(command, env=environment)
     except subprocess.TimeoutExpired:
-        return Ended(tuple(words), -9, "", hung=True)
-    return Ended(tuple(words), done.returncode, done.stdout + done.stderr)
+        return ProcessResult(tuple(arguments), -9, "", hung=True)
+    return ProcessResult(tuple(arguments), done.returncode, done.stdout + done.stderr)
 
 
-def _problem(what: str, source: Path, phone: Path, folder: Path, ended: Ended) -> str:
-    """What is half there though it has its name, or isn't what was sent though it was said to be."""
-    if what == "run":
+def _find_problem(transfer: str, source: Path, phone: Path, folder: Path, result: ProcessResult) -> str:
+    """Describe an incomplete file under its final name, or a reported success that isn't one."""
+    if transfer == "run":
         out = folder / "pulled"
         if out.exists() and _tree(out) != _tree(source):
             return "half of a run was pulled"
-        left = [path.name for path in folder.iterdir() if path.name.startswith(".pull-")]
-        return f"left behind: {left}" if left else ""
-    if what == "file":
+        remaining = [path.name for path in folder.iterdir() if path.name.startswith(".pull-")]
+        return f"left behind: {remaining}" if remaining else ""
+    if transfer == "file":
         there = [path for path in (phone / "data").glob("*") if path.suffix != ".new"]
         largest = _largest(source)
         if any(path.read_bytes() != largest.read_bytes() for path in there):
             return "half of a file has its name"
-        return "" if there or ended.code else "it was said to be there"
+        return "" if there or result.code else "it was said to be there"
     is_marked, there_is = (phone / "bundles" / "sent.tree").exists(), phone / "bundles" / "sent"
-    if (is_marked or ended.code == 0) and _tree(there_is) != _tree(source):
+    if (is_marked or result.code == 0) and _tree(there_is) != _tree(source):
         return "half of a folder is marked as whole"
     return ""
 
@@ -158,11 +168,11 @@ def _path() -> str:
 
 
 def _relay(budgets: Sequence[int]) -> None:
-    """Pass connections on to the daemon; the first ones are cut when so many bytes went through."""
+    """Relay connections to the daemon; the first ones are cut after a number of bytes."""
     host, _, port = _RELAY.partition(":")
     server = socket.create_server((host, int(port)))
     print("listening", flush=True)
-    left = list(budgets)
+    remaining = list(budgets)
     while True:
         near, _ = server.accept()
         try:
@@ -170,33 +180,35 @@ def _relay(budgets: Sequence[int]) -> None:
         except OSError:
             near.close()
             continue
-        budget = [left.pop(0) if left else None]
-        for one, other in ((near, far), (far, near)):
-            threading.Thread(target=_pass_on, args=(one, other, budget), daemon=True).start()
+        budget = [remaining.pop(0) if remaining else None]
+        for source_socket, target_socket in ((near, far), (far, near)):
+            threading.Thread(
+                target=_pass_on, args=(source_socket, target_socket, budget), daemon=True
+            ).start()
 
 
-def _pass_on(one: socket.socket, other: socket.socket, budget: list[int | None]) -> None:
+def _pass_on(source_socket: socket.socket, target_socket: socket.socket, budget: list[int | None]) -> None:
     try:
-        while block := one.recv(_BLOCK):
-            left = budget[0]
-            if left is not None:
-                block, budget[0] = block[:left], left - min(left, len(block))
-            other.sendall(block)
+        while block := source_socket.recv(_BLOCK):
+            remaining = budget[0]
+            if remaining is not None:
+                block, budget[0] = block[:remaining], remaining - min(remaining, len(block))
+            target_socket.sendall(block)
             if budget[0] == 0:
                 break
     except OSError:
         pass
-    for each in (one, other):
+    for each in (source_socket, target_socket):
         with contextlib.suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
 
 
-def _transfer(words: Sequence[str]) -> int:
-    """One transfer by the code of `prge android`, told as the command line would tell it."""
-    what, source, folder = words[0], Path(words[1]), words[2]
+def _transfer(arguments: Sequence[str]) -> int:
+    """Run one transfer by the code of `prge android`, with its error messages."""
+    transfer, source, folder = arguments[0], Path(arguments[1]), arguments[2]
     try:
         phone = Phone(Adb(), folder)
-        if what == "file":
+        if transfer == "file":
             phone.send_file(_largest(source))
         else:
             phone.send_folder(source, phone.path("bundles", "sent"))
@@ -207,7 +219,7 @@ def _transfer(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The relay, or one transfer."""
+    """Run the relay, or one transfer."""
     if argv[0] == "relay":
         _relay([int(word) for word in argv[1:]])
     return _transfer(argv)

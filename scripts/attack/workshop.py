@@ -1,4 +1,4 @@
-"""What is attacked: tiny models, their bundles of every kind, rows and a task; made once and reused."""
+"""Inputs of attacks: tiny models, their bundles of every type, rows and a task, created once and reused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from child import Child, prge_ends
+from child import Child, run_prge
 
 from prge.cli.subprocesses import output_of
 from prge.data.readers.feedback import AnswerRecord
@@ -29,13 +29,13 @@ columns: {label: label}
 metric: accuracy
 """
 
-Made = TypeVar("Made")
-# The model that is one file.
+Value = TypeVar("Value")
+# The model that is a single file.
 GGUF = "gguf"
-STEPS, LEAST_STEPS = 12, 4
+STEPS, MIN_STEPS = 12, 4
 _SHAPES = ["--rank", "2", "--sequence-length", "32"]
-# Model and words of the export, by kind of bundle.
-KINDS: dict[str, tuple[str, list[str]]] = {
+# Model and arguments of the export, by type of bundle.
+BUNDLE_TYPES: dict[str, tuple[str, list[str]]] = {
     "decoder": ("llama", _SHAPES),
     "quantized": ("llama", [*_SHAPES, "--quantize", "8da4w", "--roles", "jvp", "backward"]),
     "upper": ("llama", [*_SHAPES, "--adapt-layers", "top:1"]),
@@ -45,119 +45,139 @@ KINDS: dict[str, tuple[str, list[str]]] = {
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with `models/`, `bundles/`, `train.jsonl`, `dev.jsonl`, `chat.jsonl`, `feedback.jsonl`
-    and `task.yaml`."""
+    """Folder of models, bundles, rows and a task.
+
+    It holds `models/`, `bundles/`, `train.jsonl`, `dev.jsonl`, `chat.jsonl`, `feedback.jsonl`, `task.yaml`.
+    """
 
     folder: Path
 
-    def bundle(self, kind: str) -> Path:
-        """The bundle of a kind."""
-        return self.folder / "bundles" / kind
+    def bundle(self, bundle_type: str) -> Path:
+        """Return the bundle of a type."""
+        return self.folder / "bundles" / bundle_type
 
     def model(self, name: str) -> Path:
-        """The model that bundles were exported from."""
+        """Return a model that bundles were exported from."""
         return self.folder / "models" / name
 
     @property
-    def kinds(self) -> list[str]:
-        """Kinds of bundle that there are."""
-        return [kind for kind in KINDS if self.bundle(kind).is_dir()]
+    def bundle_types(self) -> list[str]:
+        """Types of bundles that exist."""
+        return [bundle_type for bundle_type in BUNDLE_TYPES if self.bundle(bundle_type).is_dir()]
 
     @property
     def rows(self) -> list[str]:
-        """Words for the rows of a run."""
+        """Arguments for the rows of a run."""
         train, dev, task = (self.folder / name for name in ("train.jsonl", "dev.jsonl", "task.yaml"))
         return ["--train", str(train), "--dev", str(dev), "--task", str(task)]
 
 
 @dataclass
 class Bench:
-    """Undamaged originals of runs for one process, and what was found of them."""
+    """Undamaged originals of runs for one process, and cached results."""
 
     workshop: Workshop
     folder: Path
     results: dict[Any, Any] = field(default_factory=dict)
     closers: list[Callable[[], object]] = field(default_factory=list)
 
-    def once(self, key: object, make: Callable[[], Made]) -> Made:
-        """What was made under that key, made unless it was before."""
+    def once(self, key: object, make: Callable[[], Value]) -> Value:
+        """Return the value of a key, which the first call makes."""
         if key not in self.results:
             self.results[key] = make()
-        made: Made = self.results[key]
-        return made
+        value: Value = self.results[key]
+        return value
 
     def close(self) -> None:
-        """End what was started for it."""
+        """Close everything that was started."""
         for close in self.closers:
             close()
 
-    def original(self, kind: str, name: str) -> Path:
-        """The `bundle`, `finished` or `unfinished` run, `adapter`, model, rows or task that a case copies."""
+    def original(self, bundle_type: str, name: str) -> Path:
+        """Return the original of an item that a case copies: a bundle, run, adapter, model, rows or task."""
         if name == "bundle":
-            return self.workshop.bundle(kind)
+            return self.workshop.bundle(bundle_type)
         if name == "gguf":
             return self.workshop.model(GGUF)
         if name == "model":
-            return self.workshop.model(KINDS[kind][0])
+            return self.workshop.model(BUNDLE_TYPES[bundle_type][0])
         if name.endswith((".jsonl", ".yaml")):
             return self.workshop.folder / name
-        if not (self.folder / kind / "unfinished").is_dir():
-            self._prepare(kind)
-        return self.folder / kind / ("finished/final" if name == "adapter" else name)
+        if not (self.folder / bundle_type / "unfinished").is_dir():
+            self._prepare(bundle_type)
+        return self.folder / bundle_type / ("finished/final" if name == "adapter" else name)
 
-    def _prepare(self, kind: str) -> None:
-        """A finished run, and the same one killed on its way."""
-        out = self.folder / kind
+    def _prepare(self, bundle_type: str) -> None:
+        """Create a finished run, and the same run killed before its end."""
+        out = self.folder / bundle_type
         shutil.rmtree(out, ignore_errors=True)
-        words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
-        words += ["--keep-gradients"]
-        words += ["--trunk-cache-bytes", 1 << 20] if kind == "upper" else []
-        words += ["--steps", STEPS, "--evaluate-every", 4, "--checkpoint-every", 3, "--learning-rate", "0.01"]
-        words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
-        ended = prge_ends([*words, out / "finished"])
-        if ended.code:
-            raise RuntimeError(ended.output)
+        arguments = [
+            "run",
+            "--bundle",
+            self.workshop.bundle(bundle_type),
+            *self.workshop.rows,
+            "--select",
+            "loss",
+        ]
+        arguments += ["--keep-gradients"]
+        arguments += ["--trunk-cache-bytes", 1 << 20] if bundle_type == "upper" else []
+        arguments += [
+            "--steps",
+            STEPS,
+            "--evaluate-every",
+            4,
+            "--checkpoint-every",
+            3,
+            "--learning-rate",
+            "0.01",
+        ]
+        arguments += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
+        result = run_prge([*arguments, out / "finished"])
+        if result.code:
+            raise RuntimeError(result.output)
         for _ in range(50):
             shutil.rmtree(out / "unfinished", ignore_errors=True)
-            child = Child([*words, out / "unfinished"])
-            while steps_of(out / "unfinished") < LEAST_STEPS and not child.has_ended(0.0005):
+            child = Child([*arguments, out / "unfinished"])
+            while count_steps(out / "unfinished") < MIN_STEPS and not child.has_ended(0.0005):
                 continue
             child.signal(signal.SIGKILL)
             child.wait()
-            if LEAST_STEPS <= steps_of(out / "unfinished") < STEPS:
+            if MIN_STEPS <= count_steps(out / "unfinished") < STEPS:
                 return
         raise RuntimeError("no run could be killed on its way")
 
 
 def mount_disk(folder: Path, size: int) -> bool:
-    """Mount a tmpfs of so many bytes at a folder; False where that isn't allowed."""
+    """Mount a tmpfs of `size` bytes at a folder; return False without permission."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def enlarge_disk(folder: Path) -> None:
-    """Give a mounted tmpfs 64 MiB."""
+    """Enlarge a mounted tmpfs to 64 MiB."""
     subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
 
 
 def unmount_disk(folder: Path) -> None:
-    """Unmount it, even while a process has files open there."""
+    """Unmount a tmpfs, even while a process has files open there."""
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def steps_of(run: Path) -> int:
-    """Steps in a run's journal."""
+def count_steps(run: Path) -> int:
+    """Return the number of steps in a run's journal."""
     journal = run / "journal.jsonl"
     return journal.read_bytes().count(b'{"kind":"step"') if journal.is_file() else 0
 
 
-def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop:
-    """Make what isn't there yet; raises PrgeError if an export fails."""
+def open_workshop(folder: Path, bundle_types: Sequence[str] = tuple(BUNDLE_TYPES)) -> Workshop:
+    """Create what doesn't exist yet; raises PrgeError if an export fails."""
     workshop = Workshop(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder)
     for name in ("llama", "bert"):
-        if not workshop.model(name).is_dir() and any(KINDS[kind][0] == name for kind in kinds):
+        if not workshop.model(name).is_dir() and any(
+            BUNDLE_TYPES[bundle_type][0] == name for bundle_type in bundle_types
+        ):
             save_model(workshop.model(name), name)
             (workshop.model(name) / "chat_template.jinja").write_text(CHAT)
     if not workshop.model(GGUF).is_dir():
@@ -166,26 +186,30 @@ def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop
             workshop.model(GGUF) / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0", template=CHAT
         )
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda kind: _export(workshop, kind), kinds))
+        list(pool.map(lambda bundle_type: _export(workshop, bundle_type), bundle_types))
     return workshop
 
 
 def write_rows(folder: Path) -> None:
-    """Rows of labelled texts, their task, conversations, and feedback."""
+    """Write labelled rows, their task, conversations and feedback."""
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
     for name, part in (("train.jsonl", rows[:24]), ("dev.jsonl", rows[24:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-    asked = [[{"role": "user", "content": "aa"}, {"role": "assistant", "content": word}] for word in words]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    conversations = [
+        [{"role": "user", "content": "aa"}, {"role": "assistant", "content": word}] for word in words
+    ]
+    (folder / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": each}) + "\n" for each in conversations)
+    )
     (folder / "task.yaml").write_text(TASK)
     answers = [AnswerRecord(str(n), "m", "", {"prompt": word}, " no", {}) for n, word in enumerate(words)]
-    judged = [answer.to_feedback(correction=" yes") for answer in answers]
-    (folder / "feedback.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    feedback = [answer.to_feedback(correction=" yes") for answer in answers]
+    (folder / "feedback.jsonl").write_text("".join(json.dumps(row) + "\n" for row in feedback))
 
 
-def _export(workshop: Workshop, kind: str) -> None:
-    if not workshop.bundle(kind).is_dir():
-        model, words = KINDS[kind]
-        where = ["--model", workshop.model(model), "--out", workshop.bundle(kind)]
-        output_of("export", *where, "--target-modules", "all-linear", *words)
+def _export(workshop: Workshop, bundle_type: str) -> None:
+    if not workshop.bundle(bundle_type).is_dir():
+        model, arguments = BUNDLE_TYPES[bundle_type]
+        paths = ["--model", workshop.model(model), "--out", workshop.bundle(bundle_type)]
+        output_of("export", *paths, "--target-modules", "all-linear", *arguments)

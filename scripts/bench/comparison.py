@@ -1,12 +1,12 @@
-"""What it takes to compare an export with the model, and which change of one weight it notices.
+"""Measure the cost of comparing an export with the model, and the smallest weight change that it detects.
 
     python scripts/bench/comparison.py --models smollm2-135m tinyllama-1.1b --json comparison.json
 
-A model is an architecture with random weights. Its blocks are compared with transformers' model as every
-export does, then with one weight of the blocks changed, by eight times as much each time, until the
-comparison fails. Prints JSON: by model `difference` and `allowed`, `seconds`, `processor_seconds`, `peak_mb`
-while it compares and `before_mb` of the process that has traced the model; by changed weight its standard
-`deviation`, the first change that was `noticed`, and the `message` that an export would end with.
+A model is an architecture with random weights. Its blocks are compared with transformers' model as in every
+export, then with one changed weight, by a factor of eight more each time, until the comparison fails. Prints
+JSON: by model `difference` and `allowed`, `seconds`, `processor_seconds`, `peak_mb` of the comparison and
+`before_mb` of the process after it has traced the model; by changed weight its standard `deviation`, the
+first change that was `noticed`, and the `message` that an export would end with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reports import parser_of, report_models
+from reports import make_parser, report_models
 
 from prge.errors import Refusal
 from prge.system.memory import PeakMemory
@@ -35,15 +35,15 @@ _CHANGED = ("o_proj.weight", "down_proj.weight", "q_proj.weight")
 _STEP, _LARGEST = 8.0, 16.0
 
 
-class _Changed(CheckpointWeights):
-    """The same weights, one number of one of them changed."""
+class _ChangedWeights(CheckpointWeights):
+    """The same weights with one changed number."""
 
     def __init__(self, weights: CheckpointWeights, name: str, change: float) -> None:
         vars(self).update(vars(weights))
         self._name, self._change = name, change
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """As of `CheckpointWeights`."""
+        """See `CheckpointWeights`."""
         tensor = super().read(name, rows)
         if name == self._name:
             tensor = tensor.clone()
@@ -51,15 +51,15 @@ class _Changed(CheckpointWeights):
         return tensor
 
 
-def _compared(chain: ModelChain, model: Path) -> ModelComparison:
+def _compare(chain: ModelChain, model: Path) -> ModelComparison:
     return compare_with_model(chain, str(model), None)
 
 
-def _measured(chain: ModelChain, model: Path) -> dict[str, Any]:
+def _measure(chain: ModelChain, model: Path) -> dict[str, Any]:
     release_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
     before, begin, processor = PeakMemory().peak, time.monotonic(), time.process_time()
-    comparison = _compared(chain, model)
+    comparison = _compare(chain, model)
     return {
         "difference": comparison.difference,
         "allowed": comparison.allowed,
@@ -70,14 +70,14 @@ def _measured(chain: ModelChain, model: Path) -> dict[str, Any]:
     }
 
 
-def _noticed(chain: ModelChain, model: Path, name: str) -> dict[str, Any]:
-    """The first change of one weight of the blocks that ends an export."""
+def _find_noticed_change(chain: ModelChain, model: Path, name: str) -> dict[str, Any]:
+    """Return the first change of one weight of the blocks that ends an export."""
     deviation = float(chain.weights.read(name).std())
     change = _STEP * deviation
     while change < _LARGEST:
-        changed = replace(chain, weights=_Changed(chain.weights, name, change))
+        changed = replace(chain, weights=_ChangedWeights(chain.weights, name, change))
         try:
-            _compared(changed, model)
+            _compare(changed, model)
         except Refusal as refusal:
             return {"deviation": deviation, "noticed": change, "code": refusal.code, "message": str(refusal)}
         change *= _STEP
@@ -85,26 +85,26 @@ def _noticed(chain: ModelChain, model: Path, name: str) -> dict[str, Any]:
 
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
-    """One comparison, and the weights of a layer in the middle changed in turn."""
+    """Measure one comparison, then change weights of a middle layer in turn."""
     torch.set_num_threads(arguments.threads)
     config = ExportConfig(str(folder / "model"), folder / "bundle", quantize=arguments.quantize)
     source = open_source(config).with_weights()
     chain = source.chain(config.quantize, source.longest)
-    figures = _measured(chain, folder / "model")
+    figures = _measure(chain, folder / "model")
     names = [
         name.removeprefix("model.").replace(".base.", ".") for block in chain.blocks for name in block.weights
     ]
     for ending in _CHANGED:
-        alike = [name for name in names if name.endswith(ending)]
-        if alike:
-            name = alike[len(alike) // 2]
-            figures[name] = _noticed(chain, folder / "model", name)
+        matching = [name for name in names if name.endswith(ending)]
+        if matching:
+            name = matching[len(matching) // 2]
+            figures[name] = _find_noticed_change(chain, folder / "model", name)
     return figures
 
 
 def main() -> None:
-    """Read the flags, compare, print JSON."""
-    parser = parser_of(__doc__, quantize="8da4w", threads=1)
+    """Parse the flags, compare and print JSON."""
+    parser = make_parser(__doc__, quantize="8da4w", threads=1)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["tinyllama-1.1b"])
     report_models(parser.parse_args(), bench)
 

@@ -1,9 +1,9 @@
-"""Texts that are given word by word: the engine computes what it would for its own.
+"""Dictated texts: the engine computes as usual, but the next token is predetermined.
 
-    speaker = DictatedSpeaker(open_speaker(bundle))
-    speaker.text = [*prompt, *answer]
+    engine = DictatedEngine(open_speaker(bundle))
+    engine.text = [*prompt, *answer]
 
-A model with random weights repeats nothing that it was told; what drafts gain depends on that alone.
+A model with random weights doesn't repeat its prompt, and the gain of drafts depends only on repetition.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ import numpy as np
 from prge.engine import FloatArray
 from prge.generation.generator import GenerationEngine
 
-# Tokens of the text that stand in the prompt together, and that stand between such parts.
+# Tokens in a repeated part of the prompt, and tokens between such parts.
 PART, BETWEEN = 16, 4
 _FEW_WORDS = 16
 
 
-class DictatedSpeaker:
-    """Implements prge.generation.generator.GenerationEngine: after each token the next one of `text` is the most likely."""
+class DictatedEngine:
+    """Implements prge.generation.generator.GenerationEngine; the next token of `text` is the most likely."""
 
-    def __init__(self, speaker: GenerationEngine) -> None:
-        self._speaker = speaker
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
         self.text: list[int] = []
         self.vocabulary_size, self.context, self.slots = (
-            speaker.vocabulary_size,
-            speaker.context,
-            speaker.slots,
+            engine.vocabulary_size,
+            engine.context,
+            engine.slots,
         )
-        self.most_checked = speaker.most_checked
-        self.open, self.close = speaker.open, speaker.close
-        self.length, self.rewind = speaker.length, speaker.rewind
+        self.most_checked = engine.most_checked
+        self.open, self.close = engine.open, engine.close
+        self.length, self.rewind = engine.length, engine.rewind
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
-        return self._dictated(self.length(sequence) + len(tokens), self._speaker.feed(sequence, tokens))
+        return self._dictate(self.length(sequence) + len(tokens), self._engine.feed(sequence, tokens))
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
         first = self.length(sequence) + 1
-        found = self._speaker.check(sequence, tokens)
-        return np.stack([self._dictated(first + place, logits) for place, logits in enumerate(found)])
+        outputs = self._engine.check(sequence, tokens)
+        return np.stack([self._dictate(first + position, logits) for position, logits in enumerate(outputs)])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See GenerationEngine."""
-        found = self._speaker.step(tokens)
-        return {each: self._dictated(self.length(each), logits) for each, logits in found.items()}
+        outputs = self._engine.step(tokens)
+        return {each: self._dictate(self.length(each), logits) for each, logits in outputs.items()}
 
-    def _dictated(self, place: int, logits: FloatArray) -> FloatArray:
-        logits[self.text[place]] = np.finfo(np.float32).max
+    def _dictate(self, position: int, logits: FloatArray) -> FloatArray:
+        logits[self.text[position]] = np.finfo(np.float32).max
         return logits
 
 
 def repeating(words: int, prompt: int, new: int, random: np.random.Generator) -> list[int]:
-    """A prompt of random tokens, and an answer of parts of it with other tokens between them."""
+    """Return a prompt of random tokens, and an answer of parts of it with other tokens in between."""
     text: list[int] = random.integers(0, words, prompt).tolist()
     while len(text) < prompt + new:
         start = int(random.integers(0, prompt - PART))
@@ -65,6 +65,6 @@ def repeating(words: int, prompt: int, new: int, random: np.random.Generator) ->
 
 
 def of_few_words(words: int, prompt: int, new: int, random: np.random.Generator) -> list[int]:
-    """A text of few words in no order: what stood behind two of them says nothing of what follows."""
+    """Return a text of few words in random order, in which two tokens don't predict the next one."""
     text: list[int] = random.integers(0, min(_FEW_WORDS, words), prompt + new).tolist()
     return text

@@ -1,11 +1,11 @@
-"""What an export takes: seconds, peak memory, sizes of programs and weights, by model.
+"""Measure exports: seconds, peak memory, and sizes of programs and weights, by model.
 
     python scripts/bench/export.py --models smollm2-135m tinyllama-1.1b llama-3.1-8b --json export.json
 
 A model is an architecture with random weights, written to a temporary folder in bfloat16 shard by shard.
-Every export is a `prge export` in a process of its own, which rounds to the nearest: there is nothing to
-calibrate random weights on (`--rounding gptq` does). Prints JSON: by model `seconds`, `processor_seconds` of
-all threads, `peak_rss_mb`, `program_bytes` and `weights_bytes`.
+Every export is a `prge export` in a process of its own. It rounds to nearest, since random weights can't be
+calibrated (`--rounding gptq` does it anyway). Prints JSON: by model `seconds`, `processor_seconds` of all
+threads, `peak_rss_mb`, `program_bytes` and `weights_bytes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from reports import parser_of, report_models
+from reports import make_parser, report_models
 from timing import export, folder_bytes
 
 from prge.formats.signatures import ROLES
@@ -21,7 +21,7 @@ from server_export.checkpoint.random_models import CONFIGURATIONS
 
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, float]:
-    """One export."""
+    """Measure one export."""
     bundle, flags = folder / "bundle", ["--quantize", arguments.quantize, "--roles", *arguments.roles]
     flags += ["--rounding", arguments.rounding]
     return {
@@ -32,8 +32,8 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
 
 
 def main() -> None:
-    """Read the flags, export, print JSON."""
-    parser = parser_of(__doc__, quantize="8da4w", rounding="nearest")
+    """Parse the flags, export and print JSON."""
+    parser = make_parser(__doc__, quantize="8da4w", rounding="nearest")
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     report_models(parser.parse_args(), bench)

@@ -1,11 +1,11 @@
-"""What a fleet's server takes for a round, by the number of devices that answer it.
+"""Measure a fleet server's cost of a round, by the number of devices.
 
     python scripts/bench/fleet_server.py --bundle BUNDLE --devices 10 100 1000 --rounds 50 --json fleet.json
 
-Every device answers every round; what it answers are random numbers, for only the server is measured: making
-tasks, reading, checking and combining answers, the journal, the checkpoint. Prints JSON by kind of message
-and devices: seconds of the median and of the last round, megabytes that the process grew by, of the journal,
-and bytes of a task in the last round.
+Every device answers every round with random numbers, since only the server is measured: making tasks,
+reading, checking and combining results, the journal and the checkpoint. Prints JSON by type of result and
+number of devices: seconds of the median round and of the last one, megabytes that the process grew by,
+megabytes of the journal, and bytes of a task in the last round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reports import parser_of, report
+from reports import make_parser, report
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet
@@ -37,7 +37,7 @@ LOCAL_STEPS = 10
 
 
 def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, float]:
-    """Take a plan's rounds with so many devices."""
+    """Run the rounds of a plan with a number of devices."""
     bundle = open_bundle(source)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     agreement = Agreement("bench", plan, bundle.sha256)
@@ -49,49 +49,49 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
     seconds, before, task = [], resident_bytes() or 0, 0
     with Coordinator(folder, bundle, RoundsFlags(per_round=devices)) as server:
         while not server.finished:
-            said = random.normal(size=(devices, size)).astype(np.float32) * np.float32(1e-3)
-            answers = {
+            values = random.normal(size=(devices, size)).astype(np.float32) * np.float32(1e-3)
+            results = {
                 node: RoundResult(
                     *(agreement.sha256, server.round, server.state.step, plan.examples * LOCAL_STEPS, 0.0),
                     losses,
-                    said[node],
+                    values[node],
                 ).to_bytes()
                 for node in range(devices)
             }
             begin = time.perf_counter()
             tasks = server.tasks(range(devices))
-            report = server.receive(answers)
+            report = server.receive(results)
             seconds.append(time.perf_counter() - begin)
             if len(report.answered) != devices:
                 raise ValueError(str(report))
             task = max(map(len, tasks.values()))
-            del answers, tasks, said
+            del results, tasks, values
         gc.collect()
-        grown = (resident_bytes() or 0) - before
+        growth = (resident_bytes() or 0) - before
     return {
         "seconds_of_a_round": statistics.median(seconds),
         "seconds_of_the_last_round": seconds[-1],
-        "grown_mb": grown / 1e6,
+        "grown_mb": growth / 1e6,
         "journal_mb": (folder / JOURNAL).stat().st_size / 1e6,
         "bytes_of_a_task": task,
     }
 
 
 def main() -> None:
-    """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__, devices=[10, 100, 1000], rounds=50)
+    """Parse the flags, measure and print JSON."""
+    parser = make_parser(__doc__, devices=[10, 100, 1000], rounds=50)
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    fleets: dict[str, Any] = {}
     for name in arguments.plans:
         plan = Plan(rounds=arguments.rounds, local_steps=LOCAL_STEPS, learning_rate=1e-5, **PLANS[name])
         for devices in arguments.devices:
             with tempfile.TemporaryDirectory() as folder:
-                found.setdefault(name, {})[str(devices)] = rounds(
+                fleets.setdefault(name, {})[str(devices)] = rounds(
                     arguments.bundle, Path(folder, "fleet"), plan, devices
                 )
-    report({"fleets": found}, arguments)
+    report({"fleets": fleets}, arguments)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Text by a bundle's speaker against ExecuTorch's own LLM runner, and against reading the weights once.
+"""Compare generation by a bundle with ExecuTorch's LLM runner, and with reading the weights once.
 
     python scripts/bench/generate.py --models smollm2-135m tinyllama-1.1b --json generate.json
 
-A model has random weights, which are the bundle's and those of the program that `prge publish --format llm`
-makes, with a cache of just the tokens that are needed. Both engines answer the same lengths in turns, each in
-a process of its own; ratios are medians over rounds. Prints JSON by model:
+A model has random weights, which the bundle shares with the program of `prge publish --format llm`, whose
+cache has exactly as many tokens as needed. Both engines generate equal lengths in turns, each in a process of
+its own; ratios are medians over rounds. Prints JSON by model:
 
-    tokens_over_stock, prefill_over_stock   tokens a second, of one sequence, over those of the runner
-    decode_over_bandwidth                   time of a token over that of reading all packed weights once
-    batch8_over_1                           tokens a second of 8 sequences over those of one
-    lookup_over_plain, _over_stock          tokens a second with drafts of a text that repeats its prompt,
-                                            over those without, and over the runner's
-    lookup_over_plain_at_worst              the same of a text whose drafts are wrong
-    anonymous_mb                            of the process that writes the end of `--context` tokens; its
+    tokens_over_stock, prefill_over_stock   tokens per second of one sequence, over those of the runner
+    decode_over_bandwidth                   time of a token over the time to read all packed weights once
+    batch8_over_1                           tokens per second of 8 sequences over those of one
+    lookup_over_plain, _over_stock          tokens per second with drafts for a text that repeats its prompt,
+                                            over those without drafts, and over the runner's
+    lookup_over_plain_at_worst              the same for a text whose drafts are wrong
+    anonymous_mb                            of the process that generates the end of `--context` tokens; its
                                             weights are mapped
     memory, stock_memory                    of the processes that are compared
 """
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import serving
-from reports import in_turns, median, parser_of, report_models
+from processes import start_method
+from reports import make_parser, measure_in_turns, median, report_models
 from stock_runner import make_program, stock_runner
 from timing import export
 
@@ -39,69 +39,73 @@ _SEQUENCES = 8
 
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
-    """Both engines on the model in a folder."""
+    """Measure both engines on the model in a folder."""
     flags = ["--quantize", arguments.quantize, "--roles", FORWARD, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
     prompt, new, threads = arguments.prompt, arguments.new, arguments.threads
     make_program(folder / "model", folder / "llm", arguments.quantize, prompt + new)
     with (
-        serving("speaker", folder, 1, prompt, new, threads) as one,
-        serving("speaker", folder, _SEQUENCES, prompt, new, threads) as several,
-        serving("drafts", folder, prompt, new, threads) as drafts,
+        start_method("generator", folder, 1, prompt, new, threads) as one,
+        start_method("generator", folder, _SEQUENCES, prompt, new, threads) as eight,
+        start_method("drafts", folder, prompt, new, threads) as drafts,
         stock_runner(folder, prompt, new, threads) as stock,
     ):
-        for opened in (one, several, drafts):
-            opened.answer()
-        # The packed weights that a token needs: embeddings are packed nowhere.
+        for process in (one, eight, drafts):
+            process.take_step()
+        # The packed weights that a token needs; embeddings are not packed.
         packed = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
         bandwidth = Bandwidth(packed, threads)
 
         def rates() -> dict[str, float]:
-            theirs, (first, rest), (_, of_several) = stock.measure(), one.answer(), several.answer()
-            plain, lookup, *worst = drafts.answer()
-            rate, reading = (new - 1) / rest, bandwidth.seconds()
+            stock_rates, (first, rest), (_, decode_eight) = (
+                stock.measure(),
+                one.take_step(),
+                eight.take_step(),
+            )
+            plain, lookup, *worst = drafts.take_step()
+            rate, read_seconds = (new - 1) / rest, bandwidth.seconds()
             return {
-                "tokens_over_stock": rate / theirs.decode_tokens_per_second,
-                "prefill_over_stock": prompt / first / theirs.prefill_tokens_per_second,
-                "decode_over_bandwidth": 1 / rate / reading,
-                "batch8_over_1": _SEQUENCES * (new - 1) / of_several / rate,
+                "tokens_over_stock": rate / stock_rates.decode_tokens_per_second,
+                "prefill_over_stock": prompt / first / stock_rates.prefill_tokens_per_second,
+                "decode_over_bandwidth": 1 / rate / read_seconds,
+                "batch8_over_1": _SEQUENCES * (new - 1) / decode_eight / rate,
                 "lookup_over_plain": plain / lookup,
-                "lookup_over_stock": (new - 1) / lookup / theirs.decode_tokens_per_second,
+                "lookup_over_stock": (new - 1) / lookup / stock_rates.decode_tokens_per_second,
                 "lookup_over_plain_at_worst": worst[0] / worst[1],
                 "tokens_per_second": rate,
                 "prefill_tokens_per_second": prompt / first,
-                "packed_gb_per_second": packed / 1e9 / reading,
+                "packed_gb_per_second": packed / 1e9 / read_seconds,
             }
 
-        rounds = [each["rates"] for each in in_turns({"rates": rates}, arguments.repeats)]
+        rounds = [each["rates"] for each in measure_in_turns({"rates": rates}, arguments.repeats)]
         figures: dict[str, Any] = {name: median(rounds, name) for name in rounds[0]}
         figures |= {"memory": asdict(one.memory(1)), "stock_memory": asdict(stock.memory(1))}
-    with serving("speaker", folder, 1, arguments.context - new, new, threads) as long:
-        long.answer()
+    with start_method("generator", folder, 1, arguments.context - new, new, threads) as long:
+        long.take_step()
         figures["anonymous_mb"] = long.memory(1).anonymous_mb
     return figures
 
 
 class Bandwidth:
-    """How long as many threads as an engine's take to read so many bytes, each its part."""
+    """Measures the time in which several threads read a number of bytes, each an equal part."""
 
     def __init__(self, size: int, threads: int) -> None:
         self._parts = np.array_split(np.ones(size // 8, np.float64), threads)
         self._pool = ThreadPoolExecutor(threads)
 
     def seconds(self, times: int = 5) -> float:
-        """The least of some times."""
-        found = []
+        """Return the minimum over several measurements."""
+        seconds = []
         for _ in range(times):
             begin = time.perf_counter()
             list(self._pool.map(np.sum, self._parts))
-            found.append(time.perf_counter() - begin)
-        return min(found)
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
 
 
 def main() -> None:
-    """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__, quantize="8da4w", prompt=128, new=128, context=1024, threads=2, repeats=7)
+    """Parse the flags, measure and print JSON."""
+    parser = make_parser(__doc__, quantize="8da4w", prompt=128, new=128, context=1024, threads=2, repeats=7)
     models = ["smollm2-135m", "tinyllama-1.1b"]
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=models)
     report_models(parser.parse_args(), bench)

@@ -1,11 +1,11 @@
-"""Steps of a trial by prge and by other trainers: what peers.py compares.
+"""Training steps of a trial by prge and by other trainers, for peers.py.
 
     python scripts/bench/peer_steps.py METHOD FOLDER
 
-Every line of the standard input is answered by seconds and loss of a step, with the sizes of FOLDER's
-trial.json; the first one asks for nothing. `prge-int4` and `prge-fp32` take FOLDER's bundles `int4` and
-`fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
-`mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which has nothing of prge.
+For every line of the standard input the process prints seconds and loss of a step with the sizes of FOLDER's
+trial.json; the first line only waits for the start. `prge-int4` and `prge-fp32` use FOLDER's bundles `int4`
+and `fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
+`mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which doesn't have prge.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from serve import Answers, peft_steps, serve
+from serve import Measurements, peft_steps, serve
 
 JOINT = "joint.pte"
 
 
-def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
-    """Exact steps of a bundle with Adam, with the memory that a run has by default."""
+def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Measurements:
+    """Run exact steps of a bundle with Adam and the default memory of a run."""
     from timing import timed_step
 
     from prge.training.optimizers import Adam
@@ -35,30 +35,30 @@ def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
     optimizer = Adam(adapter.size)
     while True:
         begin = time.perf_counter()
-        _, measured = step()
-        assert measured.gradient is not None
-        optimizer.update(adapter.values, measured.gradient, 1e-4)
-        yield time.perf_counter() - begin, measured.loss
+        _, measurement = step()
+        assert measurement.gradient is not None
+        optimizer.update(adapter.values, measurement.gradient, 1e-4)
+        yield time.perf_counter() - begin, measurement.loss
 
 
-def mlx_steps(kind: str, folder: Path, trial: dict[str, Any]) -> Answers:
-    """Steps of mlx-lm on the processor, as its trainer compiles them, with AdamW."""
+def mlx_steps(weight_type: str, folder: Path, trial: dict[str, Any]) -> Measurements:
+    """Run steps of mlx-lm on the CPU, compiled as by its trainer, with AdamW."""
     import mlx.core as mx
     from mlx import nn, optimizers
     from mlx_lm.tuner.trainer import default_loss
 
     mx.set_default_device(mx.cpu)
     yield ()
-    model = _mlx_model(kind, folder / "model", trial)
+    model = _mlx_model(weight_type, folder / "model", trial)
     optimizer = optimizers.AdamW(learning_rate=1e-4)
     mx.random.seed(0)
     batch = mx.random.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
     lengths = mx.array([[0, trial["tokens"]]] * trial["batch"])
-    slopes = nn.value_and_grad(model, default_loss)
+    loss_and_grad = nn.value_and_grad(model, default_loss)
     state = [model.state, optimizer.state]
 
     def step() -> Any:
-        (loss, _), gradient = slopes(model, batch, lengths)
+        (loss, _), gradient = loss_and_grad(model, batch, lengths)
         optimizer.update(model, gradient)
         return loss
 
@@ -70,16 +70,16 @@ def mlx_steps(kind: str, folder: Path, trial: dict[str, Any]) -> Answers:
         yield time.perf_counter() - begin, loss.item()
 
 
-def _mlx_model(kind: str, folder: Path, trial: dict[str, Any]) -> Any:
-    """The model with LoRA of the trial's rank on the trial's layers."""
+def _mlx_model(weight_type: str, folder: Path, trial: dict[str, Any]) -> Any:
+    """Load the model with LoRA of the trial's rank on the trial's layers."""
     import mlx.core as mx
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model, quantize_model
 
     model, config = load_model(folder)
-    # Products of 4 bits with bfloat16 take ten times as long on an x86 processor as those with float32.
-    model.set_dtype(mx.bfloat16 if kind == "bf16" else mx.float32)
-    if kind == "4bit":
+    # 4-bit products with bfloat16 take ten times as long on x86 as those with float32.
+    model.set_dtype(mx.bfloat16 if weight_type == "bf16" else mx.float32)
+    if weight_type == "4bit":
         model, _ = quantize_model(model, config, 64, 4)
     mx.eval(model.parameters())
     model.freeze()
@@ -91,8 +91,8 @@ def _mlx_model(kind: str, folder: Path, trial: dict[str, Any]) -> Any:
     return model
 
 
-def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
-    """Runs of the joint program, each with a step of ExecuTorch's SGD: it has no other optimizer."""
+def executorch_steps(folder: Path, trial: dict[str, Any]) -> Measurements:
+    """Run the joint program with ExecuTorch's SGD, its only optimizer."""
     import torch
     from executorch.extension.training import _load_for_executorch_for_training, get_sgd_optimizer
 
@@ -115,7 +115,7 @@ def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
 
 
 def export_joint(folder: Path, trial: dict[str, Any]) -> None:
-    """Write the program of a loss and its gradient by PEFT's LoRA, in float32, for XNNPACK."""
+    """Write the program of a loss and its gradient for PEFT's LoRA, in float32, for XNNPACK."""
     import torch
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -123,7 +123,7 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     from torch.export.experimental import _export_forward_backward
     from transformers import AutoModelForCausalLM
 
-    from server_export.evidence.baselines.executorch_training import fill_at_once
+    from server_export.evidence.baselines.executorch_training import replace_full_like
     from server_export.evidence.baselines.fixed_length import fix_length
     from server_export.trace import readout
 
@@ -134,7 +134,7 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     positions = torch.arange(trial["tokens"]).unsqueeze(0)
 
     class Loss(torch.nn.Module):
-        """Mean over all tokens but the first of each row."""
+        """Mean loss over all tokens but the first of each row."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -143,15 +143,15 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             """tokens i64 [batch, length] -> f32 []."""
-            answer = self.tuned(input_ids=tokens, position_ids=self.positions, use_cache=False)
-            return -readout.log_probabilities(answer.logits[:, :-1], tokens[:, 1:]).mean()
+            outputs = self.tuned(input_ids=tokens, position_ids=self.positions, use_cache=False)
+            return -readout.log_probabilities(outputs.logits[:, :-1], tokens[:, 1:]).mean()
 
     inputs = (torch.zeros((trial["batch"], trial["tokens"]), dtype=torch.int64),)
     program = Loss()
     with torch.no_grad():
-        program(*inputs)  # position tables are those of the first call
+        program(*inputs)  # the first call fixes the position tables
     joint = _export_forward_backward(torch.export.export(program, inputs))
-    fill_at_once(joint)
+    replace_full_like(joint)
     lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
     (folder / JOINT).write_bytes(lowered.buffer)
 

@@ -1,4 +1,4 @@
-"""Steps on preferences against steps on completions and TRL's: see against_trl.py.
+"""Compare steps on preferences with steps on completions and TRL's: see against_trl.py.
 
 python scripts/bench/preferences.py --json preferences.json [--model FOLDER] [--objectives dpo kto orpo]
 """

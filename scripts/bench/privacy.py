@@ -1,20 +1,20 @@
-"""What a hostile server can find out of a row, and what the device says that it costs.
+"""Audit how much a hostile server learns about a row, and compare with the device's reported epsilon.
 
     python scripts/bench/privacy.py --json privacy.json [--rounds 120] [--bundle BUNDLE]
 
-The device's own code answers a server that knows all of its rows but one, the canary, and asks thousands of
-times, with the canary and without: each trial is a device that has answered nothing before, and the server
-says whether it has the canary. What that proves (auditing.py) stands beside what the device told. Each trick
-is played against the device as it is, and with the one defence against it taken out, by this script:
+The device's own code replies to a server that knows all of its rows but one, the canary, and asks thousands
+of times, with the canary and without. Each trial starts with a device without history, and the server says
+whether the device has the canary. The proven bound (auditing.py) is printed next to the reported epsilon.
+Each trick is played against the real device, and against one whose defence is removed by this script:
 
-    plain       asks once, and projects the answer on what the canary changes
-    averaging   asks for a round again after another one was begun; without: the ledger has no such lines
-    windows     the canary is a text of many windows; without: a window is a row
-    divergence  sends a state at which the canary's derivatives overflow; without: steps may diverge
-    floats      looks for answers that floating-point noise can't make; without: such noise
+    plain       asks once, and projects the result on the canary's effect
+    averaging   asks for a round again after another one began; without the ledger's records of this
+    windows     the canary is a text of many windows; without treating its windows as one row
+    divergence  sends a state at which the canary's derivatives overflow; without continuing on divergence
+    floats      looks for results that floating-point noise can't produce; without discrete noise
 
-The engine, its programs and the tokenizer are those of a bundle of a tiny model. Only "without the canary" is
-not a file: the engine's derivatives of its row are zeros, for that is what a neighbour is
+The engine, its programs and the tokenizer belong to a bundle of a tiny model. Only "without the canary" isn't
+a file: the engine returns zero derivatives for its row, which is the definition of a neighbour
 (docs/explanation/privacy.md).
 """
 
@@ -34,7 +34,7 @@ from unittest.mock import patch
 import numpy as np
 from auditing import audit
 from numpy.typing import NDArray
-from reports import parser_of, report
+from reports import make_parser, report
 from timing import export
 
 from device_runner.engines.opening import OpenEngine, open_engine
@@ -58,17 +58,17 @@ from tests.tiny_models import save_model
 SHAPE = ("--target-modules", "q_proj", "--adapt-layers", "top:1", "--rank", "1", "--sequence-length", "16")
 OTHERS = ("bb dd aa", "cc aa", "dd dd bb")
 CANARY, LONG_CANARY = "aa bb cc", " ".join(["aa bb cc dd"] * 30)
-ASKED_AGAIN, DELTA = 100, 1e-5
-# With so little clipping every example's part is as long as it may be.
+REPEATS, DELTA = 100, 1e-5
+# With such a small clip bound, every example's part is clipped to it.
 PLAN: Mapping[str, Any] = {
     **{"rounds": 10_000, "examples": 4, "local_steps": 1, "queries": 4, "share_directions": True},
     **{"clip": 1e-4, "noise": 2.0, "delta": DELTA, "optimizer": "sgd", "learning_rate": 1.0},
 }
-KINDS: Mapping[str, Mapping[str, Any]] = {"scalars": {}, "changes": {"estimator": "exact"}}
+RESULT_TYPES: Mapping[str, Mapping[str, Any]] = {"scalars": {}, "changes": {"estimator": "exact"}}
 
 
-class Hiding:
-    """Implements Engine by another one: derivatives of some token sequences are zeros."""
+class HidingEngine:
+    """Implements Engine by another one; derivatives of some token sequences are zeros."""
 
     def __init__(self, inner: Engine, hidden: set[tuple[int, ...]]) -> None:
         self._inner = inner
@@ -88,7 +88,7 @@ class Hiding:
         return outputs, derivatives
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
-        """See prge.engine.Engine; a call has one sequence where examples are clipped."""
+        """See prge.engine.Engine; a call has one sequence if examples are clipped."""
         outputs, gradient = self._inner.vjp(call, grad_fn)
         return outputs, np.zeros_like(gradient) if self._is_hidden(call).any() else gradient
 
@@ -97,7 +97,7 @@ class Hiding:
 
 
 class Server:
-    """Asks one device, which has forgotten all at every trial, and knows everything but the noise."""
+    """A server that asks one device without history at every trial, and knows everything but the noise."""
 
     def __init__(self, folder: Path, bundle: Path, canary: str, plan: Plan) -> None:
         self.folder = folder / "device"
@@ -109,36 +109,36 @@ class Server:
         opened = open_bundle(bundle)
         self.agreement, self.modules = Agreement("audit", plan, opened.sha256), opened.chain.modules
         self.state = self._zeros(0)
-        self.has_canary, self.is_silent = True, False
-        self._found: dict[str, Any] = {}
+        self.has_canary, self.is_noiseless = True, False
+        self._cache: dict[str, Any] = {}
 
     def ask(self, number: int = 0, seconds: float = 600.0) -> RoundResult | TaskRefusal:
-        """What the device says to a round."""
+        """Return the device's reply to a round."""
         plan, agreement = self.agreement.plan, self.agreement
         first = number * (plan.local_steps if plan.sends_projected_gradients else 1)
         state = self._zeros(first) if first else self.state
         task = RoundTask(agreement.sha256, number, first, seconds, agreement.content, state=state)
         with ExitStack() as patches:
             patches.enter_context(patch.object(device, "open_local", self._opened))
-            for place, name in _READ_ONCE:
-                patches.enter_context(patch.object(place, name, self._once(getattr(place, name))))
-            said = parse_reply(answer(self.folder, task.to_bytes()))
-        assert isinstance(said, RoundResult | TaskRefusal), said
-        return said
+            for owner, name in _CACHED_FUNCTIONS:
+                patches.enter_context(patch.object(owner, name, self._once(getattr(owner, name))))
+            reply = parse_reply(answer(self.folder, task.to_bytes()))
+        assert isinstance(reply, RoundResult | TaskRefusal), reply
+        return reply
 
-    def forget(self) -> None:
-        """Make the device one that has answered nothing before."""
+    def reset(self) -> None:
+        """Delete the device's history."""
         (self.folder / device.LEDGER).unlink(missing_ok=True)
         shutil.rmtree(self.folder / device.FLEETS, ignore_errors=True)
 
-    def known(self, has_canary: bool) -> Float64Array:
-        """What the device would say to round 0 without noise: the server can compute this itself."""
-        self.has_canary, self.is_silent = has_canary, True
-        self.forget()
-        said = self.ask()
-        self.is_silent = False
-        assert isinstance(said, RoundResult), said
-        return said.values.astype(np.float64)
+    def noiseless_values(self, has_canary: bool) -> Float64Array:
+        """Return the device's reply to round 0 without noise, which the server can compute itself."""
+        self.has_canary, self.is_noiseless = has_canary, True
+        self.reset()
+        reply = self.ask()
+        self.is_noiseless = False
+        assert isinstance(reply, RoundResult), reply
+        return reply.values.astype(np.float64)
 
     def _zeros(self, step: int) -> bytes:
         state = initial_state(self.agreement.plan, Adapter.zeros(self.modules))
@@ -147,29 +147,31 @@ class Server:
 
     def _opened(self, *arguments: Any) -> tuple[LocalTrainer, OpenEngine]:
         with patch.object(local, "open_engine", self._once(open_engine)):
-            made, opened = open_local(*arguments)
-        canary = {sequence.tokens for each in made.examples if each.row == 1 for sequence in each.sequences}
-        engine: Engine = made.engine if self.has_canary else Hiding(made.engine, canary)
-        if self.is_silent:
-            made = replace(made, draw=_silence)
-        return replace(made, engine=engine), opened
+            trainer, opened = open_local(*arguments)
+        canary = {
+            sequence.tokens for each in trainer.examples if each.row == 1 for sequence in each.sequences
+        }
+        engine: Engine = trainer.engine if self.has_canary else HidingEngine(trainer.engine, canary)
+        if self.is_noiseless:
+            trainer = replace(trainer, draw=_no_noise)
+        return replace(trainer, engine=engine), opened
 
     def _once(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def kept(*arguments: Any, **named: Any) -> Any:
+        def cached(*arguments: Any, **keywords: Any) -> Any:
             key = f"{call.__qualname__} {arguments[0] if isinstance(arguments[0], type) else ''}"
-            if key not in self._found:
-                self._found[key] = call(*arguments, **named)
-            return self._found[key]
+            if key not in self._cache:
+                self._cache[key] = call(*arguments, **keywords)
+            return self._cache[key]
 
-        return kept
+        return cached
 
 
-def _silence(count: int) -> Any:
+def _no_noise(count: int) -> Any:
     return np.zeros(count, np.int64)
 
 
-# What says the same at every trial of a server: files, and the engine with its programs.
-_READ_ONCE = (
+# Functions with the same result in every trial of a server: files, and the engine with its programs.
+_CACHED_FUNCTIONS = (
     (device, "open_bundle"),
     (device, "read_settings"),
     (local, "read_inputs"),
@@ -177,96 +179,96 @@ _READ_ONCE = (
 )
 
 
-# What the server makes of a device that it may ask: more than 0.5 where it says that the canary is there.
+# Scores of a device: above 0.5 the server says that the canary is there.
 
 
-def projected(server: Server) -> Callable[[], tuple[float, float]]:
-    """One answer along what the canary changes; the score and what the device told."""
-    return _projecting(server, lambda: [server.ask()])
+def project(server: Server) -> Callable[[], tuple[float, float]]:
+    """Project one result on the canary's effect; return a function of the score and the reported epsilon."""
+    return _make_projection(server, lambda: [server.ask()])
 
 
-def averaged(server: Server) -> Callable[[], tuple[float, float]]:
-    """The mean of all that round 0 is answered with, where a round is begun between two times."""
+def average(server: Server) -> Callable[[], tuple[float, float]]:
+    """Average all results of round 0; another round begins between two of them."""
 
     def ask() -> list[RoundResult | TaskRefusal]:
-        said = []
-        for _ in range(ASKED_AGAIN):
-            said.append(server.ask())
-            if isinstance(said[-1], TaskRefusal):
+        replies = []
+        for _ in range(REPEATS):
+            replies.append(server.ask())
+            if isinstance(replies[-1], TaskRefusal):
                 break
             server.ask(1, seconds=1e-9)
-        return said
+        return replies
 
-    return _projecting(server, ask)
+    return _make_projection(server, ask)
 
 
-def _projecting(
+def _make_projection(
     server: Server, ask: Callable[[], list[RoundResult | TaskRefusal]]
 ) -> Callable[[], tuple[float, float]]:
-    without = server.known(has_canary=False)
-    change = server.known(has_canary=True) - without
+    without = server.noiseless_values(has_canary=False)
+    change = server.noiseless_values(has_canary=True) - without
 
     def score() -> tuple[float, float]:
-        answers = {said.values.tobytes(): said for said in ask() if isinstance(said, RoundResult)}
-        mean = np.mean([said.values for said in answers.values()], 0) - without
-        told = max(said.privacy_epsilon for said in answers.values())
-        return float(mean @ change / (change @ change)), told
+        answers = {reply.values.tobytes(): reply for reply in ask() if isinstance(reply, RoundResult)}
+        mean = np.mean([reply.values for reply in answers.values()], 0) - without
+        reported_epsilon = max(reply.privacy_epsilon for reply in answers.values())
+        return float(mean @ change / (change @ change)), reported_epsilon
 
     return score
 
 
-def refused(server: Server) -> Callable[[], tuple[float, float]]:
-    """Whether the device refuses at a state where the canary alone has derivatives that aren't finite."""
+def check_refusal(server: Server) -> Callable[[], tuple[float, float]]:
+    """Check whether the device refuses a state at which only the canary's derivatives overflow."""
     random = np.random.default_rng(0)
     state = initial_state(server.agreement.plan, Adapter.zeros(server.modules))
-    with patch.object(reported, "whole_sum", diverging):
-        # Near the largest number of float32, where rows differ in what overflows.
+    with patch.object(reported, "whole_sum", raise_divergence):
+        # Near the largest float32, where rows differ in what overflows.
         for exponent in random.uniform(118, 127, 500):
             signs = random.choice([-1, 1], state.adapter.size)
             state.adapter.values[:] = signs * 2**exponent
             server.state = pack_state(state)
-            said = []
+            refusals = []
             for server.has_canary in (True, False):
-                server.forget()
-                said.append(isinstance(server.ask(), TaskRefusal))
-            if said == [True, False]:
+                server.reset()
+                refusals.append(isinstance(server.ask(), TaskRefusal))
+            if refusals == [True, False]:
                 break
         else:
             raise SystemExit("no state was found at which the canary alone overflows")
 
     def score() -> tuple[float, float]:
-        said = server.ask()
-        return (1.0, 0.0) if isinstance(said, TaskRefusal) else (0.0, said.privacy_epsilon)
+        reply = server.ask()
+        return (1.0, 0.0) if isinstance(reply, TaskRefusal) else (0.0, reply.privacy_epsilon)
 
     return score
 
 
-def impossible(server: Server) -> Callable[[], tuple[float, float]]:
-    """How many numbers of an answer floating-point noise can't make of what there is without the canary."""
+def count_impossible(server: Server) -> Callable[[], tuple[float, float]]:
+    """Count values of a result that floating-point noise can't produce without the canary."""
     plan = server.agreement.plan
     deviation = np.float32(plan.noise * reported.sensitivity(plan))
-    without = server.known(has_canary=False).astype(np.float32)
+    without = server.noiseless_values(has_canary=False).astype(np.float32)
 
     def score() -> tuple[float, float]:
-        said = server.ask()
-        assert isinstance(said, RoundResult)
-        near = ((said.values.astype(np.float64) - without) / deviation).astype(np.float32)
-        made = np.zeros(len(near), bool)
+        reply = server.ask()
+        assert isinstance(reply, RoundResult)
+        noise_values = ((reply.values.astype(np.float64) - without) / deviation).astype(np.float32)
+        is_possible = np.zeros(len(noise_values), bool)
         for side in (-np.inf, np.inf):
-            drawn = near.copy()
+            noise = noise_values.copy()
             for _ in range(4):
-                made |= without + deviation * drawn == said.values
-                drawn = np.nextafter(drawn, np.float32(side))
-        return float((~made).sum()), said.privacy_epsilon
+                is_possible |= without + deviation * noise == reply.values
+                noise = np.nextafter(noise, np.float32(side))
+        return float((~is_possible).sum()), reply.privacy_epsilon
 
     return score
 
 
-# The device without one of its defences.
+# Replacements that remove a defence of the device.
 
 
-def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
-    """What isn't finite ends the round."""
+def raise_divergence(parts: Float64Array, norm: float, unit: float) -> Any:
+    """End the round if a part isn't finite."""
     if not np.isfinite(parts).all():
         raise DivergenceError("a part isn't finite")
     return _whole_sum(parts, norm, unit)
@@ -275,8 +277,8 @@ def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
 _whole_sum = reported.whole_sum
 
 
-def floating(self: ReportingEstimator, engine: Engine, step: Step) -> Measurement:
-    """Normals in float32, added to values in float32."""
+def add_float_noise(self: ReportingEstimator, engine: Engine, step: Step) -> Measurement:
+    """Add float32 normals to float32 values."""
     plan = self._plan
     measured = self._inner.measure(engine, step)
     values: FloatArray = (
@@ -285,9 +287,9 @@ def floating(self: ReportingEstimator, engine: Engine, step: Step) -> Measuremen
         else measured.gradient
     ).astype(np.float32)
     deviation = np.float32(plan.noise * reported.sensitivity(plan))
-    if self._draw is not _silence:
-        drawn = np.random.default_rng().standard_normal(values.shape, np.float32)
-        values = values + deviation * drawn
+    if self._draw is not _no_noise:
+        noise = np.random.default_rng().standard_normal(values.shape, np.float32)
+        values = values + deviation * noise
     if measured.gradient is not None:
         return replace(measured, loss=0.0, gradient=values)
     return replace(measured, loss=0.0, projected_gradients=values.astype(np.float64))
@@ -295,32 +297,38 @@ def floating(self: ReportingEstimator, engine: Engine, step: Step) -> Measuremen
 
 @dataclass(frozen=True)
 class Trick:
-    """How a server plays: its score, what stands for a defence, its plan beside PLAN by kind, its trials."""
+    """A trick: its score, the replacement of a defence, changes of PLAN by type, and its share of trials."""
 
     score: Callable[[Server], Callable[[], tuple[float, float]]]
     without: Sequence[tuple[object, str, Callable[..., Any]]] = ()
-    plan: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: KINDS)
+    plan: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: RESULT_TYPES)
     canary: str = CANARY
     share: float = 1.0
 
 
-_FORGETFUL = [(Ledger, name, lambda *_: None) for name in ("line", "begin")]
-_BY_WINDOW = [(place, "by_row", lambda examples: [[each] for each in examples]) for place in (local, device)]
+_WITHOUT_LEDGER = [(Ledger, name, lambda *_: None) for name in ("line", "begin")]
+_BY_WINDOW = [(owner, "by_row", lambda examples: [[each] for each in examples]) for owner in (local, device)]
 TRICKS = {
-    "plain": Trick(projected),
+    "plain": Trick(project),
     "averaging": Trick(
-        averaged, _FORGETFUL, {kind: {**plan, "noise": 3.0} for kind, plan in KINDS.items()}, share=1 / 3
+        average,
+        _WITHOUT_LEDGER,
+        {result_type: {**plan, "noise": 3.0} for result_type, plan in RESULT_TYPES.items()},
+        share=1 / 3,
     ),
-    # All windows in one step.
+    # All windows are in one step.
     "windows": Trick(
-        projected, _BY_WINDOW, {kind: {**plan, "examples": 64} for kind, plan in KINDS.items()}, LONG_CANARY
+        project,
+        _BY_WINDOW,
+        {result_type: {**plan, "examples": 64} for result_type, plan in RESULT_TYPES.items()},
+        LONG_CANARY,
     ),
-    "divergence": Trick(refused, [(reported, "whole_sum", diverging)]),
+    "divergence": Trick(check_refusal, [(reported, "whole_sum", raise_divergence)]),
     "floats": Trick(
-        impossible,
-        [(ReportingEstimator, "_with_noise", floating)],
+        count_impossible,
+        [(ReportingEstimator, "_with_noise", add_float_noise)],
         {
-            # Steps that change nothing: the server knows what each begins with.
+            # The steps change nothing, so the server knows the state of each.
             "scalars": {"queries": 1, "local_steps": 16, "noise": 16.0, "learning_rate": 1e-30},
             "changes": {"estimator": "exact", "noise": 8.0},
         },
@@ -328,37 +336,39 @@ TRICKS = {
 }
 
 
-def played(trick: Trick, kind: str, without: bool, folder: Path, bundle: Path, rounds: int) -> dict[str, Any]:
-    """The trials of one trick with the canary and as many without, and what they prove."""
+def run_trick(
+    trick: Trick, result_type: str, without: bool, folder: Path, bundle: Path, rounds: int
+) -> dict[str, Any]:
+    """Run the trials of one trick with the canary and as many without; return what they prove."""
     with ExitStack() as defences:
-        for place, name, instead in trick.without if without else ():
-            defences.enter_context(patch.object(place, name, instead))
-        server = Server(folder, bundle, trick.canary, Plan(**{**PLAN, **trick.plan[kind]}))
+        for owner, name, replacement in trick.without if without else ():
+            defences.enter_context(patch.object(owner, name, replacement))
+        server = Server(folder, bundle, trick.canary, Plan(**{**PLAN, **trick.plan[result_type]}))
         score = trick.score(server)
-        seen, told = {True: 0, False: 0}, 0.0
+        hits, reported_epsilon = {True: 0, False: 0}, 0.0
         for number in range(2 * rounds):
             server.has_canary = number % 2 == 0
-            server.forget()
-            found, epsilon = score()
-            seen[server.has_canary] += found > 0.5
-            told = max(told, epsilon)
-    proven = audit(seen[True], seen[False], rounds, DELTA)
+            server.reset()
+            score_value, epsilon = score()
+            hits[server.has_canary] += score_value > 0.5
+            reported_epsilon = max(reported_epsilon, epsilon)
+    proven = audit(hits[True], hits[False], rounds, DELTA)
     return {
-        "told_epsilon": told,
+        "told_epsilon": reported_epsilon,
         "audited_epsilon": proven.epsilon,
         "audited_as_gaussian": proven.gaussian,
-        "seen": {"with_canary": seen[True], "without": seen[False], "of": rounds},
+        "seen": {"with_canary": hits[True], "without": hits[False], "of": rounds},
     }
 
 
 def main() -> int:
-    """Read the flags, play every trick, print JSON; 1 if a figure is not as it must be."""
-    parser = parser_of(__doc__)
+    """Parse the flags, run every trick and print JSON; return 1 if a figure is wrong."""
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=120, help="trials with the canary, and as many without")
-    parser.add_argument("--bundle", type=Path, help="of a tiny decoder, with the roles tangent and back")
+    parser.add_argument("--bundle", type=Path, help="of a tiny decoder, with the roles jvp and backward")
     parser.add_argument("--tricks", nargs="+", choices=TRICKS, default=list(TRICKS))
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    audits: dict[str, Any] = {}
     problems = []
     with tempfile.TemporaryDirectory() as name:
         folder, bundle = Path(name), arguments.bundle
@@ -367,17 +377,17 @@ def main() -> int:
             save_model(folder / "model", "llama")
             export(folder / "model", bundle, *SHAPE, "--roles", "jvp", "backward")
         for trick in arguments.tricks:
-            for kind in KINDS:
-                arms = (False, True) if TRICKS[trick].without else (False,)
-                for without in arms:
-                    arm = "without_its_defence" if without else "as_it_is"
+            for result_type in RESULT_TYPES:
+                variants = (False, True) if TRICKS[trick].without else (False,)
+                for without in variants:
+                    variant = "without_its_defence" if without else "as_it_is"
                     rounds = max(8, round(TRICKS[trick].share * arguments.rounds))
-                    line = played(TRICKS[trick], kind, without, folder, bundle, rounds)
-                    found.setdefault(trick, {}).setdefault(kind, {})[arm] = line
-                    print(f"{trick}, {kind}, {arm}: {line}", file=sys.stderr, flush=True)
-                    if without == (line["audited_epsilon"] <= line["told_epsilon"]):
-                        problems.append(f"{trick}, {kind}, {arm}")
-    report({"audits": found, "problems": problems}, arguments)
+                    figures = run_trick(TRICKS[trick], result_type, without, folder, bundle, rounds)
+                    audits.setdefault(trick, {}).setdefault(result_type, {})[variant] = figures
+                    print(f"{trick}, {result_type}, {variant}: {figures}", file=sys.stderr, flush=True)
+                    if without == (figures["audited_epsilon"] <= figures["told_epsilon"]):
+                        problems.append(f"{trick}, {result_type}, {variant}")
+    report({"audits": audits, "problems": problems}, arguments)
     return 1 if problems else 0
 
 

@@ -1,4 +1,4 @@
-"""Processes that a benchmark measures: steps that they take when asked, and files that are cold."""
+"""Measured processes that take a step for each line of input, and cold files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from prge.system.processes import POLL_SECONDS, MemoryPeak, watch_memory
 
 
-def forget(folder: Path) -> None:
-    """Have the system drop what it keeps of the files in a folder."""
+def drop_from_cache(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
@@ -26,20 +26,20 @@ def forget(folder: Path) -> None:
 
 @dataclass
 class Server:
-    """A process that answers every line that it reads with numbers; see serve.py."""
+    """A process that prints numbers for every line that it reads; see serve.py."""
 
     process: subprocess.Popen[str]
 
     def __call__(self) -> tuple[float, float]:
-        """Seconds and loss of a step."""
-        seconds, loss = self.answer()
+        """Return seconds and loss of a step."""
+        seconds, loss = self.take_step()
         return seconds, loss
 
-    def answer(self, within_seconds: float | None = None) -> list[float]:
-        """The numbers of a step.
+    def take_step(self, within_seconds: float | None = None) -> list[float]:
+        """Return the numbers of a step.
 
         Raises:
-            TimeoutError: it takes longer.
+            TimeoutError: the step takes longer than `within_seconds`.
             ChildProcessError: the process has ended.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -49,23 +49,23 @@ class Server:
             raise TimeoutError
         line = self.process.stdout.readline()
         if not line:
-            raise ChildProcessError(f"it ended with code {self.process.wait()}")
+            raise ChildProcessError(f"the process ended with code {self.process.wait()}")
         return [float(number) for number in line.split()]
 
     def memory(self, steps: int = 2) -> MemoryPeak:
-        """What steps take."""
+        """Return the peak memory of steps."""
         with watch_memory(self.process.pid) as peak:
             for _ in range(steps):
-                self.answer()
+                self.take_step()
                 time.sleep(2 * POLL_SECONDS)
         return peak
 
 
 @contextmanager
-def answering(words: Sequence[object], variables: Mapping[str, str]) -> Iterator[Server]:
-    """A process that answers, with these variables besides its own, and has answered its first line."""
+def start_process(arguments: Sequence[object], variables: Mapping[str, str]) -> Iterator[Server]:
+    """Start a process with extra environment variables and yield it after its first line."""
     with subprocess.Popen(
-        [*map(str, words)],
+        [*map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -73,7 +73,7 @@ def answering(words: Sequence[object], variables: Mapping[str, str]) -> Iterator
     ) as child:
         try:
             server = Server(child)
-            server.answer()
+            server.take_step()
             yield server
         except (TimeoutError, BrokenPipeError):
             child.kill()
@@ -81,10 +81,10 @@ def answering(words: Sequence[object], variables: Mapping[str, str]) -> Iterator
 
 
 @contextmanager
-def serving(method: str, folder: Path, *numbers: int) -> Iterator[Server]:
-    """A method of serve.py that has answered its first line, and opened nothing yet."""
-    words = [sys.executable, Path(__file__).with_name("serve.py"), method, folder, *numbers]
-    threads = "1" if method in ("speaker", "stock-runner") else os.environ.get("OMP_NUM_THREADS", "2")
+def start_method(method: str, folder: Path, *numbers: int) -> Iterator[Server]:
+    """Start a method of serve.py and yield it after its first line, before it opens anything."""
+    arguments = [sys.executable, Path(__file__).with_name("serve.py"), method, folder, *numbers]
+    threads = "1" if method in ("generator", "stock-runner") else os.environ.get("OMP_NUM_THREADS", "2")
     variables = {"OMP_NUM_THREADS": threads, "XDG_CACHE_HOME": str(folder / "cache")}
-    with answering(words, variables) as server:
+    with start_process(arguments, variables) as server:
         yield server

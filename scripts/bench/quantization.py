@@ -1,10 +1,10 @@
-"""What each way to round a model's weights costs: loss, bits, seconds and memory of the export.
+"""Measure quantization recipes: loss, bits, seconds and memory of the export.
 
     python scripts/bench/quantization.py --model MODEL --data dev.jsonl final.jsonl --json quantization.json
 
-A recipe is an export of the model and `prge eval` of its bundle on each file of rows, both in processes of
-their own. `q4_0` (llama.cpp's, by the package gguf) and `torchao` (its int4 weights as they are by default)
-have the rounded values of layers in blocks as floats, so that their activations stay float32.
+A recipe is an export of the model and a `prge eval` of its bundle on each file of rows, both in processes of
+their own. `q4_0` (llama.cpp's, by the package gguf) and `torchao` (its default int4 weights) store rounded
+weights of the blocks' layers as floats, so their activations stay float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reports import parser_of, report
+from reports import make_parser, report
 from timing import export, folder_bytes
 
 from prge.cli.subprocesses import verb_command
@@ -27,7 +27,7 @@ from server_export.checkpoint.loading import load_model
 from server_export.checkpoint.tokenization import load_tokenizer
 from server_export.quantize.quantization import GROUP_SIZE
 
-_OF_A_SCALE = 16 / GROUP_SIZE
+_SCALE_BITS = 16 / GROUP_SIZE
 RECIPES: dict[str, list[str]] = {
     "fp32": ["--quantize", "fp32"],
     "8da8w": ["--quantize", "8da8w"],
@@ -38,7 +38,7 @@ RECIPES: dict[str, list[str]] = {
 
 
 def q4_0(weight: torch.Tensor) -> torch.Tensor:
-    """A weight f32 [out, in] as llama.cpp's Q4_0 has it."""
+    """Round a weight f32 [out, in] as llama.cpp's Q4_0."""
     import gguf
 
     codes = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
@@ -46,7 +46,7 @@ def q4_0(weight: torch.Tensor) -> torch.Tensor:
 
 
 def torchao_int4(weight: torch.Tensor) -> torch.Tensor:
-    """A weight f32 [out, in] as torchao rounds it for XNNPACK where nothing else is asked for."""
+    """Round a weight f32 [out, in] as torchao does for XNNPACK by default."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
@@ -62,8 +62,8 @@ def torchao_int4(weight: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
-def rounded_model(model: str, rounded: Callable[[torch.Tensor], torch.Tensor], out: Path) -> None:
-    """Write a model whose layers in blocks have rounded values."""
+def write_rounded_model(model: str, rounded: Callable[[torch.Tensor], torch.Tensor], out: Path) -> None:
+    """Write a model with rounded weights in the blocks' layers."""
     loaded = load_model(model).model
     head = loaded.get_output_embeddings()
     for layer in loaded.modules():
@@ -73,38 +73,38 @@ def rounded_model(model: str, rounded: Callable[[torch.Tensor], torch.Tensor], o
     load_tokenizer(model, None).save_pretrained(out)
 
 
-def measured(arguments: argparse.Namespace, model: Path, folder: Path, flags: list[str]) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, model: Path, folder: Path, flags: list[str]) -> dict[str, Any]:
     """Export and score one recipe."""
     bundle = folder / "bundle"
     figures: dict[str, Any] = export(model, bundle, "--roles", *arguments.roles, *flags)
     quantization = read_manifest(bundle)["quantization"]
     bits = {"fp32": 32.0, "8da8w": 8.0}.get(quantization["scheme"])
     if bits is None:
-        of_codes = quantization.get("rounding", {}).get("weight_bits", 4.0)
-        bits = of_codes + _OF_A_SCALE * (8 - of_codes) / 4
+        code_bits = quantization.get("rounding", {}).get("weight_bits", 4.0)
+        bits = code_bits + _SCALE_BITS * (8 - code_bits) / 4
     figures |= {"bits": bits, "weights_bytes": folder_bytes(bundle / "weights")}
     for data in arguments.data:
         result = folder / "eval.json"
-        words = verb_command("eval", bundle, "--data", data, "--json", result)
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(result.read_text())
-        figures[data.stem] = {name: found[name] for name in ("loss", "perplexity")}
+        command = verb_command("eval", bundle, "--data", data, "--json", result)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        scores = json.loads(result.read_text())
+        figures[data.stem] = {name: scores[name] for name in ("loss", "perplexity")}
     return figures
 
 
 def main() -> None:
-    """Read the flags, measure every recipe, print JSON."""
-    parser = parser_of(__doc__, model="", data=[Path()], roles=["forward"])
+    """Parse the flags, measure every recipe and print JSON."""
+    parser = make_parser(__doc__, model="", data=[Path()], roles=["forward"])
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for name, flags in RECIPES.items():
         with tempfile.TemporaryDirectory() as folder:
-            figures[name] = measured(arguments, Path(arguments.model), Path(folder), flags)
+            figures[name] = measure(arguments, Path(arguments.model), Path(folder), flags)
     for name, rounding in (("q4_0", q4_0), ("torchao", torchao_int4)):
         with tempfile.TemporaryDirectory() as folder:
-            rounded_model(arguments.model, rounding, Path(folder, "model"))
-            figures[name] = measured(arguments, Path(folder, "model"), Path(folder), RECIPES["fp32"])
-            figures[name]["bits"] = 4 + _OF_A_SCALE
+            write_rounded_model(arguments.model, rounding, Path(folder, "model"))
+            figures[name] = measure(arguments, Path(folder, "model"), Path(folder), RECIPES["fp32"])
+            figures[name]["bits"] = 4 + _SCALE_BITS
     report(figures, arguments)
 
 

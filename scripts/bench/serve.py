@@ -1,20 +1,20 @@
-"""A process that takes steps, or writes texts, when it is asked: what the benchmarks compare.
+"""A process that takes a step, or generates a text, for each line of input; benchmarks compare its methods.
 
     python scripts/bench/serve.py METHOD FOLDER NUMBER...
 
 `--learn` instead measures a server that learns, see learning.py.
 
-Every line of the standard input is answered by a line of numbers. The first one asks for nothing: the process
-has its libraries, and has opened nothing yet. Methods on the engine import what a device has, and no more.
+For every line of the standard input the process prints a line of numbers. The first line only waits until the
+libraries are imported; nothing is opened yet. Methods on the engine import only what a device has.
 
     a method of ENGINE, pytorch-*   ROWS TOKENS THREADS QUERIES [MEMORY]: seconds and loss of a step of
                                     FOLDER's `bundle`, or in PyTorch of its `model`
-    speaker       SEQUENCES PROMPT NEW THREADS: greedy texts by `bundle`; seconds of the prompts, and of the
-                  tokens after the first ones, with the choice of each and its text. `llm` has a tokenizer
-                  that ends no text
+    generator     SEQUENCES PROMPT NEW THREADS: greedy completions by `bundle`; seconds of the prompts, and of
+                  the tokens after the first ones, including sampling and decoding. `llm` has a tokenizer
+                  without end-of-sequence token
     drafts        PROMPT NEW THREADS: seconds of the tokens after the first one of a text that repeats its
-                  prompt, token by token and with drafts, and the same of a text of few words in no order
-    stock-runner  PROMPT NEW THREADS: a greedy text by ExecuTorch's own LLM runner on `llm`; the same
+                  prompt, token by token and with drafts, and the same for a text of few words in random order
+    stock-runner  PROMPT NEW THREADS: a greedy completion by ExecuTorch's LLM runner on `llm`; the same
                   seconds by its statistics, then by the clock
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# The estimator of a step, and its memory: what is given, the weights of one block, or of all and no more.
+# The estimator of a step and its memory bound: the given one, all weights only, or the minimum.
 ENGINE: dict[str, tuple[Any, str]] = {
     "blocks": ("exact", ""),
     "recomputed": ("exact", "weights"),
@@ -40,26 +40,26 @@ ENGINE: dict[str, tuple[Any, str]] = {
 }
 ADAPTED, RANK = ("q_proj", "v_proj"), 8
 LETTER = "a"
-Answers = Iterator[Sequence[float]]
+Measurements = Iterator[Sequence[float]]
 
 
 def engine_steps(
     method: str, folder: Path, rows: int, tokens: int, threads: int, queries: int, memory: int | None = None
-) -> Answers:
-    """Steps of a bundle."""
-    from timing import all_loaded, least_loaded, timed_step
+) -> Measurements:
+    """Run steps of a bundle."""
+    from timing import all_weights_bytes, minimum_loaded_bytes, timed_step
 
     bundle = folder / "bundle"
     yield ()
-    estimator, kind = ENGINE[method]
-    loaded = {"least": least_loaded, "weights": all_loaded}[kind](bundle) if kind else memory
+    estimator, bound = ENGINE[method]
+    loaded = {"least": minimum_loaded_bytes, "weights": all_weights_bytes}[bound](bundle) if bound else memory
     step = timed_step(bundle, estimator, rows, tokens, threads, queries, loaded=loaded)
     while True:
         yield step.with_loss()
 
 
-def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, *_: int) -> Answers:
-    """Steps of PyTorch and PEFT."""
+def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, *_: int) -> Measurements:
+    """Run steps of PyTorch and PEFT."""
     dtype = "bfloat16" if "bf16" in method else "float32"
     yield from peft_steps(folder, dtype, rows, tokens, threads, RANK, ADAPTED, "checkpointing" in method)
 
@@ -73,8 +73,8 @@ def peft_steps(
     rank: int,
     layers: Sequence[str] | str,
     checkpointing: bool = False,
-) -> Answers:
-    """Steps of PyTorch on a folder's `model` with PEFT's LoRA and AdamW."""
+) -> Measurements:
+    """Run steps of PyTorch on a folder's `model` with PEFT's LoRA and AdamW."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -82,8 +82,8 @@ def peft_steps(
     torch.set_num_threads(threads)
     yield ()
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype))
-    named = layers if isinstance(layers, str) else [*layers]
-    tuned = get_peft_model(base, LoraConfig(r=rank, target_modules=named))
+    modules = layers if isinstance(layers, str) else [*layers]
+    tuned = get_peft_model(base, LoraConfig(r=rank, target_modules=modules))
     tuned.train()
     if checkpointing:
         tuned.enable_input_require_grads()
@@ -97,12 +97,14 @@ def peft_steps(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found = loss.item()
-        yield time.perf_counter() - begin, found
+        loss_value = loss.item()
+        yield time.perf_counter() - begin, loss_value
 
 
-def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, threads: int) -> Answers:
-    """Texts by a bundle's speaker."""
+def generated_texts(
+    method: str, folder: Path, count: int, prompt: int, new: int, threads: int
+) -> Measurements:
+    """Generate completions with a bundle."""
     import numpy as np
     from tokenizers import Tokenizer as Backend
 
@@ -115,31 +117,33 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
-    opened = open_bundle(folder / "bundle")
-    speaker = open_speaker(opened, threads=threads, engine="native", slots=count)
-    adapter = read_peft(opened.adapter, opened.chain.modules)
-    prompts = np.random.default_rng(0).integers(0, speaker.vocabulary_size, (count, prompt)).tolist()
+    bundle = open_bundle(folder / "bundle")
+    engine = open_speaker(bundle, threads=threads, engine="native", slots=count)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
+    prompts = np.random.default_rng(0).integers(0, engine.vocabulary_size, (count, prompt)).tolist()
     while True:
-        sequences = [speaker.open(adapter) for _ in range(count)]
-        choices = {sequence: TokenSampler(SamplingSettings(temperature=0)) for sequence in sequences}
+        sequences = [engine.open(adapter) for _ in range(count)]
+        samplers = {sequence: TokenSampler(SamplingSettings(temperature=0)) for sequence in sequences}
         texts = {sequence: TextStream(tokenizer) for sequence in sequences}
         begin = time.perf_counter()
-        logits = {each: speaker.feed(each, tokens) for each, tokens in zip(sequences, prompts, strict=True)}
+        logits = {each: engine.feed(each, tokens) for each, tokens in zip(sequences, prompts, strict=True)}
         first = time.perf_counter()
         for _ in range(new - 1):
-            chosen = {sequence: choices[sequence].sample(found, ()) for sequence, found in logits.items()}
-            for sequence, token in chosen.items():
+            tokens_by_sequence = {
+                sequence: samplers[sequence].sample(row, ()) for sequence, row in logits.items()
+            }
+            for sequence, token in tokens_by_sequence.items():
                 texts[sequence].push(token)
-            logits = speaker.step(chosen)
+            logits = engine.step(tokens_by_sequence)
         yield first - begin, time.perf_counter() - first
         for sequence in sequences:
-            speaker.close(sequence)
+            engine.close(sequence)
 
 
-def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Answers:
-    """Given texts by a bundle's speaker, with drafts and without."""
+def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Measurements:
+    """Generate dictated texts with a bundle, with drafts and without."""
     import numpy as np
-    from dictated import DictatedSpeaker, of_few_words, repeating
+    from dictated import DictatedEngine, of_few_words, repeating
     from tokenizers import Tokenizer as Backend
 
     from device_runner.engines.generator import open_speaker
@@ -151,27 +155,27 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
-    opened = open_bundle(folder / "bundle")
-    speaker = DictatedSpeaker(open_speaker(opened, threads=threads, engine="native"))
-    adapter = read_peft(opened.adapter, opened.chain.modules)
-    generator, random = Generator(speaker, tokenizer), np.random.default_rng(0)
+    bundle = open_bundle(folder / "bundle")
+    engine = DictatedEngine(open_speaker(bundle, threads=threads, engine="native"))
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
+    generator, random = Generator(engine, tokenizer), np.random.default_rng(0)
     while True:
         seconds = []
         for make in (repeating, of_few_words):
-            speaker.text = make(speaker.vocabulary_size, prompt, new, random)
-            asked = Prompt(tuple(speaker.text[:prompt]))
+            engine.text = make(engine.vocabulary_size, prompt, new, random)
+            prompt_tokens = Prompt(tuple(engine.text[:prompt]))
             for draft in ("off", "lookup"):
                 settings = GenerationSettings(new, draft=draft)
-                (answer,) = generator.generate([Request(asked, adapter, settings)])
-                if list(answer.tokens) != speaker.text[prompt:]:
-                    raise ValueError("the answer isn't the text that was given")
-                seconds.append(answer.decode_seconds)
+                (completion,) = generator.generate([Request(prompt_tokens, adapter, settings)])
+                if list(completion.tokens) != engine.text[prompt:]:
+                    raise ValueError("the completion differs from the dictated text")
+                seconds.append(completion.decode_seconds)
         generator.close()
         yield seconds
 
 
-def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Answers:
-    """Texts by ExecuTorch's runner; raises ValueError where one isn't of the tokens that were asked for."""
+def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Measurements:
+    """Generate with ExecuTorch's runner; raises ValueError if the token counts are wrong."""
     import torch  # noqa: F401 loads the libraries that the runner links to
     from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
 
@@ -183,44 +187,44 @@ def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int)
     settings = GenerationConfig(max_new_tokens=new, temperature=0.0, echo=False)
     while True:
         times: list[float] = []
-        told: list[Any] = []
+        statistics: list[Any] = []
         runner.reset()
         begin = time.perf_counter()
         runner.generate(
             LETTER * prompt,
             settings,
             lambda _, times=times: times.append(time.perf_counter()),
-            lambda stats, told=told: told.append(json.loads(stats.to_json_string())),
+            lambda stats, statistics=statistics: statistics.append(json.loads(stats.to_json_string())),
         )
-        (facts,) = told
-        seen = (facts["prompt_tokens"], len(times), facts["generated_tokens"])
-        if seen != (prompt, new, new - 1):
-            wanted = (prompt, new, new - 1)
-            raise ValueError(f"{seen} tokens of the prompt, written and decoded, must be {wanted}")
+        (facts,) = statistics
+        counts = (facts["prompt_tokens"], len(times), facts["generated_tokens"])
+        if counts != (prompt, new, new - 1):
+            expected = (prompt, new, new - 1)
+            raise ValueError(f"{counts} prompt, new and decoded tokens were counted, expected {expected}")
         unit, prefilled = facts["SCALING_FACTOR_UNITS_PER_SECOND"], facts["prompt_eval_end_ms"]
-        first, rest = prefilled - facts["inference_start_ms"], facts["inference_end_ms"] - prefilled
-        yield first / unit, rest / unit, times[0] - begin, times[-1] - times[0]
+        first, decode = prefilled - facts["inference_start_ms"], facts["inference_end_ms"] - prefilled
+        yield first / unit, decode / unit, times[0] - begin, times[-1] - times[0]
 
 
-def serve(make: Callable[[], Answers]) -> None:
-    """Answer every line of the standard input."""
-    # Libraries write to the standard output too.
-    answers = os.fdopen(os.dup(1), "w")
+def serve(make: Callable[[], Measurements]) -> None:
+    """Print a line of numbers for every line of the standard input."""
+    # Libraries also write to the standard output.
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    found = make()
+    results = make()
     for _ in sys.stdin:
-        print(*next(found), file=answers, flush=True)
+        print(*next(results), file=output, flush=True)
 
 
 def main() -> None:
-    """Serve the method that the command line names."""
+    """Serve the method of the command line."""
     if "--learn" in sys.argv[1:2]:
         from learning import main as measure
 
         raise SystemExit(measure(sys.argv[2:]))
     method, folder, *numbers = sys.argv[1:]
-    others: dict[str, Callable[..., Answers]] = {
-        "speaker": speaker_texts,
+    others: dict[str, Callable[..., Measurements]] = {
+        "generator": generated_texts,
         "drafts": drafted_texts,
         "stock-runner": runner_texts,
     }

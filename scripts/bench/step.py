@@ -1,10 +1,10 @@
-"""Time of a training step against its matrix products alone, and what one call with all copies gains.
+"""Compare a training step's time with its matrix products alone, and measure the gain of batching copies.
 
     python scripts/bench/step.py --model smollm2-135m --queries 4 --batch-size 2 --seq-len 64 --json out.json
 
-Steps and their `limit`, the products of scripts/bench/products.py, take turns in one process; figures are
-medians of the ratios of seconds in the engine. Prints JSON: the keys of the first scheme at the top, every
-scheme under `schemes`. `parallel_speedup` is of one call with all copies over one call for each.
+Steps and their `limit`, the products of scripts/bench/products.py, run in turns in one process; figures are
+medians of ratios of seconds in the engine. Prints JSON: the keys of the first scheme at the top, every scheme
+under `schemes`. `parallel_speedup` compares one call with all copies with one call for each copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from products import Call as ProductsCall
 from products import Products, load_products
-from reports import in_turns, parser_of, report
+from reports import make_parser, measure_in_turns, report
 from timing import TimedStep, export, random_model, timed_step
 
 from prge.engine import Call, Engine, FloatArray
@@ -27,7 +27,7 @@ from server_export.checkpoint.random_models import CONFIGURATIONS
 
 
 def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path) -> dict[str, Any]:
-    """One quantization scheme."""
+    """Measure one quantization scheme."""
     shape = (arguments.batch_size, arguments.seq_len)
     adapter = ["--target-modules", *arguments.target_modules, "--rank", str(arguments.rank)]
     length = ["--sequence-length", str(arguments.seq_len), "--roles", "forward", "jvp"]
@@ -38,10 +38,16 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
 
     def limit(values: int, is_tangent: bool) -> Products:
         call = ProductsCall(values, *shape, is_tangent)
-        place = folder / f"limit-{values}-{is_tangent}"
-        place.mkdir()
+        products_folder = folder / f"limit-{values}-{is_tangent}"
+        products_folder.mkdir()
         return load_products(
-            arguments.model, arguments.layers, scheme, call, arguments.target_modules, arguments.rank, place
+            arguments.model,
+            arguments.layers,
+            scheme,
+            call,
+            arguments.target_modules,
+            arguments.rank,
+            products_folder,
         )
 
     queries = arguments.queries
@@ -50,11 +56,11 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
         "sequential": one_copy_a_call(step("antithetic")),
         **{"forward_limit": limit(2 * queries, False), "jvp_limit": limit(1 + queries, True)},
     }
-    return figures_of(in_turns(steps, arguments.repeats))
+    return summarize_rounds(measure_in_turns(steps, arguments.repeats))
 
 
 class OneCopyACall:
-    """Implements prge.engine.Engine by another one, with a call for each copy, as MeZO has it."""
+    """Implements prge.engine.Engine by another one, with a call for each copy as in MeZO."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
@@ -72,17 +78,17 @@ class OneCopyACall:
 
 
 def one_copy_a_call(step: TimedStep) -> TimedStep:
-    """The same step with a call for each copy of the adapter."""
+    """Return the same step with one call for each copy of the adapter."""
     return replace(step, opened=replace(step.opened, engine=OneCopyACall(step.opened.engine)))
 
 
-def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds, which have seconds and measurements of steps, and seconds of their limits."""
+def summarize_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians over rounds with seconds and measurements of steps, and seconds of their limits."""
 
     def median(names: str, over: str = "") -> float:
         return statistics.median(_seconds(r, names) / (_seconds(r, over) if over else 1) for r in rounds)
 
-    scalars = [
+    projected_gradients = [
         (each["forward"][1].projected_gradients, each["sequential"][1].projected_gradients) for each in rounds
     ]
     return {
@@ -95,24 +101,28 @@ def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "limit_seconds": median("forward_limit"),
         "jvp_engine_seconds": median("jvp engine"),
         "jvp_limit_seconds": median("jvp_limit"),
-        "largest_scalar_difference": max(float(np.abs(one - other).max()) for one, other in scalars),
+        "largest_scalar_difference": max(
+            float(np.abs(one - other).max()) for one, other in projected_gradients
+        ),
         "repeats": len(rounds),
     }
 
 
-def _seconds(found: Mapping[str, Any], name: str) -> float:
-    """Of a step, of a limit, or with `engine` after its name of a step's engine."""
+def _seconds(figures_by_name: Mapping[str, Any], name: str) -> float:
+    """Return the seconds of a step or limit; with `engine` after the name, of a step's engine."""
     step, _, part = name.partition(" ")
     if part:
-        return float(found[step][1].engine_seconds)
-    return float(found[step][0] if isinstance(found[step], tuple) else found[step])
+        return float(figures_by_name[step][1].engine_seconds)
+    return float(
+        figures_by_name[step][0] if isinstance(figures_by_name[step], tuple) else figures_by_name[step]
+    )
 
 
 def main() -> None:
-    """Read the flags, run, print JSON."""
+    """Parse the flags, measure and print JSON."""
     shape = {"queries": 4, "batch_size": 2, "seq_len": 64, "rank": 8, "threads": 2, "repeats": 15}
     modules = ["q_proj", "v_proj"]
-    parser = parser_of(__doc__, quantize=["fp32", "8da4w"], target_modules=modules, **shape)
+    parser = make_parser(__doc__, quantize=["fp32", "8da4w"], target_modules=modules, **shape)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
     arguments = parser.parse_args()
     schemes = {}

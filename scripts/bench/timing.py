@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models, exports in processes of their own, a step to be timed."""
+"""Shared measurements: random models, exports in processes of their own, and timed steps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from prge.training.estimators.table import EstimatorName, make_estimator
 
 @contextmanager
 def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
-    """A folder for a while, in which `model` is an architecture with random weights."""
-    # Only here: a measured process has no exporter.
+    """Yield a temporary folder in which `model` is an architecture with random weights."""
+    # Imported late: a measured process must not import the exporter.
     from server_export.checkpoint.random_models import save_random_model
 
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
 
 
 def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
-    """Call `prge export`; its seconds, those of processors, and the most memory that it took."""
+    """Run `prge export`; return its seconds, processor seconds and peak memory."""
     begin = time.monotonic()
     command = verb_command("export", "--model", model, "--out", out, "--no-cache", *flags)
     process = subprocess.Popen(command, stdout=sys.stderr)
@@ -53,13 +53,13 @@ def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
     }
 
 
-def least_loaded(bundle: Path) -> int:
-    """The fewest bytes of weights that may stay loaded."""
+def minimum_loaded_bytes(bundle: Path) -> int:
+    """Return the minimum bytes of weights that must be loaded."""
     return max(_loaded_bytes(bundle))
 
 
-def all_loaded(bundle: Path) -> int:
-    """Bytes of all weights, which leave nothing for activations."""
+def all_weights_bytes(bundle: Path) -> int:
+    """Return the bytes of all weights, which leaves nothing for activations."""
     return sum(_loaded_bytes(bundle))
 
 
@@ -69,30 +69,30 @@ def _loaded_bytes(bundle: Path) -> list[int]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the total size of the files in a folder."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 @dataclass
 class TimedStep:
-    """A step on an opened bundle, always the same."""
+    """A repeatable step on an opened bundle."""
 
     opened: OpenEngine
     estimator: Estimator
     step: Step
 
     def __call__(self) -> tuple[float, Measurement]:
-        """Take it once: seconds, and what was measured."""
+        """Take the step once; return seconds and the measurement."""
         begin = time.perf_counter()
         measurement = self.estimator.measure(self.opened.engine, self.step)
         return time.perf_counter() - begin, measurement
 
     def seconds(self) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         return self()[0]
 
     def with_loss(self) -> tuple[float, float]:
-        """Seconds and loss of one step."""
+        """Return seconds and loss of one step."""
         seconds, measurement = self()
         return seconds, measurement.loss
 
@@ -106,21 +106,21 @@ def timed_step(
     queries: int = 4,
     loaded: int | None = None,
 ) -> TimedStep:
-    """A step on random rows, all of whose tokens are targets.
+    """Return a step on random rows, all of whose tokens are targets.
 
     Args:
-        folder: of a bundle.
-        estimator: as of `prge run`.
-        rows: of the step.
-        tokens: of a row.
-        threads: of the engine.
-        queries: of an estimator that has any.
-        loaded: bytes of weights that may stay loaded, and beside all of them of saved activations.
+        folder: folder of a bundle.
+        estimator: estimator as in `prge run`.
+        rows: rows of the step.
+        tokens: tokens of a row.
+        threads: threads of the engine.
+        queries: queries of an estimator that has any.
+        loaded: maximum bytes of loaded weights and, if all are loaded, of saved activations.
     """
-    given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder}
+    settings_fields: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder}
     if estimator != "exact":
-        given["queries"] = queries
-    settings = RunSettings(**given, estimator=estimator, batch_size=rows)
+        settings_fields["queries"] = queries
+    settings = RunSettings(**settings_fields, estimator=estimator, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
     opened = open_engine(bundle, plan.role, threads=threads, loaded=loaded)
@@ -129,8 +129,10 @@ def timed_step(
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
     examples = []
     for row in range(rows):
-        numbers = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
-        targets = tuple(Target(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
-        examples.append(Example(row, (TokenSequence(tuple(numbers), targets),), 1, None))
+        token_ids = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
+        targets = tuple(
+            Target(position, token_ids[position + 1], 1 / (tokens - 1), 0) for position in range(tokens - 1)
+        )
+        examples.append(Example(row, (TokenSequence(tuple(token_ids), targets),), 1, None))
     step = Step(adapter, examples, 0, 0)
     return TimedStep(opened, make_estimator(plan.settings), step)

@@ -1,11 +1,11 @@
-"""Steps of TRL's trainers on rows in their order: what preferences are held against.
+"""Run steps of TRL's trainers on rows in order, for comparison with prge's preferences.
 
     python scripts/bench/trl_steps.py SETTINGS.json
 
-The settings name `objective` (dpo, ipo, simpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from),
-`rows` (prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose
-answer stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses`, `seconds`
-of each step.
+The settings have `objective` (dpo, ipo, simpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from),
+`rows` (prompt with chosen and rejected, or with completion, label and `other`, the index of the row whose
+completion is the mismatched one of KTO), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses`,
+and `seconds` of each step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def main() -> None:
-    """Take a step for each batch of the rows, in plain SGD."""
+    """Take a step of SGD for each batch of the rows."""
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     print(json.dumps(take_steps(settings)))
 
 
 def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Losses before each step, and its seconds."""
+    """Return the loss before each step, and its seconds."""
     import torch
     from datasets import Dataset
     from peft import PeftModel
@@ -34,19 +34,19 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
     rows = settings["rows"]
     losses: list[float] = []
     times: list[float] = []
-    trainer_class, config_class, more = _trainer(settings["objective"], rows)
+    trainer_class, config_class, extra_settings = _trainer(settings["objective"], rows)
 
-    class Told(trainer_class):  # type: ignore[misc, valid-type]
-        """A trainer whose losses are kept as they are: its log rounds them."""
+    class RecordingTrainer(trainer_class):  # type: ignore[misc, valid-type]
+        """A trainer that records exact losses; its log rounds them."""
 
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
             """See transformers.Trainer."""
-            found = super().compute_loss(*arguments, **keywords)
-            losses.append(float(found.detach()))
-            return found
+            loss = super().compute_loss(*arguments, **keywords)
+            losses.append(float(loss.detach()))
+            return loss
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Takes the time of steps."""
+        """Records the seconds of steps."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             """See transformers.TrainerCallback."""
@@ -73,9 +73,9 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **more,
+        **extra_settings,
     )
-    trainer = Told(
+    trainer = RecordingTrainer(
         PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True),
         args=arguments,
         train_dataset=Dataset.from_list([{**row} for row in rows]),
@@ -87,7 +87,7 @@ def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, dict[str, Any]]:
-    """TRL's trainer of an objective, its configuration, and settings that it alone has."""
+    """Return TRL's trainer of an objective, its configuration class, and its extra settings."""
     if objective == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -98,21 +98,21 @@ def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, di
         return CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}
     import trl
 
-    kept = {"precompute_ref_log_probs": True}
+    common_settings = {"precompute_ref_log_probs": True}
     if objective in ("dpo", "ipo"):
-        kind = {"dpo": "sigmoid"}.get(objective, objective)
-        return trl.DPOTrainer, trl.DPOConfig, {**kept, "loss_type": [kind]}
-    others = [row.pop("other") for row in rows]
+        loss_type = {"dpo": "sigmoid"}.get(objective, objective)
+        return trl.DPOTrainer, trl.DPOConfig, {**common_settings, "loss_type": [loss_type]}
+    other_rows = [row.pop("other") for row in rows]
 
     class Paired(trl.KTOTrainer):  # type: ignore[misc]
-        """KTO whose other answers are those of the rows that are named."""
+        """KTO with the mismatched completions that the rows name."""
 
         def _prepare_dataset(self, *arguments: Any, **keywords: Any) -> Any:
             prepared = super()._prepare_dataset(*arguments, **keywords)
-            answers = [prepared["completion_ids"][place] for place in others]
+            answers = [prepared["completion_ids"][index] for index in other_rows]
             return prepared.remove_columns("KL_completion_ids").add_column("KL_completion_ids", answers)
 
-    return Paired, trl.KTOConfig, kept
+    return Paired, trl.KTOConfig, common_settings
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""Every text model type that transformers has: made tiny, exported, trained, spoken with and published.
+"""Try every text model type of transformers: made tiny, exported, trained, generated with and published.
 
     python scripts/studies/architectures.py --json docs/architectures.json [--types llama bert]
-        [--quantize 8da4w] [--roles stack back] [--markdown docs/architectures.md]
+        [--quantize 8da4w] [--roles forward backward] [--markdown docs/architectures.md]
 
-Types and classes are those of transformers' own tables; tests/tiny_types.py makes the models. A child process
+Types and classes come from transformers' own tables; tests/tiny_types.py makes the models. A child process
 with a time limit tries each:
 
     exported        `prge export` wrote a bundle
-    gradient_error  of the engine's exact gradient, from autograd's of the whole model in double precision, as
-                    a part of its largest entry; of whole rows and, of a decoder, rows in pieces
-    tangent_error   the same of tangents
-    spoke           eight tokens are those of transformers' greedy generation
-    published       PEFT computes what was trained, with the published adapter
+    gradient_error  error of the engine's exact gradient against autograd on the whole model in double
+                    precision, relative to its largest entry; of whole rows and, for a decoder, rows in chunks
+    tangent_error   the same for jvp
+    spoke           eight tokens equal transformers' greedy generation
+    published       PEFT computes the same with the published adapter
     code, why_not   of the refusal: a short name, and its sentence
     defect          of an exception that is no refusal: type, message and line
     only_graphs     the graphs of all roles were compared with autograd and the model, and no engine ran
     commit          that it was tried with
 
-With --quantize the errors say how far rounding goes. What the file has already isn't tried again.
+With --quantize the errors measure rounding. Types that the file already has aren't tried again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIGURES = (
     *("only_graphs", "seconds", "commit"),
 )
 OUTCOMES = ("works", "only graphs", "wrong", "refused", "defect", "not made")
-# The code of a type of which the rules of tests/tiny_types.py make no tiny model.
+# The code of a type for which tests/tiny_types.py makes no tiny model.
 NOT_MADE, TOO_SLOW = "not-made-tiny", "too-slow"
 TOLERANCE = 1e-4
 _LENGTH, _CHUNK, _WRITTEN = 24, 8, 8
@@ -72,11 +72,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, required=True, help="file of the results; it is gone on with")
+    parser.add_argument("--json", type=Path, required=True, help="file of the results, which is continued")
     parser.add_argument("--types", nargs="+", help="model types; all by default")
     parser.add_argument("--roles", nargs="+", help="roles to export; all by default")
     parser.add_argument("--quantize", default="fp32", help="scheme of the frozen weights")
-    parser.add_argument("--again", action="store_true", help="try what the file has once more")
+    parser.add_argument("--again", action="store_true", help="try the types in the file again")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a type")
     parser.add_argument("--markdown", type=Path, help="write the table there too")
     arguments = parser.parse_args()
@@ -90,27 +90,27 @@ def sweep(arguments: argparse.Namespace) -> None:
 
     from tests.tiny_types import text_types
 
-    known = json.loads(arguments.json.read_text())["types"] if arguments.json.exists() else {}
+    results = json.loads(arguments.json.read_text())["types"] if arguments.json.exists() else {}
     import_libraries()
-    asked = arguments.types or [*text_types()]
-    todo = [name for name in asked if arguments.again or name not in known]
+    types = arguments.types or [*text_types()]
+    todo = [name for name in types if arguments.again or name not in results]
     for number, name in enumerate(todo, 1):
-        known[name] = in_child(name, arguments)
-        print(f"{number}/{len(todo)} {name}: {told(known[name])}", file=sys.stderr, flush=True)
-        write(arguments.json, __version__, known)
-    write(arguments.json, __version__, known)
-    print(json.dumps(totals(known), indent=2))
+        results[name] = try_in_child(name, arguments)
+        print(f"{number}/{len(todo)} {name}: {format_figures(results[name])}", file=sys.stderr, flush=True)
+        write(arguments.json, __version__, results)
+    write(arguments.json, __version__, results)
+    print(json.dumps(totals(results), indent=2))
     if arguments.markdown:
-        arguments.markdown.write_text(markdown(__version__, known), encoding="utf-8")
+        arguments.markdown.write_text(markdown(__version__, results), encoding="utf-8")
 
 
-def in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a child process finds out about a type."""
-    begun = time.monotonic()
-    found: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
+def try_in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Try a type in a child process and return its figures."""
+    start = time.monotonic()
+    figures: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
     with TemporaryDirectory() as folder:
         result, output = Path(folder, "result.json"), Path(folder, "output")
-        # A fork has the libraries in memory, which take longer to import than some types take.
+        # A fork shares the imported libraries; importing them takes longer than some types do.
         child = get_context("fork").Process(
             target=try_alone, args=(name, arguments.quantize, arguments.roles, result, output)
         )
@@ -119,26 +119,26 @@ def in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if child.is_alive():
             child.kill()
             child.join()
-            found |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
+            figures |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
         elif result.exists():
-            found |= json.loads(result.read_text())
+            figures |= json.loads(result.read_text())
         else:
             last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-            found["defect"] = f"the process ended with {child.exitcode}: {last}"
-    return {**found, "seconds": round(time.monotonic() - begun, 1), "commit": commit()}
+            figures["defect"] = f"the process ended with {child.exitcode}: {last}"
+    return {**figures, "seconds": round(time.monotonic() - start, 1), "commit": commit()}
 
 
 def try_alone(name: str, scheme: str, roles: Sequence[str] | None, result: Path, output: Path) -> None:
-    """Write what is found out about a type to `result`, and what libraries print to `output`."""
+    """Write the figures of a type to `result`, and the output of libraries to `output`."""
     tempfile.tempdir = str(result.parent)
     with output.open("w") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
-    result.write_text(json.dumps(tried(name, scheme, roles)))
+    result.write_text(json.dumps(try_type(name, scheme, roles)))
 
 
 def import_libraries() -> None:
-    """Import what every child needs."""
+    """Import the libraries that every child needs."""
     for module in (
         *("torch", "transformers", "peft", "torchao.quantization", "executorch.exir"),
         *("server_export.export", "tests.device_runner.engines.chains", "tests.tiny_types"),
@@ -147,45 +147,45 @@ def import_libraries() -> None:
 
 
 def commit() -> str:
-    """The commit of this checkout; `-dirty` where files differ from it."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    """Return the commit of this checkout, with `-dirty` if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]:
-    """All that is found out about a type, up to what refuses it."""
+def try_type(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]:
+    """Return all figures of a type, up to a refusal."""
     from prge.errors import PrgeError, Refusal
     from tests.tiny_models import make_tokenizer
     from tests.tiny_types import family, make_tiny
 
-    found: dict[str, Any] = {"exported": False}
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    figures: dict[str, Any] = {"exported": False}
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         try:
             model = make_tiny(name)
         except ValueError as error:
             return {"code": NOT_MADE, "why_not": str(error)}
-        found["family"] = family(name, model)
+        figures["family"] = family(name, model)
         model.save_pretrained(folder / "model")
         make_tokenizer().save_pretrained(folder / "model")
         try:
-            checked(folder, found, scheme, roles)
+            check_bundle(folder, figures, scheme, roles)
         except PrgeError as error:
             lines = (line.strip().removeprefix("- ") for line in str(error).splitlines())
-            found["why_not"] = "; ".join(lines).replace(f"{folder}/", "")[:_LONGEST_SENTENCE]
-            found["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
+            figures["why_not"] = "; ".join(lines).replace(f"{folder}/", "")[:_LONGEST_SENTENCE]
+            figures["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            # The line of this project that it comes from, whatever library raised it there.
+            # The last line in this project, whatever library raised the exception.
             last = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)][-1]
             text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
             file = Path(last.filename).name
-            found["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
-    return found
+            figures["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
+    return figures
 
 
-def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
-    """Export the model in a folder and hold the bundle against it; fills `found` on the way."""
+def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
+    """Export the model in a folder and check the bundle; adds to `figures`."""
     from prge.formats import chain
     from prge.formats.bundle import open_bundle
     from server_export.export import ExportConfig, export
@@ -196,37 +196,37 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
         tangent_error,
     )
 
-    # Longer rows go in pieces.
+    # Longer rows are processed in chunks.
     with patch.multiple(chain, MOST_WHOLE_TOKENS=2 * _CHUNK, _SHORT=_CHUNK, _SHORTEST_CHUNK=2):
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
-        found["exported"] = True
+        figures["exported"] = True
         bundle = open_bundle(folder / "bundle")
         lengths = [_LENGTH] if bundle.chain.is_encoder else [_CHUNK, _LENGTH]
         if "backward" in bundle.chain.roles:
-            found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
+            figures["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
         if "jvp" in bundle.chain.roles:
-            found["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
+            figures["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
-            ours, theirs = spoken_and_expected(folder, bundle, _WRITTEN)
-            found["spoke"] = ours == theirs
-        found["published"] = published_error(folder, bundle) < TOLERANCE
+            tokens, expected = spoken_and_expected(folder, bundle, _WRITTEN)
+            figures["spoke"] = tokens == expected
+        figures["published"] = published_error(folder, bundle) < TOLERANCE
 
 
-def told(figures: Mapping[str, Any]) -> str:
-    """A type's figures in a line."""
+def format_figures(figures: Mapping[str, Any]) -> str:
+    """Format a type's figures as one line."""
     if figures["defect"]:
         return str(figures["defect"])
     if figures["why_not"]:
         return str(figures["why_not"])
     errors = (f"{name} {figures[name]:.1g}" for name in FIGURES[1:3] if figures[name] is not None)
-    said = (name if figures[name] else f"not {name}" for name in FIGURES[3:5] if figures[name] is not None)
-    return ", ".join([*errors, *said, f"{figures['seconds']} s"])
+    checks = (name if figures[name] else f"not {name}" for name in FIGURES[3:5] if figures[name] is not None)
+    return ", ".join([*errors, *checks, f"{figures['seconds']} s"])
 
 
 def outcome(figures: Mapping[str, Any]) -> str:
-    """One of OUTCOMES."""
+    """Return one of OUTCOMES."""
     if figures["defect"]:
         return "defect"
     if figures["code"] == NOT_MADE:
@@ -236,31 +236,31 @@ def outcome(figures: Mapping[str, Any]) -> str:
     if figures["only_graphs"]:
         return "only graphs"
     errors = [figures[name] for name in FIGURES[1:3] if figures[name] is not None]
-    said = [figures[name] for name in FIGURES[3:5] if figures[name] is not None]
-    is_right = all(said) and max(errors, default=0) < TOLERANCE
+    checks = [figures[name] for name in FIGURES[3:5] if figures[name] is not None]
+    is_right = all(checks) and max(errors, default=0) < TOLERANCE
     return "works" if figures["exported"] and is_right else "wrong"
 
 
-def totals(known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """How many types of each family have which outcome."""
+def totals(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the types of each family by outcome."""
     families: dict[str, Counter[str]] = {}
-    for figures in known.values():
+    for figures in results.values():
         families.setdefault(figures["family"] or "not made", Counter())[outcome(figures)] += 1
     return {family: dict(counts) for family, counts in sorted(families.items())}
 
 
-def write(path: Path, version: str, known: Mapping[str, Mapping[str, Any]]) -> None:
+def write(path: Path, version: str, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the file of results."""
-    types = dict(sorted(known.items()))
+    types = dict(sorted(results.items()))
     text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in types.items())
-    head = json.dumps({"transformers": version, "totals": totals(known)})
+    head = json.dumps({"transformers": version, "totals": totals(results)})
     path.write_text(f'{head[:-1]}, "types": {{\n{text}\n}}}}\n', encoding="utf-8")
 
 
-def markdown(version: str, known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The results as a page."""
-    rows = sorted(known.items())
-    counts = totals(known)
+def markdown(version: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the results as a page."""
+    rows = sorted(results.items())
+    counts = totals(results)
     names = [name for name in OUTCOMES if any(name in each for each in counts.values())]
     lines = [
         _PAGE.format(version=version),
@@ -289,7 +289,7 @@ def markdown(version: str, known: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["| type | family | code | why |", "| --- | --- | --- | --- |"]
         for name, figures in rows:
             if outcome(figures) == heading:
-                why = told(figures).replace("|", "\\|").replace("](", "] (")
+                why = format_figures(figures).replace("|", "\\|").replace("](", "] (")
                 lines.append(f"| {name} | {figures['family'] or '-'} | {figures['code'] or '-'} | {why} |")
     return "\n".join([*lines, ""])
 

@@ -1,16 +1,16 @@
-"""Ways to train a fleet, held against each other: bytes, rounds, seconds, quality; and noise against quality.
+"""Compare ways to train a fleet: bytes, rounds, seconds and quality, and noise against quality.
 
     python scripts/studies/fleet.py --encoder MINILM --sst2 SST2 --out results [--tasks questions sst2]
 
 MINILM is a model's folder or hub id, SST2 a folder with train.tsv, dev.tsv and test-labeled.tsv. The rows of
-six classes are those of questions.py. 100 simulated devices hold 3,000 rows, dealt out by Dirichlet 0.3; a
-round asks ten, which take 20 examples each. The server has 400 other rows of SST-2, 60 of the questions: on
-them the classification head is fitted, which stays, and `lora_a` of the adapters, of rank 1.
-Rates were chosen on development rows with seed 42, and the best step of each run too; test rows are read once
-a run. With noise every device takes part in every round, with all of its rows.
+six classes come from questions.py. 100 simulated devices hold 3,000 rows, distributed by Dirichlet 0.3; a
+round asks ten, which train on 20 examples each. The server has 400 other rows of SST-2, or 60 of the
+questions: it fits the classification head on them, which stays fixed, and `lora_a` of the adapters of rank 1.
+Rates and the best step of each run were chosen on development rows with seed 42; test rows are read once per
+run. With noise every device takes part in every round with all of its rows.
 
-Calls the verbs export, fleet simulate, run and replay as a user would and prints JSON; a run that is there is
-not made again.
+Calls the verbs export, fleet simulate, run and replay as a user would and prints JSON; existing runs are
+reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from questions import make_questions
-from verbs import evaluations, made, parser_of, prge, report, scored, summarize, write_rows
+from verbs import evaluate, evaluations, make_once, make_parser, prge, report, summarize, write_rows
 
 from prge.cli.subprocesses import read_json
 from prge.data.readers.files import read_rows
@@ -33,27 +33,36 @@ DEVICES, ROWS, DELTA, HEAD = 100, 3000, 1e-5, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]
 ADAPTERS: Mapping[str, Settings] = {
     "questions": {"adapt_layers": "top:2"},
-    # Few parameters that see much of the gradient: the first principal direction of one layer.
+    # Few parameters with much of the gradient: the first principal direction of one layer.
     "sst2": {"target_modules": r"encoder\.layer\.2\.attention\.self\.value"},
 }
 FLEET: Settings = {"devices": DEVICES, "schedule": "cosine"}
 UNEVEN: Settings = {**FLEET, "partition": "dirichlet:0.3", "per_round": 10}
-SCALARS: Settings = {**UNEVEN, "estimator": "tangent", "local_steps": 1, "examples": 20, "clip": 0.1}
+PROJECTED_GRADIENTS: Settings = {
+    **UNEVEN,
+    "estimator": "tangent",
+    "local_steps": 1,
+    "examples": 20,
+    "clip": 0.1,
+}
 CHANGES: Settings = {**UNEVEN, "estimator": "exact", "local_steps": 5, "examples": 4, "rounds": 20}
 PRIVATE: Settings = {
     **{**FLEET, "per_round": DEVICES, "partition": "even", "rounds": 8, "local_steps": 1},
     **{"examples": ROWS // DEVICES, "clip": 0.1, "evaluate_every": 1},
 }
-ONE_PLACE: Settings = {
+ONE_MACHINE: Settings = {
     **{"estimator": "exact", "steps": 200, "batch_size": 20, "evaluate_every": 20},
     **{"beta2": 0.98, "schedule": "cosine"},
 }
-# Settings, and the rates that are tried with the first seed, with noise at the largest epsilon.
+# Settings, and the rates to try with the first seed; with noise at the largest epsilon.
 ARMS: Mapping[str, tuple[Settings, Sequence[float]]] = {
-    "scalars, q 4": ({**SCALARS, "queries": 4, "rounds": 80, "evaluate_every": 8}, (4e-2, 1e-2)),
-    "scalars, q 16": ({**SCALARS, "queries": 16, "rounds": 40, "evaluate_every": 4}, (4e-2, 1e-2)),
+    "scalars, q 4": ({**PROJECTED_GRADIENTS, "queries": 4, "rounds": 80, "evaluate_every": 8}, (4e-2, 1e-2)),
+    "scalars, q 16": (
+        {**PROJECTED_GRADIENTS, "queries": 16, "rounds": 40, "evaluate_every": 4},
+        (4e-2, 1e-2),
+    ),
     "FedAvg": ({**CHANGES, "evaluate_every": 2}, (1e-2, 3e-2)),
-    "one place": (ONE_PLACE, (1e-2, 3e-2)),
+    "one place": (ONE_MACHINE, (1e-2, 3e-2)),
     "private scalars": ({**PRIVATE, "queries": 16, "share_directions": True}, (1e-2, 4e-2)),
     "private changes": ({**PRIVATE, "estimator": "exact", "optimizer": "sgd"}, (10.0, 3.0)),
 }
@@ -61,8 +70,8 @@ EPSILONS = (8.0, 4.0, 1.0)
 
 
 def main() -> None:
-    """Read the flags, make every run, print JSON."""
-    parser = parser_of(__doc__)
+    """Parse the flags, make every run and print JSON."""
+    parser = make_parser(__doc__)
     parser.add_argument("--encoder", required=True, help="folder or hub id")
     parser.add_argument("--sst2", type=Path, help="folder with the SST-2 files; needed by its task alone")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sst2"], choices=sorted(HEAD))
@@ -76,7 +85,7 @@ def main() -> None:
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
-    """Files of a task: those that the devices hold, the server's, and test rows."""
+    """Return the files of a task: rows of the devices, of the server, and test rows."""
     folder, count = arguments.out / name, HEAD[name]
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[Any]]
@@ -87,7 +96,7 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
             [dict(row.fields) for row in read_rows(arguments.sst2 / f"{file}.tsv")]
             for file in ("train", "dev", "test-labeled")
         )
-        # The training file has phrases of sentences too; most are a few words.
+        # The training file also has phrases of sentences, mostly of a few words.
         whole = [row for row in train if len(row["sentence"].split()) > 4]
         random.Random(1).shuffle(whole)
         rows = {"dev": dev[:300], "test": test[:600], "train": whole[: ROWS + count]}
@@ -101,20 +110,20 @@ class Study:
     def __init__(self, folder: Path, name: str, encoder: str, files: Mapping[str, Path]) -> None:
         self.folder, self.bundle, self.files = folder, folder / "bundle", files
         self.task = {"questions": "trec", "sst2": "sst2"}[name]
-        own = {"init": "eva", "init_rows": files["head"], "init_task": self.task}
-        made("export", self.bundle, model=encoder, rank=1, **ADAPTERS[name], **own)
+        initialization = {"init": "eva", "init_rows": files["head"], "init_task": self.task}
+        make_once("export", self.bundle, model=encoder, rank=1, **ADAPTERS[name], **initialization)
 
     def arm(self, arm: str, seeds: Sequence[int]) -> dict[str, Any]:
-        """A way to train, at the rate that is best for the first seed."""
+        """Run an arm at the rate that is best for the first seed."""
         plan, rates = ARMS[arm]
         noises: list[Settings] = (
             [noise(epsilon) for epsilon in EPSILONS] if arm.startswith("private") else [{}]
         )
-        tried: dict[float, float] = {}
+        losses_by_rate: dict[float, float] = {}
         for rate in rates:
-            found = self._run(arm, {**plan, **noises[0], "learning_rate": rate}, seeds[0], test=False)
-            tried[rate] = float(found["best_dev_loss"])
-        best = {**plan, "learning_rate": min(tried, key=lambda rate: tried[rate])}
+            figures = self._run(arm, {**plan, **noises[0], "learning_rate": rate}, seeds[0], test=False)
+            losses_by_rate[rate] = float(figures["best_dev_loss"])
+        best = {**plan, "learning_rate": min(losses_by_rate, key=lambda rate: losses_by_rate[rate])}
         tables = []
         for each in noises:
             runs = [self._run(arm, {**best, **each}, seed) for seed in seeds]
@@ -122,37 +131,46 @@ class Study:
         return {"settings": best, "runs": tables}
 
     def _run(self, arm: str, plan: Settings, seed: int, test: bool = True) -> dict[str, Any]:
-        words = [arm.replace(", ", "-"), f"{plan['learning_rate']:g}", f"{plan.get('noise', 0):g}", str(seed)]
-        name = "-".join(words if test else [*words, "dev"]).replace(" ", "-")
-        train = self._one_place if arm == "one place" else self._simulate
+        name_parts = [
+            arm.replace(", ", "-"),
+            f"{plan['learning_rate']:g}",
+            f"{plan.get('noise', 0):g}",
+            str(seed),
+        ]
+        name = "-".join(name_parts if test else [*name_parts, "dev"]).replace(" ", "-")
+        train = self._train_on_one_machine if arm == "one place" else self._simulate
         return train(name, {**plan, "seed": seed}, test)
 
     def _simulate(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
-        out, found = self.folder / name, self.folder / f"{name}.json"
-        if not found.exists():
+        out, result_file = self.folder / name, self.folder / f"{name}.json"
+        if not result_file.exists():
             shutil.rmtree(out, ignore_errors=True)
-            given = {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
-            prge("fleet", "simulate", **plan, **given, head_rows=self.files["head"], out=out, json=found)
-        figures = read_json(found)
+            flags = {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
+            prge(
+                "fleet", "simulate", **plan, **flags, head_rows=self.files["head"], out=out, json=result_file
+            )
+        figures = read_json(result_file)
         losses = [entry["evaluation"]["loss"] for entry in figures["curve"] if entry["evaluation"]]
-        told = ("bytes_up", "bytes_down", "bytes_up_per_device_step", "privacy_epsilon")
-        facts = {"best_dev_loss": min(losses), **{name: figures[name] for name in told}}
+        names = ("bytes_up", "bytes_down", "bytes_up_per_device_step", "privacy_epsilon")
+        facts = {"best_dev_loss": min(losses), **{name: figures[name] for name in names}}
         for when in ("before", "after") if test else ():
             facts |= {f"{when}_{key}": figures[when][key] for key in ("accuracy", "loss")}
         return facts
 
-    def _one_place(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
-        """All rows on one machine, from the fleet's start, over as many examples as with changes."""
-        # The fleet's start: the bundle's adapter with the head that the server fits.
+    def _train_on_one_machine(self, name: str, plan: Settings, test: bool) -> dict[str, Any]:
+        """Train all rows on one machine from the fleet's start, over as many examples as with FedAvg."""
+        # The fleet starts with the bundle's adapter and the head that the server fits.
         head = {**self._of(("train",)), "train": self.files["head"], "keep_gradients": True}
-        fitted = made("run", self.folder / "head", steps=1, head_folds=0, **head)
-        start = made("replay", self.folder / "start", fitted, step=0)
-        run = made("run", self.folder / name, **plan, **self._of(("train", "dev")), adapter=start, threads=1)
+        fitted = make_once("run", self.folder / "head", steps=1, head_folds=0, **head)
+        start = make_once("replay", self.folder / "start", fitted, step=0)
+        run = make_once(
+            "run", self.folder / name, **plan, **self._of(("train", "dev")), adapter=start, threads=1
+        )
         facts = {"best_dev_loss": min(record["loss"] for record in evaluations(run))}
         if test:
             rows = {"data": self.files["test"], **self._of(())}
-            found = scored(self.folder / f"{name}.json", adapter=run, **rows)
-            facts |= {f"after_{key}": found[key] for key in ("accuracy", "loss")}
+            scores = evaluate(self.folder / f"{name}.json", adapter=run, **rows)
+            facts |= {f"after_{key}": scores[key] for key in ("accuracy", "loss")}
         return facts
 
     def _of(self, splits: Sequence[str]) -> dict[str, Any]:
@@ -160,7 +178,7 @@ class Study:
 
 
 def noise(epsilon: float) -> Settings:
-    """The least noise with which a plan's passes over a device's rows stay below epsilon, on 1 %."""
+    """Return the least noise, within 1 %, that keeps a plan's passes over a device's rows below epsilon."""
     low, high = 0.1, 100.0
     while high / low > 1.01:
         middle = (low * high) ** 0.5

@@ -1,9 +1,9 @@
-"""How much of what differences measure is signal: against exact derivatives along the same directions.
+"""Measure how much of finite differences is signal, against exact derivatives along the same directions.
 
     python scripts/studies/scalars.py --bundle BUNDLE --data rows.jsonl --batches 16 --epsilons 0.01 0.1
 
-The bundle has the role `tangent`. Prints JSON: for each kind of difference and epsilon the correlation `r`
-of scalars with exact derivatives of the mean loss of a batch, and the `slope` of the one by the other.
+The bundle has the role `jvp`. Prints JSON: for each type of difference and epsilon the correlation `r` of
+projected gradients with exact derivatives of a batch's mean loss, and the `slope` of their regression.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from prge.training.sampler import Sampler
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Scalars of every kind and epsilon, compared."""
+    """Compare projected gradients of every type of difference and epsilon."""
     bundle = open_bundle(arguments.bundle)
     task = load_bundle_task(bundle, arguments.task)
     source = read_source(arguments.data, "train", task=task)
@@ -43,22 +43,28 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     adapter = read_compatible_adapter(start, bundle.chain.modules, bundle.adapter)
     sampler = Sampler(examples, arguments.batch_size, arguments.seed)
     engine = open_engine(bundle, "jvp").engine
-    exact, found = list[Float64Array](), dict[str, list[Float64Array]]()
+    exact, differences = list[Float64Array](), dict[str, list[Float64Array]]()
     for number in range(arguments.batches):
         batch = sampler.batch(number)
         step = Step(adapter, batch, arguments.seed, number)
-        measured = TangentEstimator(arguments.queries, shared=True).measure(engine, step)
-        exact.append(measured.projected_gradients.mean(1))
+        measurement = TangentEstimator(arguments.queries, shared=True).measure(engine, step)
+        exact.append(measurement.projected_gradients.mean(1))
         directions = RankOneDirections(
             arguments.seed, number, arguments.queries, 1, adapter.modules, shared=True
         )
         for epsilon in arguments.epsilons:
             for name, rule in slopes(arguments.queries, epsilon).items():
-                moved = (perturb_adapter(adapter, variant, directions) for variant in rule.perturbations())
-                losses = [score(engine, Adapter(adapter.modules, values), batch).loss for values in moved]
-                found.setdefault(f"{name} {epsilon:g}", []).append(rule.projected_gradients(np.array(losses)))
+                perturbed_values = (
+                    perturb_adapter(adapter, variant, directions) for variant in rule.perturbations()
+                )
+                losses = [
+                    score(engine, Adapter(adapter.modules, values), batch).loss for values in perturbed_values
+                ]
+                differences.setdefault(f"{name} {epsilon:g}", []).append(
+                    rule.projected_gradients(np.array(losses))
+                )
     reference = np.stack(exact)
-    agreements = {name: compare(np.stack(scalars), reference) for name, scalars in found.items()}
+    agreements = {name: compare(np.stack(estimates), reference) for name, estimates in differences.items()}
     return {
         "quantization": bundle.quantization,
         "scalars": reference.size,
@@ -67,7 +73,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the flags, run, print JSON."""
+    """Parse the flags, run and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)

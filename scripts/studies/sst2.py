@@ -1,12 +1,12 @@
-"""Fine-tune a sentence encoder on SST-2 by forward passes, against backpropagation through the same adapter.
+"""Fine-tune a sentence encoder on SST-2 with forward passes, and compare with backpropagation.
 
     python scripts/studies/sst2.py --model MODEL --data SST2_FOLDER --out results
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, dev.tsv and test-labeled.tsv.
-A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
-(`prge export --init eva`), the directions and the order of rows. All runs compute the same number of
-rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the
-1,821 test rows are read once per run. Prints JSON.
+Backpropagation trains the same adapter. A seed chooses 1,000 training rows of train.tsv, another 1,000
+without labels for the frozen lora_a (`prge export --init eva`), the directions and the order of rows. All
+runs compute the same number of rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is
+none of the default ones; the 1,821 test rows are read once per run. Prints JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verbs import made, parser_of, report, scored, summarize, trained, write_rows
+from verbs import evaluate, make_once, make_parser, report, summarize, training_summary, write_rows
 
 from prge.data.readers.files import Selection, read_rows, select_rows
 
@@ -38,8 +38,8 @@ BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
 
 def main() -> None:
-    """Read the flags, run every method, scheme and seed, print JSON."""
-    parser = parser_of(__doc__, seeds=(23, 29, 31))
+    """Parse the flags, run every method, scheme and seed, and print JSON."""
+    parser = make_parser(__doc__, seeds=(23, 29, 31))
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--quantize", nargs="+", default=["8da8w"])
@@ -59,8 +59,8 @@ def main() -> None:
             for estimator in arguments.estimators if scheme in arguments.quantize else ():
                 settings: dict[str, Any] = {"estimator": estimator, **STEP, **TRAINING[estimator], **COMMON}
                 runs = pool.map(partial(study.forward_only, scheme, settings), seeds)
-                found = summarize([*runs], [*FIGURES, "seconds"])
-                results[f"{estimator}-{scheme}"] = {"settings": settings, **found}
+                table = summarize([*runs], [*FIGURES, "seconds"])
+                results[f"{estimator}-{scheme}"] = {"settings": settings, **table}
     references: list[dict[str, Any]] = []
     for seed in seeds:
         # Like everything else, the rate of backpropagation is chosen with the first seed.
@@ -74,11 +74,11 @@ def main() -> None:
 
 
 def recovered(results: dict[str, Any], name: str) -> float:
-    """Part of backpropagation's gain in test accuracy over the frozen fp32 encoder."""
-    start, found, whole = (
+    """Return the share of backpropagation's gain in test accuracy over the frozen fp32 encoder."""
+    start, result, full = (
         float(results[each]["test_accuracy"]["mean"]) for each in ("frozen-fp32", name, "backpropagation")
     )
-    return (found - start) / (whole - start)
+    return (result - start) / (full - start)
 
 
 class Study:
@@ -88,30 +88,32 @@ class Study:
         self.arguments, self.out, self.data = arguments, arguments.out, arguments.data
 
     def forward_only(self, scheme: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """One run by forward passes, and its scores."""
+        """Run and score one training with forward passes."""
         estimator, rate = settings["estimator"], self.arguments.learning_rate
         steps = self.arguments.rows // ROWS_OF_A_STEP[estimator]
         name = f"run-{estimator}-{scheme}-{seed}"
         run = self._trained(name, scheme, seed, steps=steps, learning_rate=rate, **settings)
-        return {"seed": seed, **self._scores(scheme, seed, run), "seconds": trained(run)["seconds"]}
+        return {"seed": seed, **self._scores(scheme, seed, run), "seconds": training_summary(run)["seconds"]}
 
     def unchanged(self, scheme: str, seed: int) -> dict[str, Any]:
-        """The encoder with the head that was fitted on it when frozen, before any step."""
+        """Score the encoder before any step, with the head that was fitted on it."""
         run = self._trained(f"first-{scheme}-{seed}", scheme, seed, steps=1)
-        adapter = made("replay", run.with_name(f"{run.name}-0"), run, step=0)
+        adapter = make_once("replay", run.with_name(f"{run.name}-0"), run, step=0)
         return {"seed": seed, **self._scores(scheme, seed, adapter)}
 
     def backpropagation(self, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
-        """The reference in PyTorch on the seed's rows and adapter, at the best of some rates."""
+        """Run the PyTorch reference on the seed's rows and adapter, at the best of some rates."""
         losses = {rate: self._baseline(seed, rate, "dev")["best"]["loss"] for rate in rates if len(rates) > 1}
         rate = min(rates, key=lambda rate: float(losses.get(rate, 0)))
-        found = self._baseline(seed, rate, "dev", "test")
-        splits = {"dev": found["best"], "test": found["test"]}
+        summary = self._baseline(seed, rate, "dev", "test")
+        splits = {"dev": summary["best"], "test": summary["test"]}
         figures = {name: splits[split][of] for name in FIGURES for split, of in [name.split("_")]}
         return {"seed": seed, "learning_rate": rate, **figures}
 
     def _trained(self, name: str, scheme: str, seed: int, **settings: Any) -> Path:
-        return made("run", self.out / name, bundle=self._bundle(scheme, seed), **self._rows(seed), **settings)
+        return make_once(
+            "run", self.out / name, bundle=self._bundle(scheme, seed), **self._rows(seed), **settings
+        )
 
     def _baseline(self, seed: int, rate: float, *splits: str) -> dict[str, Any]:
         epoch = -(-ROWS // BACKPROP_BATCH)
@@ -122,29 +124,36 @@ class Study:
             **{split: self.data / FILES[split] for split in splits},
         }
         out = self.out / "-".join(["backprop", str(seed), f"{rate:g}", *splits])
-        return trained(made("baseline", out, method="backprop-lora-fa", **self._rows(seed), **settings))
+        return training_summary(
+            make_once("baseline", out, method="backprop-lora-fa", **self._rows(seed), **settings)
+        )
 
     def _rows(self, seed: int) -> dict[str, Any]:
-        """What a seed draws of the training rows."""
-        drawn = {"seed": seed, "shuffle_seed": seed, "train_limit": ROWS, "threads": self.arguments.threads}
-        return {"task": "sst2", "train": self.data / "train.tsv", **drawn}
+        """Return the flags for a seed's training rows."""
+        row_flags = {
+            "seed": seed,
+            "shuffle_seed": seed,
+            "train_limit": ROWS,
+            "threads": self.arguments.threads,
+        }
+        return {"task": "sst2", "train": self.data / "train.tsv", **row_flags}
 
     def _scores(self, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:
-        """Loss and accuracy of an adapter on development and test rows."""
+        """Return loss and accuracy of an adapter on development and test rows."""
         same = {"bundle": self._bundle(scheme, seed), "task": "sst2", "threads": self.arguments.threads}
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for name, file in FILES.items():
             result = adapter.with_name(f"{adapter.name}-{name}.json")
-            told = scored(result, adapter=adapter, data=self.data / file, **same)
-            found |= {f"{name}_{figure}": told[figure] for figure in ("accuracy", "loss")}
-        return found
+            scores = evaluate(result, adapter=adapter, data=self.data / file, **same)
+            figures |= {f"{name}_{figure}": scores[figure] for figure in ("accuracy", "loss")}
+        return figures
 
     def _bundle(self, scheme: str, seed: int) -> Path:
         rows = select_rows(read_rows(self.data / "train.tsv"), Selection(ROWS, ROWS, seed))
         others = write_rows(self.out / f"others-{seed}.jsonl", (dict(row.fields) for row in rows))
         flags: dict[str, Any] = {"quantize": scheme, "sequence_length": LENGTH, **ADAPTER}
         flags |= {"roles": ["forward", "jvp"], "init_rows": others, "init_task": "sst2"}
-        return made("export", self.out / f"bundle-{scheme}-{seed}", model=self.arguments.model, **flags)
+        return make_once("export", self.out / f"bundle-{scheme}-{seed}", model=self.arguments.model, **flags)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Teach a small story model to answer in a fixed manner, and count answers that have it, before and after.
+"""Train a small story model to answer in a fixed style, and count such answers before and after.
 
     python scripts/studies/style.py --model MODEL --out results
 
-MODEL is a folder or hub id of babyllama. A prompt tells who found what, the answer names two of its words:
+MODEL is a folder or hub id of babyllama. A prompt tells who found what, and the answer names two of its
+words:
 
     One day, Lily and a fox found a red hat. "Oh my, a hat!" said the fox. And that was that.
 
-A pair of animal and thing is in training, development or test rows alone: an answer learnt by heart is
-wrong. `manner` is the share of answers that have the pattern with any words, `right` of those that are to the
-letter what the row says, and that the model ended itself. Settings were chosen on development rows with seed
-42; test rows are read once. Calls the verbs export, run and generate as a user would and prints JSON.
+A pair of animal and thing is in training, development or test rows alone, so memorized answers are wrong.
+`manner` is the share of answers that match the pattern with any words, `right` the share of exact answers
+that the model ended itself. Settings were chosen on development rows with seed 42; test rows are read once.
+Calls the verbs export, run and generate as a user would and prints JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verbs import answers, made, parser_of, report, summarize, trained, write_rows
+from verbs import answers, make_once, make_parser, report, summarize, training_summary, write_rows
 
 NAMES = "Lily Tim Tom Ben Sam Max Sue Amy Jack Anna Lucy Jane".split()
 ANIMALS = "cat dog fox bird bear frog duck mouse rabbit lion fish pig cow horse bee owl".split()
@@ -28,7 +29,7 @@ LOOKS = "red big little blue green shiny pretty old".split()
 THINGS = "ball hat box car book boat bell cup doll drum kite leaf rock shoe stick toy".split()
 PROMPT = "One day, {name} and a {animal} found a {look} {thing}."
 COMPLETION = ' "Oh my, a {thing}!" said the {animal}. And that was that.'
-MANNER = re.compile(r' "Oh my, a \w+!" said the \w+\. And that was that\.')
+STYLE_PATTERN = re.compile(r' "Oh my, a \w+!" said the \w+\. And that was that\.')
 ROWS = {"dev": 60, "test": 100, "train": 300}
 BEFORE = "base"
 
@@ -40,8 +41,8 @@ ESTIMATORS = ["exact", "tangent", "antithetic"]
 
 
 def main() -> None:
-    """Read the flags, run every estimator and seed, print JSON."""
-    parser = parser_of(__doc__)
+    """Parse the flags, run every estimator and seed, and print JSON."""
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--estimators", nargs="+", default=["exact"], choices=ESTIMATORS)
     parser.add_argument("--threads", type=int, default=1)
@@ -51,22 +52,22 @@ def main() -> None:
 
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
-    """Rows by split, the same every time; no two splits share a pair of animal and thing."""
-    chance = random.Random(0)
+    """Return rows by split, always the same; no two splits share a pair of animal and thing."""
+    rng = random.Random(0)
     pairs = [(animal, thing) for animal in ANIMALS for thing in THINGS]
-    chance.shuffle(pairs)
+    rng.shuffle(pairs)
     first, second = ROWS["dev"], ROWS["dev"] + ROWS["test"]
     parts = {"dev": pairs[:first], "test": pairs[first:second], "train": pairs[second:]}
     return {
-        split: [make_row(chance, part[n % len(part)]) for n in range(ROWS[split])]
+        split: [make_row(rng, part[n % len(part)]) for n in range(ROWS[split])]
         for split, part in parts.items()
     }
 
 
-def make_row(chance: random.Random, pair: tuple[str, str]) -> dict[str, str]:
-    """A prompt about an animal and a thing, and what is to be said."""
+def make_row(rng: random.Random, pair: tuple[str, str]) -> dict[str, str]:
+    """Return a prompt about an animal and a thing, and its answer."""
     animal, thing = pair
-    words = {"name": chance.choice(NAMES), "animal": animal, "look": chance.choice(LOOKS), "thing": thing}
+    words = {"name": rng.choice(NAMES), "animal": animal, "look": rng.choice(LOOKS), "thing": thing}
     return {"prompt": PROMPT.format(**words), "completion": COMPLETION.format(**words)}
 
 
@@ -74,20 +75,25 @@ def study(arguments: argparse.Namespace, estimator: str) -> dict[str, Any]:
     """Train with every seed, and let the model answer before and after."""
     rows = make_rows()
     files = {split: write_rows(arguments.out / f"{split}.jsonl", each) for split, each in rows.items()}
-    bundle = made("export", arguments.out / "bundle", model=arguments.model, **SHAPE)
+    bundle = make_once("export", arguments.out / "bundle", model=arguments.model, **SHAPE)
     train = {"train": files["train"], "dev": files["dev"], "estimator": estimator, **SETTINGS}
     runs = {}
     for seed in arguments.seeds:
         out = arguments.out / f"{estimator}-{seed}"
-        runs[seed] = made("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
+        runs[seed] = make_once("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
     adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
-    found = answers(bundle=bundle, adapter=adapters, data=files["test"])
+    answers_by_adapter = answers(bundle=bundle, adapter=adapters, data=files["test"])
     test = rows["test"]
-    table = [{"seed": seed, **shares(found[str(seed)], test), **costs(run)} for seed, run in runs.items()]
-    examples = zip(test[:3], found[BEFORE], found[str(arguments.seeds[0])], strict=False)
+    table = [
+        {"seed": seed, **shares(answers_by_adapter[str(seed)], test), **costs(run)}
+        for seed, run in runs.items()
+    ]
+    examples = zip(
+        test[:3], answers_by_adapter[BEFORE], answers_by_adapter[str(arguments.seeds[0])], strict=False
+    )
     return {
         "settings": SETTINGS,
-        "before": shares(found[BEFORE], test),
+        "before": shares(answers_by_adapter[BEFORE], test),
         "after": summarize(table, ("manner", "right", "seconds", "memory_mb")),
         "examples": [
             {"prompt": row["prompt"], "before": before["text"], "after": after["text"]}
@@ -96,20 +102,20 @@ def study(arguments: argparse.Namespace, estimator: str) -> dict[str, Any]:
     }
 
 
-def shares(found: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str, float]:
-    """Of the answers to all rows, those in the manner, and those that are right to the letter."""
-    pairs = list(zip(found, rows, strict=True))
+def shares(completions: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str, float]:
+    """Return the share of answers in the style, and the share of exact answers."""
+    pairs = list(zip(completions, rows, strict=True))
     return {
-        "manner": sum(MANNER.fullmatch(answer["text"]) is not None for answer, _ in pairs) / len(rows),
+        "manner": sum(STYLE_PATTERN.fullmatch(answer["text"]) is not None for answer, _ in pairs) / len(rows),
         "right": sum(answer["text"] == row["completion"] for answer, row in pairs) / len(rows),
     }
 
 
 def costs(run: Path) -> dict[str, Any]:
-    """Seconds of a run with its evaluations, and its process's peak memory."""
-    found = trained(run)
-    memory = found["memory"]["peak_bytes"] / 1e6
-    return {"rows": found["rows"], "seconds": found["seconds"], "memory_mb": memory}
+    """Return the seconds of a run with its evaluations, and its peak memory."""
+    summary = training_summary(run)
+    memory = summary["memory"]["peak_bytes"] / 1e6
+    return {"rows": summary["rows"], "seconds": summary["seconds"], "memory_mb": memory}
 
 
 if __name__ == "__main__":

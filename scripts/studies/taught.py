@@ -1,14 +1,14 @@
-"""Architectures with random weights, taught the demo's task: killed, resumed, spoken with.
+"""Train architectures with random weights on the demo's task: killed, resumed and asked in a chat.
 
     python scripts/studies/taught.py --out taught [--types qwen3_5_text gemma4_text] [--steps 600]
 
-Each model is tiny and has what its type is known for. `prge tune` with its defaults teaches it to write the
-mood of a text; it is killed on the way and goes on. Prints JSON by type:
+Each model is tiny and has its type's special features. `prge tune` with its defaults trains it to write the
+mood of a text; the run is killed and resumed. Prints JSON by type:
 
     right_before, right_after   share of the demo's test rows whose mood it writes
-    same_bits                   a run that nobody killed ends in the same journal and adapter
-    chat                        what `prge chat` answered to some test rows, and what is right
-    peak_mb, seconds            of the training process, and of all of `prge tune`, its export too
+    same_bits                   a run without kill ends with the same journal and adapter
+    chat                        answers of `prge chat` to some test rows, and the right ones
+    peak_mb, seconds            of the training process, and of all of `prge tune` including its export
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verbs import DEMO, parser_of, prge, report, write_rows
+from verbs import DEMO, make_parser, prge, report, write_rows
 
 from prge.cli.subprocesses import read_json, verb_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from demo import killed_on_the_way
+from demo import run_and_kill
 
 _SIZES = {
     "hidden_size": 128,
@@ -57,7 +57,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_PER_LAYER, "global_head_dim": 32},
     "gemma3n_text": {**_PER_LAYER, "laurel_rank": 16, "activation_sparsity_pattern": None},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
-    # Of texts and images: the text part is taken.
+    # A model of images and texts, whose text part is used.
     "gemma3": {"text_config": {**_SIZES, **_TWO_WINDOWS}, "vision_config": _IMAGES},
 }
 _MOODS = ("terrible", "great")
@@ -68,24 +68,24 @@ columns: {answers: mood}
 metric: exact_match
 generate: {max_tokens: 4}
 """
-_ASKED = 4
+_CHAT_ROWS = 4
 
 
 def main() -> None:
-    """Teach the models one after the other."""
-    parser = parser_of(__doc__, seeds=[0])
+    """Train the models one after the other."""
+    parser = make_parser(__doc__, seeds=[0])
     parser.add_argument("--types", nargs="+", default=[*TYPES], choices=[*TYPES])
     parser.add_argument("--steps", type=int, default=600)
     arguments = parser.parse_args()
     write_data(arguments.out)
     results = {
-        name: taught(name, arguments.out, arguments.steps, arguments.seeds[0]) for name in arguments.types
+        name: train_type(name, arguments.out, arguments.steps, arguments.seeds[0]) for name in arguments.types
     }
     report(results, arguments.out)
 
 
 def write_data(folder: Path) -> None:
-    """The demo's rows, with a word to write for the label, and their task."""
+    """Write the demo's rows, with a word for the label, and their task."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "task.yaml").write_text(_TASK, encoding="utf-8")
     for part in ("train", "dev", "test"):
@@ -95,31 +95,31 @@ def write_data(folder: Path) -> None:
         write_rows(folder / f"{part}.jsonl", rows)
 
 
-def taught(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Figures of a type, of which everything lies in a folder of its name beside the rows."""
+def train_type(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Return the figures of a type; its files are in a folder of its name next to the rows."""
     model, tuned, again = (data / name / part for part in ("model", "tuned", "undisturbed"))
     write_model(name, model, seed)
     parts = {"data": "train", "dev": "dev", "test": "test"}
-    words: list[object] = [
+    arguments: list[object] = [
         word for flag, part in parts.items() for word in (f"--{flag}", data / f"{part}.jsonl")
     ]
-    words += ["--task", data / "task.yaml", "--model", model, "--steps", steps, "--out", tuned]
-    killed_on_the_way(tuned / "run", "tune", *words, output=sys.stderr)
+    arguments += ["--task", data / "task.yaml", "--model", model, "--steps", steps, "--out", tuned]
+    run_and_kill(tuned / "run", "tune", *arguments, output=sys.stderr)
     prge("tune", resume=tuned, json=data / name / "tuned.json")
     prge("run", config=tuned / "settings/run.yaml", out=again)
-    found = read_json(data / name / "tuned.json")
+    result = read_json(data / name / "tuned.json")
     return {
-        "right_before": found["score_before"]["exact_match"],
-        "right_after": found["score_after"]["exact_match"],
-        "same_bits": bits(tuned / "run") == bits(again),
-        "chat": [said(tuned, row) for row in rows_of(data / "test.jsonl")[:_ASKED]],
-        "peak_mb": found["peak_mb"],
-        "seconds": found["seconds"],
+        "right_before": result["score_before"]["exact_match"],
+        "right_after": result["score_after"]["exact_match"],
+        "same_bits": read_run_bytes(tuned / "run") == read_run_bytes(again),
+        "chat": [ask(tuned, row) for row in rows_of(data / "test.jsonl")[:_CHAT_ROWS]],
+        "peak_mb": result["peak_mb"],
+        "seconds": result["seconds"],
     }
 
 
 def write_model(name: str, folder: Path, seed: int) -> None:
-    """A folder with that type, every weight random, and the demo's tokenizer."""
+    """Write a model of a type with random weights and the demo's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
@@ -132,21 +132,23 @@ def write_model(name: str, folder: Path, seed: int) -> None:
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(folder)
 
 
-def said(tuned: Path, row: dict[str, Any]) -> dict[str, str]:
-    """What the tuned model answers in the terminal to a text."""
-    words = ["chat", tuned, "--temperature", 0, "--max-tokens", 4]
-    given = f"{row['text']} It was\n/quit\n"
-    done = subprocess.run(verb_command(*words), input=given, capture_output=True, text=True, check=True)
-    return {"asked": row["text"], "answered": done.stdout.strip(), "right": row["mood"]}
+def ask(tuned: Path, row: dict[str, Any]) -> dict[str, str]:
+    """Ask the tuned model about a text in `prge chat`."""
+    arguments = ["chat", tuned, "--temperature", 0, "--max-tokens", 4]
+    terminal_input = f"{row['text']} It was\n/quit\n"
+    result = subprocess.run(
+        verb_command(*arguments), input=terminal_input, capture_output=True, text=True, check=True
+    )
+    return {"asked": row["text"], "answered": result.stdout.strip(), "right": row["mood"]}
 
 
-def bits(run: Path) -> list[bytes]:
-    """Journal and result of a run."""
+def read_run_bytes(run: Path) -> list[bytes]:
+    """Return the bytes of a run's journal and adapter."""
     return [(run / name).read_bytes() for name in ("journal.jsonl", "final/adapter_model.safetensors")]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Rows of a jsonl file."""
+    """Read the rows of a jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

@@ -1,10 +1,10 @@
-"""How far a reader of one exact step travels: project files that run, and frames down to the engine.
+"""Count the project files and frames of one exact step, as a measure of how hard it is to read.
 
     python scripts/studies/trips.py --bundle BUNDLE --train rows.jsonl --task task.yaml
 
-Trains three steps with the native engine into a temporary folder and prints JSON: `step_files` that run in
-an exact step, the `frames` from the loop's step down to the engine's own code, and how many `run_files` run
-in all, from the settings on.
+Trains three steps with the native engine in a temporary folder and prints JSON: the `step_files` that run in
+an exact step, the `frames` from the loop's step down to the engine's own code, and the number of `run_files`
+of the whole run, from the settings on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENGINE = str(ROOT / "device_runner/engines/native/runtime.py")
 
 
 class Trip:
-    """Notes what runs, as a function for `sys.setprofile`."""
+    """Records the files and frames that run, as a function for `sys.setprofile`."""
 
     def __init__(self) -> None:
         self.run_files: set[str] = set()
@@ -37,8 +37,8 @@ class Trip:
         self.frames: list[str] = []
         self._step: FrameType | None = None
 
-    def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Called with every call and return."""
+    def record(self, frame: FrameType, event: str, _: Any) -> None:
+        """Handle a call or a return."""
         if event == "return" and frame is self._step:
             self._step = None
         file = frame.f_code.co_filename
@@ -56,7 +56,7 @@ class Trip:
             self.frames = frames[::-1]
 
     def _frames(self, frame: FrameType | None) -> Iterator[str]:
-        """The project's functions from a frame up to the step."""
+        """Yield the project's functions from a frame up to the step."""
         while frame is not None:
             if frame.f_code.co_filename.startswith(_PACKAGES):
                 yield f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_code.co_name}"
@@ -66,12 +66,19 @@ class Trip:
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train, and count."""
+    """Train and count."""
     trip = Trip()
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--bundle", arguments.bundle, "--train", arguments.train, "--out", f"{folder}/run"]
-        words += ["--task", arguments.task] if arguments.task else []
-        words += [
+        arguments_of_run = [
+            "--bundle",
+            arguments.bundle,
+            "--train",
+            arguments.train,
+            "--out",
+            f"{folder}/run",
+        ]
+        arguments_of_run += ["--task", arguments.task] if arguments.task else []
+        arguments_of_run += [
             "--estimator",
             "exact",
             "--engine",
@@ -82,9 +89,9 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
             "4",
             "--quiet",
         ]
-        sys.setprofile(trip.note)
+        sys.setprofile(trip.record)
         try:
-            run_verb.run(parse_settings(RunSettings, words, "prge run"))
+            run_verb.run(parse_settings(RunSettings, arguments_of_run, "prge run"))
         finally:
             sys.setprofile(None)
     return {
@@ -99,7 +106,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what a reader of one step meets."""
+    """Parse the flags and print the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,15 +1,14 @@
-"""`prge tune` with its defaults on six tasks, against a grid of learning rates and against PyTorch.
+"""Compare `prge tune` on six tasks with a grid of learning rates and with PyTorch.
 
-    python scripts/studies/tune.py --story-model BABYLLAMA --encoder MINILM --texts wikitext.json \
+    python scripts/studies/tune.py --story-model BABYLLAMA --encoder MINILM --texts wikitext.json \\
         --sst2 SST2_FOLDER --out results
 
-For each task and seed `prge tune` is told the model and the rows alone; and once more with
-`--adapter lora-fa`. Then, with the settings that the first decided, rows and steps alike, but with every
-learning rate of a grid: the engine's own runs, and PyTorch with PEFT's layers, LoRA (both matrices) and
-LoRA-FA, from the same start.
-A grid goes by factors of three outward from its middle until the best rate on development rows has a worse
-neighbour on both sides; it is walked with the first seed, the others take its best rate. Test rows are read
-once for each result. `--ways` leaves ways out.
+For each task and seed `prge tune` gets only the model and the rows, and once more with `--adapter lora-fa`.
+Then the settings that it chose, its rows and its steps run with every learning rate of a grid: in the engine,
+and in PyTorch with PEFT's layers, LoRA (both matrices) and LoRA-FA, from the same start. A grid grows by
+factors of three from its middle until the best rate on development rows has a worse neighbour on both sides;
+it is searched with the first seed, and the other seeds use its best rate. Test rows are read once for each
+result. `--ways` selects what is compared.
 
 Prints JSON, by task: losses (and accuracies) of the test rows `before`, by `prge tune` (`tuned`,
 `tuned-fa`), by the engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
@@ -29,7 +28,17 @@ from typing import Any
 import style
 import yaml
 from questions import make_questions
-from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
+from verbs import (
+    DEMO,
+    evaluate,
+    make_once,
+    make_parser,
+    prge,
+    report,
+    summarize,
+    training_summary,
+    write_rows,
+)
 
 from prge.cli.subprocesses import read_json
 from prge.data.readers.files import Selection, read_rows, select_rows
@@ -42,21 +51,21 @@ MIDDLE = (3e-3, 1e-2, 3e-2)
 FACTOR = 3.0
 PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
 TUNED: dict[str, dict[str, Any]] = {"tuned": {}, "tuned-fa": {"adapter": "lora-fa"}}
-WAYS = (*TUNED, "grid", *PYTORCH)
+METHODS = (*TUNED, "grid", *PYTORCH)
 
 
 def main() -> None:
-    """Read the flags, run every task and seed, print JSON."""
-    parser = with_data(parser_of(__doc__))
+    """Parse the flags, run every task and seed, and print JSON."""
+    parser = add_data_flags(make_parser(__doc__))
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=METHODS, choices=METHODS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
 
 
-def with_data(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A parser that also asks for models and data sets."""
+def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of models and data sets to a parser and return it."""
     parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
     parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
@@ -66,7 +75,7 @@ def with_data(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, list[Any]]:
-    """Rows of a task by split."""
+    """Return the rows of a task by split."""
     match name:
         case "completions":
             return {**style.make_rows()}
@@ -82,7 +91,7 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, list[Any]]:
 
 
 def sentences(folder: Path, file: str, start: int, count: int) -> list[dict[str, Any]]:
-    """A part of SST-2."""
+    """Return a part of SST-2."""
     return [
         dict(row.fields) for row in select_rows(read_rows(folder / f"{file}.tsv"), Selection(start, count, 0))
     ]
@@ -93,99 +102,99 @@ def _messages(row: dict[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def told(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What `prge tune` is told of a task: the model and the rows."""
+def tune_flags(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the flags of `prge tune` for a task: the model and the rows."""
     if name == "candidates":
         rows = {"data": DEMO / "train.jsonl", "dev": DEMO / "dev.jsonl", "test": DEMO / "test.jsonl"}
         return {"model": DEMO / "model", "task": DEMO / "task.yaml", **rows}
     is_encoder = name in ENCODER_TASKS
     model = arguments.encoder if is_encoder else arguments.story_model
-    files = written(arguments.out, name, rows_of(arguments, name))
+    files = write_splits(arguments.out, name, rows_of(arguments, name))
     return {"model": model, "task": ENCODER_TASKS.get(name), **files}
 
 
-def written(folder: Path, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
-    """Files of rows, as flags of `prge tune`."""
+def write_splits(folder: Path, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
+    """Write rows to files and return them as flags of `prge tune`."""
     flags = {"data": "train", "dev": "dev", "test": "test"}
     return {flag: write_rows(folder / f"{name}-{split}.jsonl", rows[split]) for flag, split in flags.items()}
 
 
 def study(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """All ways with every seed."""
-    words = told(arguments, name)
+    """Compare all methods with every seed."""
+    task_flags = tune_flags(arguments, name)
     rates: dict[str, float] = {}
-    runs = [compare(arguments, name, words, seed, rates) for seed in arguments.seeds]
+    runs = [compare(arguments, name, task_flags, seed, rates) for seed in arguments.seeds]
     return summarize(runs, [name for name, value in runs[0].items() if name != "seed" and value is not None])
 
 
 def compare(
-    arguments: argparse.Namespace, name: str, words: dict[str, Any], seed: int, rates: dict[str, float]
+    arguments: argparse.Namespace, name: str, task_flags: dict[str, Any], seed: int, rates: dict[str, float]
 ) -> dict[str, Any]:
-    """Figures of the test rows by all ways; `rates` holds the best of the first seed's grids."""
+    """Return the figures of the test rows by all methods; `rates` holds the best rates of the first seed."""
     out = arguments.out / f"{name}-{seed}"
     common = {"seed": seed, "threads": arguments.threads}
     figures: dict[str, Any] = {"seed": seed}
-    for way in TUNED:
-        if way in arguments.ways:
-            found = tune(out / way, **words, **TUNED[way], **common)
+    for method in TUNED:
+        if method in arguments.ways:
+            result = tune(out / method, **task_flags, **TUNED[method], **common)
             figures |= {
-                **_figures("before", found["score_before"]),
-                **_figures(way, found["score_after"]),
-                f"{way}_rate": found["chosen"]["learning_rate"]["value"],
-                f"{way}_seconds": found["seconds"],
-                f"{way}_final_seconds": trained(out / way / "run")["seconds"],
-                f"{way}_peak_mb": found["peak_mb"],
+                **_figures("before", result["score_before"]),
+                **_figures(method, result["score_after"]),
+                f"{method}_rate": result["chosen"]["learning_rate"]["value"],
+                f"{method}_seconds": result["seconds"],
+                f"{method}_final_seconds": training_summary(out / method / "run")["seconds"],
+                f"{method}_peak_mb": result["peak_mb"],
             }
 
-    def run(way: str, rate: float) -> Path:
-        tuned, place = out / "tuned", out / f"{way}-{rate:.3g}"
-        if way == "grid":
-            return made("run", place, config=tuned / "run" / "config.yaml", learning_rate=rate)
+    def run(method: str, rate: float) -> Path:
+        tuned, run_folder = out / "tuned", out / f"{method}-{rate:.3g}"
+        if method == "grid":
+            return make_once("run", run_folder, config=tuned / "run" / "config.yaml", learning_rate=rate)
         settings = pytorch_settings(tuned, read_json(out / "tuned.json"))
-        same = {**common, **settings, "model": words["model"], "task": words["task"]}
-        return made("baseline", place, method=PYTORCH[way], learning_rate=rate, **same)
+        common_flags = {**common, **settings, "model": task_flags["model"], "task": task_flags["task"]}
+        return make_once("baseline", run_folder, method=PYTORCH[method], learning_rate=rate, **common_flags)
 
-    for way in ("grid", *PYTORCH):
-        if way not in arguments.ways:
+    for method in ("grid", *PYTORCH):
+        if method not in arguments.ways:
             continue
-        tune(out / "tuned", **words, **common)
-        rates[way] = rates.get(way) or walked(partial(run, way))
-        best = run(way, rates[way])
-        if way == "grid":
-            rows = {"data": out / "tuned" / "rows" / "test.jsonl", "task": words["task"]}
-            same = {"bundle": out / "tuned" / "bundle", "threads": arguments.threads}
-            scores = scored(out / "grid.json", adapter=best, **same, **rows)
+        tune(out / "tuned", **task_flags, **common)
+        rates[method] = rates.get(method) or search_grid(partial(run, method))
+        best = run(method, rates[method])
+        if method == "grid":
+            rows = {"data": out / "tuned" / "rows" / "test.jsonl", "task": task_flags["task"]}
+            common_flags = {"bundle": out / "tuned" / "bundle", "threads": arguments.threads}
+            scores = evaluate(out / "grid.json", adapter=best, **common_flags, **rows)
         else:
-            scores = trained(best)["test"]
-        figures |= _figures(way, scores) | {f"{way}_rate": rates[way]}
+            scores = training_summary(best)["test"]
+        figures |= _figures(method, scores) | {f"{method}_rate": rates[method]}
     return figures
 
 
 def tune(folder: Path, **flags: Any) -> dict[str, Any]:
-    """What `prge tune` tells, kept beside its folder."""
+    """Run `prge tune` unless its result exists, and return the result."""
     result = folder.with_suffix(".json")
     if not result.exists():
         prge("tune", out=folder, json=result, **flags)
     return read_json(result)
 
 
-def pytorch_settings(tuned: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """What a run in PyTorch shares with the one that `prge tune` ended with."""
-    decided = yaml.safe_load((tuned / "run" / "config.yaml").read_text(encoding="utf-8"))
-    alike = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
+def pytorch_settings(tuned: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a PyTorch run shares with the final run of `prge tune`."""
+    settings = yaml.safe_load((tuned / "run" / "config.yaml").read_text(encoding="utf-8"))
+    shared_names = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
     files = {split: tuned / "rows" / f"{split}.jsonl" for split in ("train", "dev", "test")}
-    size = found["chosen"]["batch_size"]["value"]
-    same = {name: decided[name] for name in alike}
-    return {"bundle": tuned / "bundle", "batch_size": size, **files, **same}
+    size = result["chosen"]["batch_size"]["value"]
+    common_flags = {name: settings[name] for name in shared_names}
+    return {"bundle": tuned / "bundle", "batch_size": size, **files, **common_flags}
 
 
-def _figures(way: str, scores: dict[str, Any] | None) -> dict[str, Any]:
+def _figures(method: str, scores: dict[str, Any] | None) -> dict[str, Any]:
     names = ("loss", "accuracy")
-    return {f"{way}_{name}": scores[name] for name in names if scores and scores.get(name) is not None}
+    return {f"{method}_{name}": scores[name] for name in names if scores and scores.get(name) is not None}
 
 
-def walked(run: Callable[[float], Path]) -> float:
-    """The rate of a grid with the least loss of development rows, its neighbours tried too."""
+def search_grid(run: Callable[[float], Path]) -> float:
+    """Return the grid's rate with the lowest loss of development rows; its neighbours were tried too."""
     losses = {rate: development_loss(run, rate) for rate in MIDDLE}
     while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
         beyond = best / FACTOR if best == min(losses) else best * FACTOR
@@ -194,10 +203,10 @@ def walked(run: Callable[[float], Path]) -> float:
 
 
 def development_loss(run: Callable[[float], Path], rate: float) -> float:
-    """Loss of development rows at the best step; infinite if the run diverged."""
+    """Return the loss of development rows at the best step, or infinity if the run diverged."""
     try:
-        return float(trained(run(rate))["best"]["loss"])
-    except subprocess.CalledProcessError:  # it diverged
+        return float(training_summary(run(rate))["best"]["loss"])
+    except subprocess.CalledProcessError:  # the run diverged
         return math.inf
 
 

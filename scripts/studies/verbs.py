@@ -1,4 +1,4 @@
-"""What the studies share: flags, calls of the verbs as a user would make them, and tables over seeds."""
+"""Shared parts of studies: flags, calls of the verbs as a user would make them, and tables over seeds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prge.formats.run_folder import read_metrics
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 
 
-def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
-    """A parser with the flags that all studies have."""
+def make_parser(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
+    """Return a parser with the common flags of all studies."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -28,48 +28,50 @@ def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) 
 
 
 def report(results: dict[str, Any], out: Path) -> None:
-    """Keep a study's results as JSON in its folder, and print them."""
+    """Write a study's results as JSON into its folder, and print them."""
     text = json.dumps(results, indent=2)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
-def prge(verb: str, *words: object, **flags: Any) -> None:
-    """Call a verb; its output goes to the error stream, so that a study prints JSON alone."""
-    _call(verb, *words, **flags)
+def prge(verb: str, *arguments: object, **flags: Any) -> None:
+    """Call a verb with its output on stderr, so that a study prints only JSON."""
+    _call(verb, *arguments, **flags)
 
 
-def made(verb: str, out: Path, *words: object, **flags: Any) -> Path:
-    """The folder that a verb makes, made unless it was before."""
-    whole = out / "final" if verb in ("run", "baseline") else out
-    if not whole.exists():
-        prge(verb, *words, out=out, **flags)
+def make_once(verb: str, out: Path, *arguments: object, **flags: Any) -> Path:
+    """Return the folder that a verb writes; the verb is called only if the folder doesn't exist."""
+    result_folder = out / "final" if verb in ("run", "baseline") else out
+    if not result_folder.exists():
+        prge(verb, *arguments, out=out, **flags)
     return out
 
 
-def scored(result: Path, **flags: Any) -> dict[str, Any]:
-    """What `prge eval` tells, kept in the file `result`."""
+def evaluate(result: Path, **flags: Any) -> dict[str, Any]:
+    """Return the result of `prge eval`, kept in the file `result`."""
     if not result.exists():
         prge("eval", json=result, **flags)
     return read_json(result)
 
 
 def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
-    """What `prge generate` writes for rows, by the names of the adapters."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the completions of `prge generate` by adapter name."""
+    results: dict[str, list[dict[str, Any]]] = {}
     for line in _call("generate", json=[], stdout=subprocess.PIPE, **flags).splitlines():
         answer = json.loads(line)
-        found.setdefault(answer["adapter"], []).append(answer)
-    return found
+        results.setdefault(answer["adapter"], []).append(answer)
+    return results
 
 
-def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
-    command = verb_command(*words, *(word for name, value in flags.items() for word in _flag(name, value)))
+def _call(*arguments: object, stdout: Any = sys.stderr, **flags: Any) -> str:
+    command = verb_command(
+        *arguments, *(word for name, value in flags.items() for word in _flag(name, value))
+    )
     return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """A flag as words; None leaves it out, True gives it bare."""
+    """Return a flag as arguments; None omits it, True has no value."""
     if value is None:
         return []
     values = value if isinstance(value, list | tuple) else [value]
@@ -77,14 +79,14 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    """Evaluation records of a run's metrics, in order."""
+    """Return the evaluation records of a run's metrics in order."""
     return [record for record in read_metrics(run) if record["event"] == "evaluation"]
 
 
-def trained(run: Path) -> dict[str, Any]:
-    """What a run, or a baseline, tells of its training."""
-    found: dict[str, Any] = read_json(run / "run.json")["train"]
-    return found
+def training_summary(run: Path) -> dict[str, Any]:
+    """Return the training summary of a run or baseline."""
+    results: dict[str, Any] = read_json(run / "run.json")["train"]
+    return results
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> Path:
@@ -94,7 +96,7 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
 
 
 def summarize(runs: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
-    """Mean, lowest and highest of each figure over the seeds, and the runs themselves."""
+    """Return mean, lowest and highest value of each figure over seeds, and the runs themselves."""
     table = {
         name: {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}
         for name in names

@@ -1,11 +1,12 @@
-"""Adapt a small language model to WikiText by forward passes, and measure token perplexity before and after.
+"""Fine-tune a small language model on WikiText with forward passes, and measure perplexity before and after.
 
     python scripts/studies/wikitext.py --model MODEL --data wikitext.json --out results --backprop
 
 `--data` is a JSON list of passages: the first 800 are trained on, the next 100 choose the step, the others
-are the test rows, read once per seed by `prge eval`. The frozen lora_a are principal directions over training
-passages (`prge export --init eva`); a seed changes the directions and the order of rows. All runs compute the
-same number of rows. Calls the verbs export, run and eval as a user would and prints the table as JSON.
+are the test rows, read once per seed by `prge eval`. The frozen lora_a holds principal directions over
+training passages (`prge export --init eva`); a seed changes the directions and the order of rows. All runs
+compute the same number of rows. Calls the verbs export, run and eval as a user would and prints the table as
+JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbs import evaluations, made, parser_of, report, scored, summarize, trained, write_rows
+from verbs import (
+    evaluate,
+    evaluations,
+    make_once,
+    make_parser,
+    report,
+    summarize,
+    training_summary,
+    write_rows,
+)
 
 FIGURES = ("before", "after", "dev", "seconds")
 
@@ -42,8 +52,8 @@ BACKPROP: dict[str, Any] = {
 
 
 def main() -> None:
-    """Read the flags, run every estimator, scheme and seed, print JSON."""
-    parser = parser_of(__doc__)
+    """Parse the flags, run every estimator, scheme and seed, and print JSON."""
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
@@ -56,17 +66,17 @@ def main() -> None:
     results: dict[str, Any] = {}
     for scheme in arguments.quantize:
         for estimator in arguments.estimators:
-            runs = [study.trained(estimator, scheme, seed) for seed in arguments.seeds]
+            runs = [study.train(estimator, scheme, seed) for seed in arguments.seeds]
             settings = {**COMMON, **STEP[estimator]}
             results[f"{estimator}-{scheme}"] = {**summarize(runs, FIGURES), "settings": settings}
     if arguments.backprop:
-        runs = [study.backpropagated(seed) for seed in arguments.seeds]
+        runs = [study.backpropagate(seed) for seed in arguments.seeds]
         results["backprop"] = {**summarize(runs, FIGURES), "settings": BACKPROP}
     report(results, arguments.out)
 
 
 def split(data: Path, out: Path) -> dict[str, Path]:
-    """Write the passages as three jsonl files, in the order of the data; returns them by split."""
+    """Write the passages as three jsonl files in the order of the data; return them by split."""
     passages = json.loads(data.read_text(encoding="utf-8"))
     middle = TRAIN_PASSAGES + DEV_PASSAGES
     parts = {
@@ -86,16 +96,16 @@ class Study:
 
     def __init__(self, arguments: argparse.Namespace, files: dict[str, Path]) -> None:
         self.arguments, self.out, self.files = arguments, arguments.out, files
-        chosen = {
+        row_flags = {
             "overflow": "split",
             "shuffle-seed": 0,
             "dev-limit": DEV_LIMIT,
             "threads": arguments.threads,
         }
-        self.rows: dict[str, Any] = {"train": files["train"], "dev": files["dev"], **chosen}
+        self.rows: dict[str, Any] = {"train": files["train"], "dev": files["dev"], **row_flags}
 
-    def trained(self, estimator: str, scheme: str, seed: int) -> dict[str, Any]:
-        """Export, run and score one seed by `prge`."""
+    def train(self, estimator: str, scheme: str, seed: int) -> dict[str, Any]:
+        """Export, run and score one seed with `prge`."""
         steps = self.arguments.rows // ROWS_OF_A_STEP[estimator]
         flags: dict[str, Any] = {
             "steps": steps,
@@ -104,32 +114,40 @@ class Study:
         }
         flags |= {"estimator": estimator, "seed": seed, **self.rows, **COMMON, **STEP[estimator]}
         bundle = self._bundle(scheme)
-        run = made("run", self.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
+        run = make_once("run", self.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
         records = evaluations(run)
         best = min(records, key=lambda record: float(record["perplexity"]))
         return {"seed": seed, **self._perplexities(bundle, run, best), "seconds": records[-1]["seconds"]}
 
-    def backpropagated(self, seed: int) -> dict[str, Any]:
-        """Train the same fp32 adapter by backpropagation."""
+    def backpropagate(self, seed: int) -> dict[str, Any]:
+        """Train the same fp32 adapter with backpropagation."""
         bundle, flags = self._bundle("fp32"), {**self.rows, "seed": seed, **BACKPROP}
-        run = made(
+        run = make_once(
             "baseline", self.out / f"backprop-{seed}", model=self.arguments.model, bundle=bundle, **flags
         )
-        found = trained(run)
-        return {"seed": seed, **self._perplexities(bundle, run, found["best"]), "seconds": found["seconds"]}
+        summary = training_summary(run)
+        return {
+            "seed": seed,
+            **self._perplexities(bundle, run, summary["best"]),
+            "seconds": summary["seconds"],
+        }
 
     def _bundle(self, scheme: str) -> Path:
         flags: dict[str, Any] = {**SHAPE, **ADAPTER, "init-rows": self.files["train"], "quantize": scheme}
-        return made("export", self.out / f"bundle-{scheme}", model=self.arguments.model, **flags)
+        return make_once("export", self.out / f"bundle-{scheme}", model=self.arguments.model, **flags)
 
     def _perplexities(self, bundle: Path, run: Path, best: dict[str, Any]) -> dict[str, Any]:
-        """Of the model as it came and of a run's adapter on test rows, and of the best step."""
+        """Return perplexities of the original model and of a run's adapter on test rows."""
         same: dict[str, Any] = {"bundle": bundle, "data": self.files["test"], "overflow": "split"}
         same |= {"threads": self.arguments.threads}
-        before = scored(self.out / f"{bundle.name}.json", **same)
-        after = scored(self.out / f"{run.name}.json", **same, adapter=run)
-        told = {"before": before["perplexity"], "after": after["perplexity"], "dev": best["perplexity"]}
-        return {**told, "best_step": best["step"]}
+        before = evaluate(self.out / f"{bundle.name}.json", **same)
+        after = evaluate(self.out / f"{run.name}.json", **same, adapter=run)
+        perplexities = {
+            "before": before["perplexity"],
+            "after": after["perplexity"],
+            "dev": best["perplexity"],
+        }
+        return {**perplexities, "best_step": best["step"]}
 
 
 if __name__ == "__main__":

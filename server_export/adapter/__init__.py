@@ -1,1 +1,1 @@
-"""LoRA: which layers are adapted, the adapted layer, and the matrices that training starts from."""
+"""LoRA adapters: the adapted layers, the module that adapts them, and the initial matrices."""

@@ -1,4 +1,4 @@
-"""The adapter that a bundle starts from: which layers it is on, and its matrices."""
+"""The adapter that a bundle's training starts from: its layers and its matrices."""
 
 from __future__ import annotations
 
@@ -27,11 +27,20 @@ from server_export.settings import ExportConfig
 
 @dataclass(frozen=True)
 class StartAdapter:
-    """The adapter that a bundle starts from, and the model that it belongs to.
+    """The adapter that a bundle's training starts from, and its model.
 
-    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled, and of each layer's own rank. `rank`
-    and `alpha` are what PEFT's configuration says of layers that it doesn't name; `alphas` has every layer's.
-    `trains_a`: LoRA, and not LoRA-FA; `by_root`: the scale is alpha over the root of the rank.
+    Attributes:
+        loaded: the model, which may lack its weights.
+        rank: the default rank in PEFT's configuration.
+        alpha: the default alpha in PEFT's configuration.
+        target_modules: PEFT's target modules.
+        lora_a: f32 [rank, in] by layer, without the scale, of each layer's own rank.
+        lora_b: f32 [out, rank] by layer.
+        alphas: the alpha of each layer.
+        had_conv1d: whether the model's linear layers were GPT-2's Conv1D.
+        parameters: the number of the model's parameters.
+        trains_a: whether lora_a is trained (LoRA) or frozen (LoRA-FA).
+        use_rslora: whether the scale is alpha / sqrt(rank) instead of alpha / rank.
     """
 
     loaded: LoadedModel
@@ -48,26 +57,26 @@ class StartAdapter:
 
     @property
     def scales(self) -> dict[str, float]:
-        """What each layer's product of both matrices is multiplied by."""
+        """The scale of each layer's low-rank product."""
         return {
             name: lora_scale(self.alphas[name], len(matrix), self.use_rslora)
             for name, matrix in self.lora_a.items()
         }
 
     def scaled_lora_a(self) -> dict[str, torch.Tensor]:
-        """`lora_a` f32 [rank, in] by layer, the scale folded in."""
+        """Return `lora_a` f32 [rank, in] by layer, multiplied by the scale."""
         scales = self.scales
         return {name: matrix * scales[name] for name, matrix in self.lora_a.items()}
 
     def starting_from(self, lora_a: Mapping[str, torch.Tensor]) -> StartAdapter:
-        """An untrained adapter of the same layers with other `lora_a`, of any ranks; the scale stays."""
-        unit = lora_scale(1.0, self.rank, self.use_rslora)
+        """Return an untrained adapter of the same layers and scale with another `lora_a`, of any ranks."""
+        unit_scale = lora_scale(1.0, self.rank, self.use_rslora)
         return replace(
             self,
             lora_a=lora_a,
             lora_b={name: torch.zeros(len(self.lora_b[name]), len(a)) for name, a in lora_a.items()},
             alphas={
-                name: self.alpha * unit / lora_scale(1.0, len(a), self.use_rslora)
+                name: self.alpha * unit_scale / lora_scale(1.0, len(a), self.use_rslora)
                 for name, a in lora_a.items()
             },
         )
@@ -76,22 +85,24 @@ class StartAdapter:
 def start_adapter(
     config: ExportConfig, outline: LoadedModel, had_conv1d: bool, unread: Collection[str] = ()
 ) -> StartAdapter:
-    """The adapter that `config` asks for, of a model that may lack its weights.
+    """Return the adapter of an export's settings, for a model with or without weights.
 
     Args:
-        config: of an export.
+        config: the export's settings.
         outline: the model.
-        had_conv1d: whether its linear layers were GPT-2's.
-        unread: names of modules whose layers no adapter is for, unless they are named.
+        had_conv1d: whether its linear layers were GPT-2's Conv1D.
+        unread: names of modules whose layers are only adapted if they are named.
 
     Raises:
-        PrgeError: the adapter or settings can't be used.
+        PrgeError: the adapter or the settings can't be used.
     """
     parameters = parameter_count(outline.model)
     start = read_lora(config.start_adapter) if config.start_adapter is not None else None
     rank, alpha, targets, names = _adapted_layers(config, outline, start, unread)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
-    alphas = {ours: alpha if start is None else start.alpha_of(theirs) for ours, theirs in names.items()}
+    alphas = {
+        name: alpha if start is None else start.alpha_of(adapter_name) for name, adapter_name in names.items()
+    }
     return StartAdapter(
         outline,
         rank,
@@ -110,28 +121,28 @@ def start_adapter(
 def _adapted_layers(
     config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None, unread: Collection[str]
 ) -> tuple[int, float, str | list[str], dict[str, str]]:
-    """Rank, alpha, target modules, and layers in module order with the names that `start` has for them."""
+    """Return rank, alpha, target modules, and the adapter's name of each adapted layer, in module order."""
     model = outline.model
     if start is not None:
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normalize_target_modules(config.target_modules or default_target_modules(model, unread))
     names = match_target_modules(model, targets, unread)
     refused = refused_by_peft(model, names)
-    kept = [name for name in names if name not in refused]
+    loadable = [name for name in names if name not in refused]
     is_named = bool(config.target_modules) and targets != ALL_LINEAR
-    if refused and (is_named or not kept):
+    if refused and (is_named or not loadable):
         raise ConfigError(
-            "these target modules can't be adapted:",
-            [f"PEFT doesn't load an adapter of {name} with a {model.config.model_type}" for name in refused],
+            "Cannot adapt these target modules:",
+            [f"PEFT can't load an adapter of {name} for {model.config.model_type}" for name in refused],
             code="target-modules-refused-by-peft",
         )
-    if not is_named and (read := per_token_layers(model, kept) or kept) != names:
-        targets = names = read
+    if not is_named and (per_token := per_token_layers(model, loadable) or loadable) != names:
+        targets = names = per_token
     if config.adapt_layers is not None:
-        # Whole names mean the same layers to PEFT, however the targets were chosen.
+        # Full names select the same layers in PEFT, whatever the original targets were.
         targets = names = in_top_blocks(model, names, config.adapt_layers)
     if outline.part_of is not None:
-        # PEFT would find layers of other parts by the ends of their names.
+        # PEFT matches suffixes, which would also select layers of the other parts.
         targets = names
     return config.rank, config.alpha, targets, {name: name for name in names}
 
@@ -139,10 +150,10 @@ def _adapted_layers(
 def _matrices(
     config: ExportConfig, model: nn.Module, start: PeftAdapter | None, names: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """`lora_a` and `lora_b` to start from."""
+    """Return the initial `lora_a` and `lora_b` by layer."""
     if start is not None:
         lora_a, lora_b = (
-            {ours: torch.from_numpy(matrices[theirs]) for ours, theirs in names.items()}
+            {name: torch.from_numpy(matrices[adapter_name]) for name, adapter_name in names.items()}
             for matrices in (start.lora_a, start.lora_b)
         )
         return lora_a, lora_b

@@ -1,11 +1,11 @@
-"""The stacked linear layer with LoRA-FA or LoRA, and its insertion into a model.
+"""The linear layer with several LoRA or LoRA-FA adapters, and its insertion into a model.
 
     y[copy] = base(x[copy]) + (x[copy] lora_a^T) lora_b[copy]                     LoRA-FA
     y[copy] = base(x[copy]) + scale (x[copy] lora_a[copy]^T) lora_b[copy]         LoRA
 
-`lora_b` comes with every call, one per copy. LoRA-FA's `lora_a` is a frozen constant with the scale folded in
-(Zhang et al., arXiv 2308.03303), LoRA's comes with the call too (Hu et al., arXiv 2106.09685). One call for
-all perturbations: P-RGE, arXiv 2409.15520.
+`lora_b` is an input of every call, one per copy. LoRA-FA's `lora_a` is a frozen constant that includes the
+scale (Zhang et al., arXiv 2308.03303); LoRA's is an input too (Hu et al., arXiv 2106.09685). Computing all
+perturbations in one call is from P-RGE, arXiv 2409.15520.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from server_export.adapter.repeated_blocks import block_names
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 ALL_LINEAR = "all-linear"
-# No number of anything else.
-_SOME_ROWS = 10_007
+# A batch size that is no other size of a model.
+_ROWS = 10_007
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
 _USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"), ("in_proj",))
 
 
 class CallInputs:
-    """What the current call of a program gives to layers deep inside the model.
+    """The inputs of a program's current call that layers deep inside the model need.
 
-    Not a module: torch.export refuses tensors that are assigned to modules while it traces.
+    This is no module, because torch.export refuses assignments of tensors to modules while it traces.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class CallInputs:
 
 
 class StackedLoraLinear(nn.Module):
-    """A frozen linear layer with `copies` adapters side by side.
+    """A frozen linear layer with one adapter per copy.
 
     Args:
         base: the frozen layer.
-        lora_a: f32 [rank, in], scaled; None: it comes with a call.
-        module: the layer; the names of its matrices [copies, rank, width] in `inputs`.
+        lora_a: f32 [rank, in], with the scale; None if it is an input of the call.
+        module: the adapted layer, with the names of its matrices [copies, rank, width] in `inputs`.
         inputs: the program's current call.
-        scale: of what comes of both matrices, where both come with a call.
+        scale: the scale of the low-rank product if `lora_a` is an input of the call.
     """
 
     lora_a: torch.Tensor | None
@@ -74,31 +74,31 @@ class StackedLoraLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen layer's: some models look at its type."""
+        """The frozen layer's weight: some models inspect its type."""
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are copy by copy."""
-        *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
+        """Map x [copies x batch, ..., in] to [copies x batch, ..., out]; rows are grouped by copy."""
+        *lora_a_input, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         if x.shape[0] % copies:
             raise Refusal(
                 "layer-not-per-token",
-                f"{self.module.name} can't be adapted: the model gives it other numbers than a state of "
-                "each token of each row in turn",
-                remedy="name other layers with --target-modules, or take another checkpoint",
+                f"Cannot adapt {self.module.name}: the model calls it with something else than one hidden "
+                "state per token of each row.",
+                remedy="Choose other layers with --target-modules, or use another checkpoint.",
             )
         base = self.base(x)
         if self.lora_a is not None:
             reduced = F.linear(x, self.lora_a).reshape(copies, -1, rank)
         else:
-            (lora_a,) = given
+            (lora_a,) = lora_a_input
             reduced = torch.bmm(x.reshape(copies, -1, x.shape[-1]), lora_a.transpose(1, 2)) * self.scale
         return base + torch.bmm(reduced, lora_b).reshape(base.shape)
 
 
 def convert_conv1d(model: nn.Module) -> int:
-    """Turn GPT-2's Conv1D layers (weight [in, out]) into linear ones; returns how many."""
+    """Replace GPT-2's Conv1D layers (weight [in, out]) by linear layers; return their number."""
     names = conv1d_names(model)
     for name in names:
         module: Any = model.get_submodule(name)
@@ -110,20 +110,20 @@ def convert_conv1d(model: nn.Module) -> int:
 
 
 def conv1d_names(model: nn.Module) -> list[str]:
-    """Names of GPT-2's Conv1D layers."""
+    """Return the names of GPT-2's Conv1D layers."""
     from transformers.pytorch_utils import Conv1D
 
     return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module | torch.Tensor) -> None:
-    """Put a module, or a tensor in the place of one, at the path `name`."""
+    """Replace the module or tensor at the path `name`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
 
 def usual_target_modules(model: nn.Module) -> str | list[str] | None:
-    """PEFT's choice for the architecture, or queries and values where PEFT has none; None without these."""
+    """Return the usual target modules: PEFT's for the architecture, else queries and values, else None."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
@@ -135,58 +135,58 @@ def usual_target_modules(model: nn.Module) -> str | list[str] | None:
 
 
 def default_target_modules(model: nn.Module, unread: Collection[str] = ()) -> str | list[str]:
-    """What is usual, or all linear layers of the blocks but those of `unread` modules.
+    """Return the usual target modules, or all linear layers of the blocks except those in `unread` modules.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the blocks have no linear layers.
     """
     usual = usual_target_modules(model)
     if usual is not None:
         return usual
-    return _linear_names_of_blocks(model, unread)
+    return _block_linear_names(model, unread)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _linear_names_of_blocks(model: nn.Module, unread: Collection[str]) -> list[str]:
-    """Without the head's, those that make what a model's blocks begin with, and those of unread modules."""
+def _block_linear_names(model: nn.Module, unread: Collection[str]) -> list[str]:
+    """Return the names of all linear layers of the blocks, except those in `unread` modules."""
     try:
         blocks = tuple(f"{name}." for name in block_names(model))
     except ConfigError:
         raise ConfigError(
-            "no layer can be adapted:",
-            [f"the blocks of {type(model).__name__} have no linear layers, which adapters are for"],
-            remedy="take another checkpoint",
+            "No layer can be adapted:",
+            [f"the blocks of {type(model).__name__} have no linear layers, which adapters need"],
+            remedy="Use another checkpoint.",
             code="no-linear-layers",
         ) from None
-    left_out = tuple(f"{name}." for name in unread)
-    return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(left_out)]
+    excluded = tuple(f"{name}." for name in unread)
+    return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(excluded)]
 
 
 def normalize_target_modules(target_modules: str | Sequence[str]) -> str | list[str]:
-    """Target modules as PEFT takes them: one word of a list may be an expression or `all-linear`."""
+    """Return target modules as PEFT expects them, with a single expression or `all-linear` as a string."""
     if isinstance(target_modules, str):
         return target_modules
-    words = list(target_modules)
-    if len(words) == 1 and (words[0] == ALL_LINEAR or set(words[0]) & _EXPRESSION_SIGNS):
-        return words[0]
-    return words
+    names = list(target_modules)
+    if len(names) == 1 and (names[0] == ALL_LINEAR or set(names[0]) & _EXPRESSION_SIGNS):
+        return names[0]
+    return names
 
 
 def match_target_modules(
     model: nn.Module, target_modules: str | Sequence[str], unread: Collection[str] = ()
 ) -> list[str]:
-    """Names of the linear layers that PEFT would adapt, in module order; the output head never is.
+    """Return the names of the linear layers that PEFT adapts, in module order; never the output head.
 
     Args:
-        model: which may lack its weights.
-        target_modules: with PEFT's meaning.
+        model: the model, with or without weights.
+        target_modules: target modules with PEFT's meaning.
         unread: names of modules whose layers `all-linear` leaves out.
 
     Raises:
-        ConfigError: nothing matches, or what matches isn't a linear layer.
+        ConfigError: nothing matches, or a match is not a linear layer.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -194,7 +194,7 @@ def match_target_modules(
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
-        return _linear_names_of_blocks(model, unread)
+        return _block_linear_names(model, unread)
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [
@@ -207,22 +207,25 @@ def match_target_modules(
     if not matched:
         endings = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
-        frozen = "; stacks of matrices, such as experts, have no adapters" if stacked else ""
-        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
+        note = "; stacked matrices, such as experts, can't be adapted" if stacked else ""
+        problems.append(
+            f"no layer matches {targets!r}; names of linear layers end in {', '.join(endings)}{note}"
+        )
     if problems:
-        raise ConfigError("these target modules can't be adapted:", problems, code="target-modules-unusable")
+        raise ConfigError("Cannot adapt these target modules:", problems, code="target-modules-unusable")
     return matched
 
 
 def refused_by_peft(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of some layers whose adapter PEFT doesn't load, or gives to others, by their names.
+    """Return the layers whose adapter PEFT would not load, or would load into other layers, by their names.
 
-    Older checkpoints had a `down_proj` for each expert; kernels of Mamba read `out_proj` themselves.
+    Examples are `down_proj` of experts, which older checkpoints had for each expert, and Mamba's `out_proj`,
+    whose weight is read by kernels directly.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     def is_adapted(name: str) -> bool:
-        # PEFT goes by names and the model's configuration.
+        # PEFT decides by names and the model's configuration.
         twin = nn.Module()
         twin.config = model.config
         for path in accumulate(name.split(".")[:-1], "{}.{}".format):
@@ -240,33 +243,33 @@ def refused_by_peft(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def per_token_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of some layers that a model without weights gives states of rows, and nothing else.
+    """Return the layers that a model without weights calls with one hidden state per token, and nothing else.
 
-    Some encoders give layers of queries and keys their tables of distances too; a decoder that may read from
-    an encoder has layers for that which it never asks.
+    Some encoders also call layers of queries and keys with tables of distances. Decoders that support
+    cross-attention have layers that are never called.
     """
-    others, asked = set[str](), set[str]()
+    others, called = set[str](), set[str]()
 
-    def watching(name: str) -> Any:
-        def watch(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            asked.add(name)
-            if given[0].shape[0] % _SOME_ROWS:
+    def recorder(name: str) -> Any:
+        def record(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            called.add(name)
+            if inputs[0].shape[0] % _ROWS:
                 others.add(name)
 
-        return watch
+        return record
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(watching(name)) for name in names]
-    tokens = torch.zeros(_SOME_ROWS, 2, dtype=torch.long, device="meta")
-    with suppress(*TRANSFORMERS_ERRORS), torch.no_grad():  # what needs numbers is found out later
+    hooks = [model.get_submodule(name).register_forward_pre_hook(recorder(name)) for name in names]
+    tokens = torch.zeros(_ROWS, 2, dtype=torch.long, device="meta")
+    with suppress(*TRANSFORMERS_ERRORS), torch.no_grad():  # models that need values are checked when traced
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        others |= set(names) - asked
+        others |= set(names) - called
     for hook in hooks:
         hook.remove()
     return [name for name in names if name not in others]
 
 
 def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random `lora_a` f32 [rank, in] per layer, drawn as PEFT does, in module order."""
+    """Return random `lora_a` f32 [rank, in] per layer, initialized as in PEFT, in module order."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: nn.init.kaiming_uniform_(
@@ -277,32 +280,33 @@ def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int)
 
 
 def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str]:
-    """Module names of the model and the names that the adapter has for them, in module order.
+    """Return the adapter's names of the model's adapted layers, by the model's names in module order.
 
-    Of models of one type those with a head name the layers below the model's prefix.
+    The two differ by the base model's prefix if only one of the models has a head.
 
     Raises:
-        AdapterError: a layer isn't there, or is of another shape.
+        AdapterError: the model lacks a layer, or has it in another shape.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     prefix = getattr(model, "base_model_prefix", "") + "."
     names: dict[str, str] = {}
     problems = []
-    for theirs in adapter.lora_a:
-        names_of = (theirs, theirs.removeprefix(prefix), prefix + theirs)
-        ours = next((name for name in names_of if name in modules), theirs)
-        if ours not in modules:
-            problems.append(f"the model has no linear layer {theirs}")
+    for adapter_name in adapter.lora_a:
+        candidates = (adapter_name, adapter_name.removeprefix(prefix), prefix + adapter_name)
+        model_name = next((name for name in candidates if name in modules), adapter_name)
+        if model_name not in modules:
+            problems.append(f"the model has no linear layer {adapter_name}")
             continue
-        layer = modules[ours]
-        shape = (adapter.lora_b[theirs].shape[0], adapter.lora_a[theirs].shape[1])
+        layer = modules[model_name]
+        shape = (adapter.lora_b[adapter_name].shape[0], adapter.lora_a[adapter_name].shape[1])
         if shape != (layer.out_features, layer.in_features):
             problems.append(
-                f"{theirs} is for a layer {shape}, the model's is {(layer.out_features, layer.in_features)}"
+                f"{adapter_name} is for a layer of shape {shape}, but the model's has "
+                f"{(layer.out_features, layer.in_features)}"
             )
-        names[ours] = theirs
+        names[model_name] = adapter_name
     if problems:
-        raise AdapterError("the adapter is for another model:", problems, code="adapter-does-not-fit")
+        raise AdapterError("The adapter belongs to another model:", problems, code="adapter-does-not-fit")
     return {name: names[name] for name in modules if name in names}
 
 
@@ -312,13 +316,13 @@ def insert_lora(
     inputs: CallInputs,
     scales: Mapping[str, float] | None = None,
 ) -> tuple[AdaptedModule, ...]:
-    """Replace the layers that `lora_a` names by stacked ones; returns them in module order.
+    """Replace the layers that `lora_a` names by `StackedLoraLinear`; return them in module order.
 
     Args:
-        model: is changed.
-        lora_a: f32 [rank, in] by layer; scaled, if it is frozen.
-        inputs: of the layers.
-        scales: of LoRA by layer, which trains `lora_a` too; None: LoRA-FA.
+        model: the model that is changed.
+        lora_a: f32 [rank, in] by layer, with the scale if it is frozen.
+        inputs: the inputs that the layers read.
+        scales: the scale of each layer of LoRA, which trains `lora_a` too; None for LoRA-FA.
     """
     adapted = []
     for name, matrix in lora_a.items():

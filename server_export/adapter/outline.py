@@ -1,4 +1,4 @@
-"""A model in numbers, taken from its configuration: what the arithmetic of costs starts from."""
+"""The sizes of a model by its configuration, from which costs are computed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from server_export.adapter.repeated_blocks import block_names, blocks_below
 from server_export.checkpoint.experts import expert_layers, weight_names
 from server_export.checkpoint.loading import parameter_count
 
-# What configurations call their activation.
+# Names of the activation function in configurations.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
 def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
-    """The outline of an adapter's model, with or without its weights.
+    """Return the sizes of an adapter's model, with or without weights.
 
     Args:
-        start: the adapter, and the model with linear layers.
-        longest: tokens of the longest row.
+        start: the adapter and its model, whose layers are linear.
+        longest: the number of tokens of the longest row.
 
     Raises:
         ConfigError: the model has no list of blocks.
@@ -42,12 +42,12 @@ def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
     }
     weights = {id(layer.weight) for layer in [*layers.values(), *([head] if head is not None else [])]}
     biases = {id(layer.bias) for layer in layers.values()}
-    of_experts = [*_of_experts(model, blocks_below(model, list(start.lora_a)))]
+    experts = [*_expert_layers(model, blocks_below(model, list(start.lora_a)))]
     other = sum(
         parameter.numel()
         for parameter in model.parameters()
         if id(parameter) not in weights | biases | {*map(id, tables)}
-    ) - sum(layer.numbers for layer in of_experts)
+    ) - sum(layer.numbers for layer in experts)
     heads = _largest(config, "num_attention_heads") or 1
     head_width = _largest(config, "head_dim") or config.hidden_size // heads
     below = blocks_below(model, list(start.lora_a))
@@ -60,7 +60,7 @@ def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
         head_width=head_width,
         key_width=(_largest(config, "num_key_value_heads") or heads) * head_width,
         gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
-        layers=(*_grouped(layers, blocks[:below]), *of_experts),
+        layers=(*_grouped_layers(layers, blocks[:below]), *experts),
         head=head_shape,
         modules=tuple(
             AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]), start.trains_a)
@@ -74,14 +74,14 @@ def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
-    """Tables of tokens: that of the embedding, and others with about as many rows."""
+    """Return the tables of tokens: the embedding, and other tables with more than half as many rows."""
     table = model.get_input_embeddings().weight
     others = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return [table, *(other for other in others if other is not table and 2 * len(other) > len(table))]
 
 
-def _of_experts(model: nn.Module, below: int) -> Iterator[LayerShape]:
-    """The layers of experts, those of one shape together."""
+def _expert_layers(model: nn.Module, below: int) -> Iterator[LayerShape]:
+    """Yield the layers of experts, with equal shapes counted together."""
     prefixes = tuple(f"{block}." for block in block_names(model)[:below])
     shapes = Counter[LayerShape]()
     for name, module in expert_layers(model).items():
@@ -94,13 +94,16 @@ def _of_experts(model: nn.Module, below: int) -> Iterator[LayerShape]:
 
 
 def _largest(config: Any, name: str) -> int:
-    """A number of a configuration, of which each layer may have its own; 0 if there is none."""
-    own = name in (getattr(config, "per_layer_attributes", None) or ())
-    return max(int(getattr(each, name, None) or 0) for each in (config.per_layer_config if own else [config]))
+    """Return a number of a configuration, the largest if layers have their own; 0 if it has none."""
+    is_per_layer = name in (getattr(config, "per_layer_attributes", None) or ())
+    return max(
+        int(getattr(each, name, None) or 0)
+        for each in (config.per_layer_config if is_per_layer else [config])
+    )
 
 
-def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[LayerShape, ...]:
-    """Layers of one shape together."""
+def _grouped_layers(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[LayerShape, ...]:
+    """Return layers with equal shapes counted together."""
     prefixes = tuple(f"{block}." for block in below)
     shapes = Counter(_shape(layer, name.startswith(prefixes)) for name, layer in layers.items())
     return tuple(

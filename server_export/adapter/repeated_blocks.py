@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, found without knowing its architecture."""
+"""The repeated blocks of a model, located without knowledge of its architecture."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TOP = re.compile(r"top:(-?\d+)")
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks from bottom to top: the entries of its largest list of modules.
+    """Return the paths of a model's blocks from bottom to top: the entries of its largest list of modules.
 
     Raises:
-        ConfigError: it has no such list.
+        ConfigError: the model has no such list.
     """
     lists = {
         name: sum(parameter.numel() for parameter in module.parameters())
@@ -26,35 +26,35 @@ def block_names(model: nn.Module) -> list[str]:
     }
     if not lists:
         raise ConfigError(
-            "the model's layers can't be counted:",
+            "Cannot count the model's blocks:",
             [f"{type(model).__name__} has no list of blocks with linear layers"],
-            remedy="leave --adapt-layers out and choose layers with --target-modules",
+            remedy="Omit --adapt-layers and choose layers with --target-modules.",
             code="layers-not-countable",
         )
-    # Of a list and one inside its blocks, the outer one comes first and has at least as many parameters.
+    # An outer list comes before the lists inside its blocks and has at least as many parameters.
     largest = max(lists, key=lambda name: lists[name])
     return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]
 
 
 def in_top_blocks(model: nn.Module, names: Sequence[str], choice: str) -> list[str]:
-    """Those of some layers that lie in the blocks that `choice`, `top:k`, means.
+    """Return those of the named layers that are in the blocks selected by `choice`, such as `top:4`.
 
     Raises:
-        ConfigError: `choice` is malformed, the model has fewer blocks, or none of the layers lies in them.
+        ConfigError: `choice` is malformed, the model has fewer blocks, or none of the layers is in them.
     """
-    title = "these layers can't be adapted:"
+    title = "Cannot adapt these layers:"
     match = _TOP.fullmatch(choice)
     if match is None:
         raise ConfigError(
             title,
-            [f"adapt_layers is {choice!r}, must be top:k, for example top:4"],
+            [f"adapt_layers is {choice!r} but must be top:k, for example top:4"],
             code="adapt-layers-malformed",
         )
     count, blocks = int(match.group(1)), block_names(model)
     if not 1 <= count <= len(blocks):
         raise ConfigError(
             title,
-            [f"adapt_layers is {choice}, k must be 1 to {len(blocks)}"],
+            [f"adapt_layers is {choice}, but k must be 1 to {len(blocks)}"],
             code="adapt-layers-out-of-range",
         )
     top = tuple(f"{block}." for block in blocks[-count:])
@@ -62,14 +62,14 @@ def in_top_blocks(model: nn.Module, names: Sequence[str], choice: str) -> list[s
     if not chosen:
         raise ConfigError(
             title,
-            [f"none of the target modules lies in the top {count} blocks"],
+            [f"none of the target modules is in the top {count} blocks"],
             code="adapt-layers-without-targets",
         )
     return chosen
 
 
 def blocks_below(model: nn.Module, names: Sequence[str]) -> int:
-    """How many whole blocks come before the first of some layers; 0 if one lies outside all blocks."""
+    """Return the number of blocks below the first of some layers; 0 if a layer is outside of all blocks."""
     try:
         blocks = block_names(model)
     except ConfigError:

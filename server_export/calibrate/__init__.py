@@ -1,1 +1,1 @@
-"""Calibrated rounding of int4 layers: rows, layers that stay int8, and codes that compensate errors."""
+"""Calibration of int4 layers: rows, the choice of int8 layers, and codes that compensate errors."""

@@ -1,4 +1,4 @@
-"""Rows that rounding is calibrated on: those of the user, and a text of ours where they are few."""
+"""Calibration rows: those of the user, and a neutral text if they have too few tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from prge.data.tokenization.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("text.txt")
-# Tokens of a row of the text.
+# Tokens per row of the text.
 _LENGTH = 256
 
 
 def fill_up_rows(
     rows: Sequence[Sequence[int]], tokenizer: Tokenizer, tokens: int, longest: int
 ) -> list[Sequence[int]]:
-    """Rows with so many tokens in all, as far as they and the text go.
+    """Return rows with `tokens` tokens in total, or fewer if the rows and the text have fewer.
 
     Args:
-        rows: tokens of the user's rows.
-        tokenizer: the device's.
-        tokens: wanted in all.
-        longest: tokens that a row may have.
+        rows: the tokens of the user's rows.
+        tokenizer: the device's tokenizer.
+        tokens: the number of tokens in total.
+        longest: the maximum number of tokens per row.
     """
-    found, left = [*rows], tokens - sum(map(len, rows))
-    of_text, size = tokenizer.encode(TEXT.read_text("utf-8")), min(_LENGTH, longest)
-    for start in range(0, len(of_text), size):
-        if left <= 0:
+    filled, remaining = [*rows], tokens - sum(map(len, rows))
+    text_tokens, size = tokenizer.encode(TEXT.read_text("utf-8")), min(_LENGTH, longest)
+    for start in range(0, len(text_tokens), size):
+        if remaining <= 0:
             break
-        found.append(of_text[start : start + min(size, left)])
-        left -= len(found[-1])
-    return found
+        filled.append(text_tokens[start : start + min(size, remaining)])
+        remaining -= len(filled[-1])
+    return filled

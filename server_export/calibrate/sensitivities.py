@@ -1,7 +1,7 @@
-"""How much each layer's rounding to int4 changes what its block answers, and which layers are int8 for it.
+"""The effect of each layer's int4 rounding on its block's outputs, and the choice of layers that stay int8.
 
-A block answers some rows with one of its layers rounded to the round_to_nearest, the others in float32. Layers that
-change the answer most for each of their weights get the bits that there are.
+Each block computes some rows with one of its layers rounded to the nearest and the others in float32. The
+layers with the largest effect per weight get the available bits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ _INT4, _INT8 = 4.0, 8.0
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Of a layer: the `numbers` of its weight, and `error`, what rounding it alone does.
+    """The sensitivity of a layer to rounding.
 
-    `error` is the relative squared error of the block's answer, of a token on average plus of all tokens
-    together: some models have few tokens whose states are so large that they decide the second.
+    Attributes:
+        numel: the number of elements of its weight.
+        error: the relative squared error of the block's outputs if only this layer is rounded: the mean over
+            tokens, plus that of all tokens together. In some models a few tokens with very large hidden
+            states dominate the second.
     """
 
     numel: int
@@ -36,83 +39,83 @@ class Sensitivity:
 def measure_sensitivities(
     chain: ModelChain, rows: Sequence[Sequence[int]]
 ) -> dict[int, dict[str, Sensitivity]]:
-    """Sensitivities of all int4 layers of blocks, by number of the block and the name of its own weight.
+    """Return the sensitivities of all int4 layers by the number of the block and the name of its weight.
 
     Args:
-        chain: in 8da4w. Experts are left out: each sees few tokens.
-        rows: tokens.
+        chain: a chain in 8da4w. Its experts are left out, since each sees few tokens.
+        rows: the tokens of the rows.
 
     Raises:
-        BundleError: the files lack a weight, or it isn't finite.
+        BundleError: the files lack a weight, or it is not finite.
     """
     exact = with_scheme(chain, "fp32")
-    walk, done, found = (
+    walk, count_done, by_block = (
         BlockwiseForward(exact, rows),
         count_parts(chain.head_start),
         dict[int, dict[str, Sensitivity]](),
     )
-    for turn in chain.block_groups(chain.head_start):
-        if chain.blocks[turn.start].is_expert:
-            walk.advance_experts(turn)
+    for group in chain.block_groups(chain.head_start):
+        if chain.blocks[group.start].is_expert:
+            walk.advance_experts(group)
         else:
-            block = EagerBlock(exact, turn.start)
-            if layers := int4_layers(chain, turn.start):
-                own = chain.weight_names(turn.start)
-                found[turn.start] = {own[name]: _of_layer(walk, block, name) for name in layers}
+            block = EagerBlock(exact, group.start)
+            if layers := int4_layers(chain, group.start):
+                names = chain.weight_names(group.start)
+                by_block[group.start] = {names[name]: _measure_layer(walk, block, name) for name in layers}
             walk.advance(block)
-        done(len(turn))
-    return found
+        count_done(len(group))
+    return by_block
 
 
 def int4_layers(chain: ModelChain, number: int) -> list[str]:
-    """Names, in its kind, of a block's weights that are int4; none that is computed of others."""
-    layers, own = chain.block_types[chain.type_of[number]].frozen.layers, chain.weight_names(number)
-    return [name for name, in_groups in layers.items() if in_groups and name in own]
+    """Return the names, in the block type's graph, of int4 weights that are stored as they are."""
+    layers, names = chain.block_types[chain.type_of[number]].frozen.layers, chain.weight_names(number)
+    return [name for name, is_int4 in layers.items() if is_int4 and name in names]
 
 
-def _of_layer(walk: BlockwiseForward, block: EagerBlock, name: str) -> Sensitivity:
-    answers, weight = walk.tokens(walk.outputs(block)), block.tensors[name]
+def _measure_layer(walk: BlockwiseForward, block: EagerBlock, name: str) -> Sensitivity:
+    outputs, weight = walk.tokens(walk.outputs(block)), block.tensors[name]
     block.tensors[name] = round_to_nearest(weight).dequantize()
-    errors = (walk.tokens(walk.outputs(block)) - answers).square().sum(1)
+    errors = (walk.tokens(walk.outputs(block)) - outputs).square().sum(1)
     block.tensors[name] = weight
-    squares = answers.square().sum(1).clamp_min(1e-30)
+    squares = outputs.square().sum(1).clamp_min(1e-30)
     return Sensitivity(weight.numel(), float((errors / squares).mean() + errors.sum() / squares.sum()))
 
 
 def choose_int8(
     chain: ModelChain, sensitivities: Mapping[int, Mapping[str, Sensitivity]], bits: float
 ) -> dict[int, frozenset[str]]:
-    """Names of weights that are int8, by block, so that a weight has `bits` on average at most.
+    """Return the names of the weights that stay int8, by block, within an average of `bits` per weight.
 
-    A kind of block becomes two at most: layers that are int8 in all of its blocks, and more in some of them.
-    Each further kind would take programs of its own.
+    A block type is split into at most two, since every block type needs its own programs: some layers are
+    int8 in all of its blocks, and some more in a part of them.
 
     Args:
-        chain: in 8da4w.
-        sensitivities: of its layers.
-        bits: of codes, scales not counted.
+        chain: a chain in 8da4w.
+        sensitivities: the sensitivities of its layers.
+        bits: the average bits per weight, without scales.
     """
-    by_kind: dict[int, dict[int, dict[str, Sensitivity]]] = defaultdict(dict)
+    by_type: dict[int, dict[int, dict[str, Sensitivity]]] = defaultdict(dict)
     seen = set[str]()
-    for number, found in sensitivities.items():
-        if not seen.issuperset(found):
-            own = chain.weight_names(number).items()
-            of_kind = {name: found[weight] for name, weight in own if weight in found}
-            by_kind[chain.type_of[number]][number] = of_kind
-            seen.update(found)
+    for number, of_block in sensitivities.items():
+        if not seen.issuperset(of_block):
+            pairs = chain.weight_names(number).items()
+            in_graph = {name: of_block[weight] for name, weight in pairs if weight in of_block}
+            by_type[chain.type_of[number]][number] = in_graph
+            seen.update(of_block)
     share = (bits - _INT4) / (_INT8 - _INT4)
     chosen: dict[int, frozenset[str]] = {}
-    for blocks in by_kind.values():
+    for blocks in by_type.values():
         for number, names in int8_of_block_type(blocks, share).items():
-            own_names = chain.weight_names(number)
-            chosen[number] = frozenset(own_names[name] for name in names)
-    # A layer that is used again has the bits of its first use.
-    decided: dict[str, bool] = {}
+            weight_names = chain.weight_names(number)
+            chosen[number] = frozenset(weight_names[name] for name in names)
+    # A reused layer has the bits of its first use.
+    is_int8: dict[str, bool] = {}
     by_block: dict[int, frozenset[str]] = {}
-    for number, found in sensitivities.items():
-        for name in found:
-            decided.setdefault(name, name in chosen.get(number, ()))
-        if names := frozenset(name for name in found if decided[name]):
+    for number, of_block in sensitivities.items():
+        for name in of_block:
+            is_int8.setdefault(name, name in chosen.get(number, ()))
+        if names := frozenset(name for name in of_block if is_int8[name]):
             by_block[number] = names
     return by_block
 
@@ -120,28 +123,31 @@ def choose_int8(
 def int8_of_block_type(
     blocks: Mapping[int, Mapping[str, Sensitivity]], share: float
 ) -> dict[int, frozenset[str]]:
-    """Names of the layers of each block that are int8, at most this share of all numbers."""
-    numbers = {name: each.numel for name, each in next(iter(blocks.values())).items()}
-    room = share * sum(numbers.values()) * len(blocks)
-    totals = {name: sum(found[name].error for found in blocks.values()) for name in numbers}
-    by_density = sorted(numbers, key=lambda name: -totals[name] / numbers[name])
+    """Return the names of each block's int8 layers, with at most this share of all elements."""
+    sizes = {name: each.numel for name, each in next(iter(blocks.values())).items()}
+    budget = share * sum(sizes.values()) * len(blocks)
+    totals = {name: sum(of_block[name].error for of_block in blocks.values()) for name in sizes}
+    by_density = sorted(sizes, key=lambda name: -totals[name] / sizes[name])
     best: dict[int, frozenset[str]] = dict.fromkeys(blocks, frozenset())
-    most = 0.0
+    largest_gain = 0.0
     for count in range(len(by_density) + 1):
         everywhere, others = by_density[:count], by_density[count:]
-        left = room - len(blocks) * sum(numbers[name] for name in everywhere)
-        if left < 0:
+        remaining = budget - len(blocks) * sum(sizes[name] for name in everywhere)
+        if remaining < 0:
             break
-        spared = sum(totals[name] for name in everywhere)
-        for more in [(), *combinations(others, 1), *combinations(others, 2)]:
-            size = sum(numbers[name] for name in more)
-            fit = int(left // size) if more else 0
-            gains = {number: sum(found[name].error for name in more) for number, found in blocks.items()}
-            some = sorted(gains, key=lambda number: -gains[number])[:fit]
-            if (gain := spared + sum(gains[number] for number in some)) > most:
-                most = gain
+        saved = sum(totals[name] for name in everywhere)
+        for extra in [(), *combinations(others, 1), *combinations(others, 2)]:
+            size = sum(sizes[name] for name in extra)
+            blocks_that_fit = int(remaining // size) if extra else 0
+            gains = {
+                number: sum(of_block[name].error for name in extra) for number, of_block in blocks.items()
+            }
+            selected = sorted(gains, key=lambda number: -gains[number])[:blocks_that_fit]
+            if (gain := saved + sum(gains[number] for number in selected)) > largest_gain:
+                largest_gain = gain
                 best = {
-                    number: frozenset(everywhere).union(more if number in some else ()) for number in blocks
+                    number: frozenset(everywhere).union(extra if number in selected else ())
+                    for number in blocks
                 }
     return best
 
@@ -149,9 +155,9 @@ def int8_of_block_type(
 def mean_bits(
     sensitivities: Mapping[int, Mapping[str, Sensitivity]], int8: Mapping[int, frozenset[str]]
 ) -> float:
-    """Bits of a weight's code on average, over the layers that were measured."""
-    of_all = of_int8 = 0
-    for number, found in sensitivities.items():
-        of_all += sum(each.numel for each in found.values())
-        of_int8 += sum(found[name].numel for name in int8.get(number, ()))
-    return _INT4 + (_INT8 - _INT4) * of_int8 / max(of_all, 1)
+    """Return the average bits per weight of the measured layers, without scales."""
+    total = in_int8 = 0
+    for number, of_block in sensitivities.items():
+        total += sum(each.numel for each in of_block.values())
+        in_int8 += sum(of_block[name].numel for name in int8.get(number, ()))
+    return _INT4 + (_INT8 - _INT4) * in_int8 / max(total, 1)

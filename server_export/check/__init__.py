@@ -1,1 +1,1 @@
-"""The engine asked: whether a program returns what the model does, how fast, and in what memory."""
+"""Verification of exports: programs against graphs, blocks against the model; and cost estimates."""

@@ -1,4 +1,4 @@
-"""One program file in the stock engine, with its weights inside."""
+"""Run a program file that contains its weights, in the stock engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import torch
 from prge.errors import refused_as
 from server_export.quiet_libraries import quiet_engine
 
-Answers = tuple[torch.Tensor, ...]
+Outputs = tuple[torch.Tensor, ...]
 
 
-def bind_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
-    """A method of a `.pte`, to be called with the same inputs again and again; see `load_method`."""
+def bind_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Outputs]:
+    """Return a function that calls a method of a `.pte` with fixed inputs; see `load_method`."""
     arguments = [tensor.contiguous() for tensor in inputs]
     call = load_method(path, method)
     return lambda: call(*arguments)
 
 
-def load_method(path: Path, method: str) -> Callable[..., Answers]:
-    """A method of a `.pte`, to be called with contiguous inputs. What it keeps in buffers lasts.
+def load_method(path: Path, method: str) -> Callable[..., Outputs]:
+    """Return a function that calls a method of a `.pte` with contiguous inputs.
+
+    The method's buffers keep their values between calls.
 
     Raises:
-        Refusal: the engine refuses the program, or, when it is called, the inputs.
+        Refusal: the engine refuses the program, or refuses the inputs of a call.
     """
     from executorch.runtime import Runtime
 
@@ -34,13 +36,13 @@ def load_method(path: Path, method: str) -> Callable[..., Answers]:
             "engine-refuses-program",
             "the engine refuses the program that was just lowered",
             RuntimeError,
-            remedy="please report it with the name of the model",
+            remedy="Please report the problem with the name of the model.",
         )
 
     with refusal(), quiet_engine():
         loaded = Runtime.get().load_program(path).load_method(method)
 
-    def call(*inputs: torch.Tensor) -> Answers:
+    def call(*inputs: torch.Tensor) -> Outputs:
         with refusal():
             return tuple(loaded.execute(inputs))
 

@@ -1,4 +1,4 @@
-"""What an export would make and cost, in numbers, from a configuration alone."""
+"""Estimates of an export's size, memory and time, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -33,10 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A bundle that isn't there yet, in numbers.
+    """Sizes and costs of a bundle that is not exported yet.
 
-    `positions` are those of the model; None: any number. `calibrates`: int4 layers are calibrated, if any are
-    int4.
+    Attributes:
+        outline: sizes of the model.
+        weights: bytes of the weights.
+        scheme: quantization of the frozen weights.
+        roles: roles of the programs.
+        readout: `logprobs` of a decoder, or `pooled` of an encoder.
+        vocabulary_size: number of tokens in the vocabulary.
+        positions: number of positions of the model; None: unlimited.
+        calibrates: whether the export calibrates int4 layers, if there are any.
     """
 
     outline: ModelSizes
@@ -49,19 +56,19 @@ class Estimate:
     calibrates: bool = False
 
     def exported_as(self, scheme: str, roles: Collection[str]) -> Estimate:
-        """The same model with frozen weights in another scheme, and programs of other roles."""
+        """Return the estimate of the same model with another quantization and other roles."""
         roles = _own_roles(self.readout, roles)
         weights = estimate_weight_bytes(self.outline, scheme, _has_int8_table(self.outline, scheme), roles)
         return replace(self, weights=weights, scheme=scheme, roles=roles)
 
     @property
     def export_bytes(self) -> int:
-        """Peak memory of the export."""
+        """Peak memory of the export, in bytes."""
         return estimate_export_memory(self.outline, self.scheme, self.roles, self._calibrates)
 
     @property
     def export_seconds(self) -> float:
-        """Time of the export on two cores of a server."""
+        """Duration of the export in seconds, on two cores of a server."""
         return estimate_export_seconds(self.outline, self.roles, self._calibrates)
 
     @property
@@ -70,26 +77,32 @@ class Estimate:
 
     @property
     def program_bytes(self) -> int:
-        """Bytes of the programs."""
+        """Size of the programs, in bytes."""
         return estimate_program_bytes(self.outline, self.roles)
 
     @property
     def estimators(self) -> list[EstimatorName]:
-        """Those that the roles allow, the best first."""
+        """The estimators that the roles allow, the best first."""
         return available_estimators(self.roles)
 
     @property
     def model(self) -> ModelSpec:
-        """What callers of an engine of the bundle must know."""
+        """Description of the model for callers of an engine."""
         return ModelSpec(
             self.readout, self.outline.width, self.vocabulary_size, self.outline.longest, self.outline.modules
         )
 
     def shape(self, config: EstimateConfig, estimator: EstimatorName, tokens: int, targets: int) -> StepShape:
-        """Of a run's steps, whose sequences have so many tokens and targets at most.
+        """Return the shape of a run's steps.
+
+        Args:
+            config: settings of the run.
+            estimator: estimator of the run.
+            tokens: most tokens of a sequence.
+            targets: most targets of a sequence.
 
         Raises:
-            ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
+            ConfigError: the bundle has no room for the rows, or lacks the estimator's role.
         """
         entry = ESTIMATORS[estimator]
         problems: dict[str, str] = {}
@@ -99,7 +112,7 @@ class Estimate:
         if entry.role not in self.roles:
             problems["role-missing"] = f"estimator is {estimator}, but roles lack {entry.role}"
         if problems:
-            raise ConfigError("the run doesn't fit the bundle:", problems.values(), code=next(iter(problems)))
+            raise ConfigError("The run doesn't fit the bundle:", problems.values(), code=next(iter(problems)))
         return StepShape(
             entry.role,
             config.batch_size,
@@ -112,10 +125,10 @@ class Estimate:
 
 
 def estimate(config: ExportConfig) -> Estimate:
-    """What an export with these settings would make, without loading weights.
+    """Estimate an export with these settings, without loading weights.
 
     Raises:
-        PrgeError: the model or the settings can't be used, as the export itself would say.
+        PrgeError: the model or the settings can't be used, with the error of an export.
     """
     from server_export.source import open_source
 
@@ -123,7 +136,7 @@ def estimate(config: ExportConfig) -> Estimate:
 
 
 def estimate_source(config: ExportConfig, source: ExportSource) -> Estimate:
-    """The same of a source that is open."""
+    """Estimate an export of a model that is already open."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.trace.positions import position_count
 
@@ -138,19 +151,20 @@ def estimate_source(config: ExportConfig, source: ExportSource) -> Estimate:
 
 
 def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
-    """Those of the roles that a bundle with the readout has; `stack` is always there."""
-    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
-    return tuple(role for role in dict.fromkeys((FORWARD, *roles)) if role not in of_texts)
+    """Return the roles of a bundle with this readout: `forward` always, generation for decoders only."""
+    excluded = () if readout == "logprobs" else (PREFILL, DECODE)
+    return tuple(role for role in dict.fromkeys((FORWARD, *roles)) if role not in excluded)
 
 
 def _has_int8_table(outline: ModelSizes, scheme: str) -> bool:
+    """Whether the export stores the embedding table in int8."""
     from server_export.quantize.quantization import EMBEDDING_BYTES
 
     return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
 
 
 def print_estimate(estimated: Estimate) -> None:
-    """Print what an export will take, before it begins."""
+    """Print the estimated memory, time and size of an export."""
     print(
         f"estimated  {format_bytes(estimated.export_bytes)} of memory at the peak of the export, "
         f"{format_duration(estimated.export_seconds)}, weights {format_bytes(estimated.weights.stored)}",
@@ -159,16 +173,16 @@ def print_estimate(estimated: Estimate) -> None:
 
 
 def check_resources(estimated: Estimate, folder: Path, memory: int | None = None) -> None:
-    """Refuse an export that this machine has no memory or storage for, before its minutes begin.
+    """Refuse an export that needs more memory or storage than this machine has.
 
     Args:
-        estimated: what it takes.
-        folder: where the bundle's folder will be made.
-        memory: bytes that the export may take; None: what is available.
+        estimated: estimate of the export.
+        folder: parent folder of the bundle.
+        memory: bytes of memory that the export may use; None: all that is available.
 
     Raises:
-        ConfigError: it takes more memory.
-        RunError: the storage has too little room, or can't be written.
+        ConfigError: the export needs more memory.
+        RunError: the storage is too small, or can't be written.
     """
     check_writable_folder(folder, estimated.weights.stored + estimated.program_bytes)
     limit = memory
@@ -180,8 +194,8 @@ def check_resources(estimated: Estimate, folder: Path, memory: int | None = None
             f"--memory is {format_megabytes(limit)}" if memory else f"{format_megabytes(limit)} are available"
         )
         raise ConfigError(
-            "there is too little memory for the export:",
+            "There is too little memory for the export:",
             [f"it takes about {format_megabytes(estimated.export_bytes)}, {bound}"],
-            remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
+            remedy="Close other programs, export fewer --roles, or allow more with --memory.",
             code="memory-too-little",
         )

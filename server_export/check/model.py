@@ -1,7 +1,7 @@
-"""The blocks of a chain against transformers' own model with the weights of the files, at every export.
+"""Compare the blocks of a chain with transformers' own model, at every export.
 
-Both sides read a weight when an operator takes it, and free it then: a model of any size is compared as a
-whole, in the memory of its largest layer (server_export/checkpoint/lazy_weights.py).
+Both read each weight from the files when an operator needs it, and free it afterwards. So a model of any size
+is compared in the memory of its largest layer (server_export/checkpoint/lazy_weights.py).
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ from server_export.progress import count_parts
 from server_export.trace.attention import padding_mask
 from server_export.trace.readout import log_probabilities
 
-# Largest difference, as a part of the largest number, if that is more than 1. Models of all tested
+# Largest allowed difference, relative to the largest value if that is more than 1. Models of all tested
 # architectures differ by less than 2e-6.
 MODEL_TOLERANCE = 1e-4
-_ROWS, _TOKENS, _ALIKE_TOKENS = 2, 7, 5
-_REMEDY = "please report it with the name of the model"
+_ROWS, _TOKENS, _EQUAL_TOKENS = 2, 7, 5
+_REMEDY = "Please report the problem with the name of the model."
 
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """What the blocks of a chain were compared with, and how much they differ, in float32.
+    """How much a chain's blocks differ from transformers' model, in float32.
 
     Attributes:
-        difference: the largest one of any log-probability or state of `tokens` tokens.
-        allowed: the most that it may be.
-        experts: of the chain that these tokens called, and all; 0 of 0 without a mixture.
+        difference: largest difference of any log-probability or hidden state.
+        allowed: largest allowed difference.
+        tokens: number of tokens that were compared.
+        experts: number of experts that these tokens were routed to, and of all experts; (0, 0) if the model
+            has none.
     """
 
     difference: float
@@ -56,27 +58,32 @@ class ModelComparison:
     experts: tuple[int, int]
 
     def describe(self) -> str:
-        """In words, for the line of an export."""
-        asked, every = self.experts
-        experts = f"; {asked:,} of {every:,} experts were called" if asked < every else ""
+        """Return the comparison as text for the log of an export."""
+        called, total = self.experts
+        experts = f"; {called:,} of {total:,} experts were called" if called < total else ""
         return f"blocks and transformers' model differ by {self.difference:.2g}{experts}"
 
     def to_json(self) -> dict[str, Any]:
-        """The `model` block of a manifest's `verification`."""
+        """Return the `model` block of a manifest's `verification`."""
         return asdict(self)
 
 
 def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | None) -> ModelComparison:
-    """Compare what the blocks compute in float32 with what transformers' own model does.
+    """Compare outputs of the blocks in float32 with outputs of transformers' own model.
 
-    Of log-probabilities or states, of two rows without adapter, a decoder's with the same beginning, one of
-    an encoder's with padding.
+    The outputs are log-probabilities of a decoder or hidden states of an encoder, for two rows, without
+    adapter. A decoder's rows begin with the same tokens; one of an encoder's rows has padding.
+
+    Args:
+        chain: the blocks.
+        name_or_path: hub id or path of the model.
+        revision: revision of a hub model.
 
     Raises:
-        Refusal: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly
-            (`differs-from-model`); a decoder sees tokens that come later (`not-causal`); an encoder reads
-            padding (`reads-padding`); transformers can't run the model (`model-fails-in-transformers`).
-        BundleError: the files lack a weight, have one more, or it isn't finite.
+        Refusal: outputs differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly
+            (`differs-from-model`); a decoder attends to later tokens (`not-causal`); an encoder reads padding
+            (`reads-padding`); transformers can't run the model (`model-fails-in-transformers`).
+        BundleError: the files lack a weight, have an additional one, or a weight isn't finite.
     """
     pooled, files = not chain.is_decoder, chain.weights.files
     loaded = load_meta_model(name_or_path, pooled=pooled, revision=revision, own_head=chain.has_own_head)
@@ -84,70 +91,70 @@ def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | Non
     model = _StoredModel(loaded, files)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (
-        torch.randint(0, most, (_ROWS, _TOKENS), generator=generator)
-        for most in (chain.vocabulary_size, max(chain.classes, 1))
+        torch.randint(0, limit, (_ROWS, _TOKENS), generator=generator)
+        for limit in (chain.vocabulary_size, max(chain.classes, 1))
     )
     padding = getattr(loaded.config, "pad_token_id", None)
-    # RoBERTa numbers its positions by what isn't the padding token.
+    # RoBERTa doesn't count padding tokens in its positions.
     tokens[tokens == padding] = 0 if padding else 1
     mask = torch.ones_like(tokens)
     reads_padding = False
     with torch.no_grad():
         if chain.is_decoder:
-            tokens[1, :_ALIKE_TOKENS], targets[1] = tokens[0, :_ALIKE_TOKENS], targets[0]
-            words = [word for rows in chain.head_rows for word in rows]
-            expected = log_probabilities(model.run(tokens, mask).logits[..., words], targets)
-            _check_causal(model.name, expected[:, :_ALIKE_TOKENS])
+            tokens[1, :_EQUAL_TOKENS], targets[1] = tokens[0, :_EQUAL_TOKENS], targets[0]
+            columns = [row for rows in chain.head_rows for row in rows]
+            expected = log_probabilities(model.run(tokens, mask).logits[..., columns], targets)
+            _check_causal(model.name, expected[:, :_EQUAL_TOKENS])
         else:
-            mask[1, _ALIKE_TOKENS:] = 0
-            # A row means what it means alone.
-            alone = hidden_states_of(model.run(tokens[1:, :_ALIKE_TOKENS]), _ALIKE_TOKENS)[0]
+            mask[1, _EQUAL_TOKENS:] = 0
+            # The expected states of a padded row are those of the row alone.
+            alone = hidden_states_of(model.run(tokens[1:, :_EQUAL_TOKENS]), _EQUAL_TOKENS)[0]
             output = model.run(tokens, mask)
             expected = hidden_states_of(output, _TOKENS).clone()
             if loaded.classifier is not None:
                 _check_classifier(model, loaded.classifier, output.logits, (tokens, mask))
-            reads_padding = not _is_alike(expected[1, :_ALIKE_TOKENS], alone)
-            expected[1, :_ALIKE_TOKENS] = alone
-        beside = targets if chain.is_decoder else padding_mask(mask.float())
+            reads_padding = not _is_close(expected[1, :_EQUAL_TOKENS], alone)
+            expected[1, :_EQUAL_TOKENS] = alone
+        extra_input = targets if chain.is_decoder else padding_mask(mask.float())
         blocks = _Blocks(replace(with_scheme(chain, "fp32"), weights=LazyWeights(chain.weights)))
-        found = blocks.run(tokens, beside)
-    found, expected = found.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
-    difference = float((found - expected).abs().max())
-    if not _is_alike(found, expected):
+        outputs = blocks.run(tokens, extra_input)
+    outputs, expected = outputs.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
+    difference = float((outputs - expected).abs().max())
+    if not _is_close(outputs, expected):
         if reads_padding:
             raise Refusal(
                 "reads-padding",
-                f"{model.name} reads the padding of a row as if it were tokens, so what it answers changes "
-                "with the rows beside",
-                remedy="take another checkpoint; of other encoders padding is hidden by attention",
+                f"{model.name} reads the padding of a row like tokens, so its outputs depend on the other "
+                "rows of a batch.",
+                remedy="Use another checkpoint. The attention of other encoders masks padding.",
             )
         raise Refusal(
             "differs-from-model",
-            f"the blocks don't compute what the model {model.name} computes: their outputs differ by "
-            f"{difference:.3g}{_where(model.states, blocks.states)}",
+            f"Outputs of the blocks differ from those of the model {model.name} by {difference:.3g}"
+            f"{_where(model.states, blocks.states)}.",
             remedy=_REMEDY,
         )
     return ModelComparison(difference, _allowed(expected), tokens.numel(), blocks.experts)
 
 
 def check_causal(name_or_path: str, revision: str | None, files: ModelFiles) -> None:
-    """Raise Refusal, `not-causal`, if what a decoder answers depends on tokens that come later."""
+    """Raise Refusal (`not-causal`) if the outputs of a decoder depend on later tokens."""
     loaded = load_meta_model(name_or_path, pooled=False, revision=revision)
     model = _StoredModel(loaded, files)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, vocabulary_size(loaded.model), (_ROWS, _TOKENS), generator=generator)
-    tokens[1, :_ALIKE_TOKENS] = tokens[0, :_ALIKE_TOKENS]
+    tokens[1, :_EQUAL_TOKENS] = tokens[0, :_EQUAL_TOKENS]
     with torch.no_grad():
-        answers = torch.log_softmax(model.run(tokens).logits, -1)
-    _check_causal(model.name, answers[:, :_ALIKE_TOKENS])
+        logprobs = torch.log_softmax(model.run(tokens).logits, -1)
+    _check_causal(model.name, logprobs[:, :_EQUAL_TOKENS])
 
 
 class _StoredModel:
-    """transformers' model, whose weights are read from the files while it runs.
+    """transformers' model, which reads its weights from the files while it runs.
 
     Attributes:
-        name: of its class.
-        states: what its layers gave in the last run, in order, with their names.
+        name: name of the model's class.
+        states: names and outputs of the layers in the last run, in order.
     """
 
     def __init__(self, loaded: LoadedModel, files: ModelFiles) -> None:
@@ -157,44 +164,44 @@ class _StoredModel:
         self.states = list[tuple[str, torch.Tensor]]()
         self._files = files
         if any(not is_dense_experts(module) for module in expert_layers(self.model).values()):
-            # It calls one expert after the other, those alone that a router chose.
+            # This implementation calls one expert after another, and only those that the router chose.
             self.model.set_experts_implementation("eager")
         self._tensors = LazyWeights(CheckpointWeights(files, self.model)).of(self.model)
 
     def run(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-        """What the model answers."""
+        """Return the outputs of the model."""
         self.states.clear()
-        given = {"input_ids": tokens} | ({} if mask is None else {"attention_mask": mask})
+        inputs = {"input_ids": tokens} | ({} if mask is None else {"attention_mask": mask})
         with self._watched(), refuse_if_transformers_fails(self._loaded):
-            return functional_call(self.model, self._tensors, kwargs=given)
+            return functional_call(self.model, self._tensors, kwargs=inputs)
 
     def scores(
-        self, classifier: CheckpointClassifier, given: Sequence[torch.Tensor]
+        self, classifier: CheckpointClassifier, inputs: Sequence[torch.Tensor]
     ) -> tuple[nn.Linear, torch.Tensor]:
-        """The last layer of the model's own head with its numbers, and what the model answers with it."""
+        """Return the last layer of the model's own head with its weights, and the model's scores with it."""
         linear = load_classifier_weights(classifier, self.model, self._files).linear
         self.model.set_submodule(classifier.layer, linear)
-        scores = self.run(*given).logits
+        scores = self.run(*inputs).logits
         self.model.set_submodule(classifier.layer, nn.Identity())
         return linear, scores
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Meanwhile what the model's layers give is kept."""
+        """Record the outputs of the model's layers in `states` during the block."""
         try:
             names = block_names(self.model)
         except ConfigError:
             names = []
 
-        def keep(name: str) -> Callable[..., None]:
-            def watch(module: nn.Module, given: Any, answer: Any) -> None:
-                state = answer[0] if isinstance(answer, tuple) else answer
+        def record(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                state = output[0] if isinstance(output, tuple) else output
                 if isinstance(state, torch.Tensor):
                     self.states.append((name, state.clone()))
 
-            return watch
+            return hook
 
-        hooks = [self.model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+        hooks = [self.model.get_submodule(name).register_forward_hook(record(name)) for name in names]
         try:
             yield
         finally:
@@ -203,11 +210,11 @@ class _StoredModel:
 
 
 class _Blocks:
-    """The blocks of a chain, run one after the other.
+    """The blocks of a chain, run one after another.
 
     Attributes:
-        states: behind each block that has one.
-        experts: how many were called, and all.
+        states: hidden states after each block in the last run.
+        experts: number of experts that were called, and of all experts.
     """
 
     def __init__(self, chain: ModelChain) -> None:
@@ -215,78 +222,94 @@ class _Blocks:
         self.states = list[torch.Tensor]()
         self.experts = (0, sum(block.is_expert for block in chain.blocks))
 
-    def run(self, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-        """What the blocks compute; `beside` is of a head, or of an encoder's attention."""
+    def run(self, tokens: torch.Tensor, extra_input: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities of a decoder, or hidden states of an encoder.
+
+        Args:
+            tokens: i64 [rows, tokens].
+            extra_input: targets of a decoder's head, or padding mask of an encoder's attention.
+        """
         chain = self._chain
         state, done, shared = tokens, count_parts(chain.head_start), dict[int, torch.Tensor]()
         called = set[int]()
-        for turn in chain.block_groups(chain.head_start):
-            if chain.blocks[turn.start].is_expert:
-                (state,) = run_experts(chain, turn, [state], lambda each, _: called.add(each.number))
+        for group in chain.block_groups(chain.head_start):
+            if chain.blocks[group.start].is_expert:
+                (state,) = run_experts(chain, group, [state], lambda each, _: called.add(each.number))
             else:
-                state = EagerBlock(chain, turn.start).compute(state, beside, shared=shared)
+                state = EagerBlock(chain, group.start).compute(state, extra_input, shared=shared)
             self.states.append(state)
-            done(len(turn))
+            done(len(group))
         self.experts = (len(called), self.experts[1])
-        return self._log_probabilities(state, beside) if chain.is_decoder else state
+        return self._log_probabilities(state, extra_input) if chain.is_decoder else state
 
     def _log_probabilities(self, state: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of the targets, from all pieces of the vocabulary."""
-        chain, every = self._chain, slice(None)
+        """Return the log-probabilities of the targets, from all vocabulary shards."""
+        chain, everything = self._chain, slice(None)
         reading = TargetLogProbs(targets.numpy().ravel(), len(chain.head_rows[0]))
-        for piece in range(len(chain.head_rows)):
-            within = torch.from_numpy(reading.local_targets(piece, every)[0]).reshape(targets.shape)
-            head = EagerBlock(chain, chain.head_start + piece)
+        for shard in range(len(chain.head_rows)):
+            within = torch.from_numpy(reading.local_targets(shard, everything)[0]).reshape(targets.shape)
+            head = EagerBlock(chain, chain.head_start + shard)
 
             def parts(shift: FloatArray, head: EagerBlock = head, within: torch.Tensor = within) -> Any:
                 shifts = torch.from_numpy(shift).reshape(*targets.shape, 1)
                 return head.compute(state, within, shifts).reshape(-1, 2).numpy(), None
 
-            reading.add(piece, every, *reading.compute_shifted(every, parts))
+            reading.add(shard, everything, *reading.compute_shifted(everything, parts))
         return torch.from_numpy(reading.logprobs)
 
 
 def _where(layers: Sequence[tuple[str, torch.Tensor]], states: Sequence[torch.Tensor]) -> str:
-    """The last of the model's layers whose state a block has, and the next one."""
+    """Return text that names the last layer whose output equals that of a block, and the next layer."""
     is_same = [
         any(
-            state.numel() == layer.numel() and _is_alike(state.flatten(), layer.flatten()) for state in states
+            state.numel() == layer.numel() and _is_close(state.flatten(), layer.flatten()) for state in states
         )
         for _, layer in layers
     ]
     if not any(is_same) or all(is_same):
         return ""
     last = len(is_same) - 1 - is_same[::-1].index(True)
-    after = "" if last + 1 == len(layers) else f", not {layers[last + 1][0]}"
-    return f"; the states of {layers[last][0]} are the same{after}"
+    after = "" if last + 1 == len(layers) else f", those of {layers[last + 1][0]} differ"
+    return f"; the outputs of {layers[last][0]} are equal{after}"
 
 
 def _check_classifier(
-    model: _StoredModel, classifier: CheckpointClassifier, read: torch.Tensor, given: Sequence[torch.Tensor]
+    model: _StoredModel,
+    classifier: CheckpointClassifier,
+    features: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
 ) -> None:
-    """That the last layer of a model's head makes its scores of what it reads of rows."""
-    linear, scores = model.scores(classifier, given)
-    if not _is_alike(linear(read), scores):
+    """Raise Refusal unless the last layer of the model's head computes the model's scores from its input.
+
+    Args:
+        model: the model without this layer.
+        classifier: the layer.
+        features: outputs of the model without the layer.
+        inputs: inputs of the model.
+    """
+    linear, scores = model.scores(classifier, inputs)
+    if not _is_close(linear(features), scores):
         raise Refusal(
             "not-the-last-layer",
-            f"{classifier.layer} isn't the last layer of the classification head of {model.name}",
-            remedy="leave the head out with --pooling mean",
+            f"{classifier.layer} isn't the last layer of the classification head of {model.name}.",
+            remedy="Leave the head out with --pooling mean.",
         )
 
 
 def _check_causal(name: str, beginnings: torch.Tensor) -> None:
-    """That two rows with the same beginning are answered the same there."""
-    if not _is_alike(*beginnings):
+    """Raise Refusal unless two rows have equal outputs for the tokens that both begin with."""
+    if not _is_close(*beginnings):
         raise Refusal(
             "not-causal",
-            f"{name} sees tokens that come later, so it isn't a causal language model",
-            remedy="set is_decoder to true in its config.json if it was trained as one; else take another",
+            f"{name} attends to later tokens, so it isn't a causal language model.",
+            remedy="If it was trained as one, set is_decoder to true in its config.json.",
         )
 
 
-def _is_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return float((found - expected).abs().max()) <= _allowed(expected)
+def _is_close(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((outputs - expected).abs().max()) <= _allowed(expected)
 
 
 def _allowed(expected: torch.Tensor) -> float:
+    """Return the largest allowed difference from these values."""
     return MODEL_TOLERANCE * max(1.0, float(expected.abs().max()))

@@ -1,4 +1,4 @@
-"""Is an exception the fault of prge, or does the model itself fail in transformers?"""
+"""Distinguish defects of prge from models that fail in transformers themselves."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from prge.errors import PrgeError, Refusal, first_line
 from server_export.checkpoint.loading import LoadedModel, parameter_count
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
-# Parameters of a model that is made with random numbers.
-MOST_MADE = 1 << 28
+# Most parameters of a model that is instantiated with random weights.
+MOST_PARAMETERS = 1 << 28
 _ROWS, _TOKENS = 2, 8
-# What PyTorch's messages say of a tensor without numbers of which a model needs one.
+# In PyTorch's messages if a model reads a value of a tensor without data.
 _META = "meta"
 
 
 @contextmanager
 def refuse_if_transformers_fails(loaded: LoadedModel) -> Iterator[None]:
-    """Raise a Refusal in place of a defect where the model's own forward pass in transformers fails too.
+    """Turn an exception of the block into a Refusal if the model also fails in transformers itself.
 
     Args:
-        loaded: the model that is traced or compared inside, which may be changed there.
+        loaded: the model that the block traces or compares; the block may change it.
 
     Raises:
-        Refusal: transformers fails to run a fresh model of the same configuration.
+        Refusal: the block raises an exception, and transformers fails to run a new model of the same
+            configuration.
     """
     try:
         yield
     except (PrgeError, MemoryError):
         raise
     except Exception as error:
-        failure = own_failure(type(loaded.model), loaded.config)
+        failure = transformers_failure(type(loaded.model), loaded.config)
         if failure is None:
             raise
         raise Refusal(
             "model-fails-in-transformers",
             f"{loaded.name_or_path} fails in transformers itself: {type(loaded.model).__name__} raises "
             f"{type(failure).__name__}: {first_line(failure)}",
-            remedy="correct its config.json, or take another checkpoint",
+            remedy="Correct its config.json, or use another checkpoint.",
         ) from error
 
 
-def own_failure(model_class: type[Any], config: Any) -> Exception | None:
-    """What transformers raises when a model of a configuration reads a few tokens; None if it computes.
+def transformers_failure(model_class: type[Any], config: Any) -> Exception | None:
+    """Return the exception of a model's forward pass on a few tokens in transformers; None if it succeeds.
 
-    A model of few parameters is made with random weights; of a larger one only shapes are computed, and None
-    is returned where they don't suffice.
+    A small model gets random weights. For a larger one, only shapes are computed on the meta device, and None
+    is returned if the model needs values.
 
     Args:
-        model_class: of transformers.
-        config: of the text model; it isn't changed.
+        model_class: class of transformers.
+        config: configuration of the text model, which is not changed.
     """
     own = type(config).from_dict(config.to_dict(), attn_implementation="eager")
     with torch.device("meta"):
         model = model_class(own).eval()
-    on_meta = parameter_count(model) > MOST_MADE
+    on_meta = parameter_count(model) > MOST_PARAMETERS
     if on_meta:
-        # Without a cache transformers asks the positions, which have no numbers, whether rows are packed.
+        # Without a cache, transformers reads values of the positions to find out whether rows are packed.
         own.use_cache = True
     else:
         model = model_class(own).eval()

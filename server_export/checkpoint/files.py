@@ -1,8 +1,8 @@
-"""The files of a model, found and bounded before transformers reads them.
+"""Locate the files of a model and check their sizes before transformers reads them.
 
-Only `config.json` and safetensors are read, or a GGUF file: nothing that runs code, nothing outside the
-model's folder. No number of a configuration reaches a library before it was held against its bounds and the
-weights' own sizes.
+Only `config.json` and safetensors files are read, or a GGUF file: nothing that runs code, and nothing outside
+the model's folder. Every number of a configuration is checked against its bounds and the sizes of the weights
+before a library uses it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from server_export.checkpoint.gguf.header import GGUF_SUFFIX
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
-# Of sentence-transformers.
+# sentence-transformers' list of modules.
 MODULES = "modules.json"
 _POOLING, _MODE = "1_Pooling", "pooling_mode_"
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
 INDEX = "model.safetensors.index.json"
-# What to do instead of exporting codes: their rounding would be rounded again, and has no one form.
-UNQUANTIZED = "give the checkpoint that was quantized; prge export --quantize 8da4w makes int4 of it"
-# Files that transformers reads as a whole.
+# Quantized checkpoints are refused: they come in many formats, and their rounding would be rounded again.
+UNQUANTIZED = "Use the checkpoint before quantization; `prge export --quantize 8da4w` quantizes it to int4."
+# Suffixes of files that transformers reads into memory as a whole.
 _DOCUMENTS = (".json", ".txt", ".jinja", ".model")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Of the one question that tells whether the hub answers.
-_SECONDS = 5.0
+# Timeout of the request that tests whether the Hub is reachable.
+_HUB_TIMEOUT = 5.0
 _LARGEST_INDEX = 32 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Numbers of tokens or experts, which are in tables; a weight of that kind is made of codes.
-_NUMBERS, _WEIGHT = "I64", "weight"
-# Masks and positions that older checkpoints store beside their weights.
+# Integer tables, such as ids of tokens or experts; an integer tensor named `weight` is quantized.
+_INTEGERS, _WEIGHT = "I64", "weight"
+# Masks and positions that older checkpoints store with their weights.
 BUFFERS = re.compile(r"(attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder with a model; `revision` is the commit of one that came from a hub.
+    """The files of a model.
 
-    `gguf` is a GGUF file in its parts; `folder` then has everything but the weights.
+    Attributes:
+        name: the name that the user gave: a folder, GGUF file or Hub id.
+        folder: the folder with the configuration and the tokenizer; without `gguf`, also with the weights.
+        revision: the commit of a Hub model.
+        gguf: the parts of a GGUF file; empty for other models.
     """
 
     name: str
@@ -64,12 +68,12 @@ class ModelFiles:
 
     @property
     def config_name(self) -> str:
-        """What says how the model is built."""
+        """The name of what describes the architecture: `config.json` or the GGUF header."""
         return "header" if self.gguf else CONFIG
 
     @property
     def config_path(self) -> str:
-        """The same with its place, for messages."""
+        """The path of what describes the architecture, for messages."""
         return f"the header of {self.name}" if self.gguf else str(self.folder / CONFIG)
 
     @property
@@ -77,29 +81,29 @@ class ModelFiles:
         """The files of weights, by name.
 
         Raises:
-            BundleError: there is none, or the index names one outside the folder.
+            BundleError: there are none, or the index names a file outside the folder.
         """
         if self.gguf:
             return list(self.gguf)
         if (self.folder / WEIGHTS).is_file():
             return [self.folder / WEIGHTS]
         if not (self.folder / INDEX).is_file():
-            pickled = next((path.name for kind in _PICKLED for path in self.folder.glob(kind)), None)
+            pickled = next((path.name for pattern in _PICKLED for path in self.folder.glob(pattern)), None)
             reason = f"{pickled} is a pickle, which may run code" if pickled else f"it has no {WEIGHTS}"
             raise Refusal(
                 "no-weights",
-                f"{self.name} has no weights that can be read: {reason}",
-                remedy="save the model again with `save_pretrained`, which writes safetensors",
+                f"{self.name} has no weights that can be read: {reason}.",
+                remedy="Save the model again with `save_pretrained`, which writes safetensors.",
             )
         return [self.folder / name for name in shard_names(self.folder / INDEX)]
 
     @property
     def source(self) -> dict[str, Any]:
-        """What a manifest says of the file that weights were dequantized from; nothing of other files."""
+        """The manifest's description of the GGUF file that the weights come from; empty for other models."""
         return open_gguf(self.gguf).source() if self.gguf else {}
 
     def sha256(self) -> str:
-        """Hash of the configuration and of all weights; of a GGUF file, that of its bytes."""
+        """Return the hash of the configuration and all weights; for a GGUF file, the hash of its bytes."""
         if self.gguf:
             return open_gguf(self.gguf).sha256()
         hashes = [(path.name, file_sha256(path)) for path in [self.folder / CONFIG, *self.weights]]
@@ -107,29 +111,29 @@ class ModelFiles:
 
 
 class ConfigOnlyFiles(ModelFiles):
-    """The files of a model whose weights aren't asked for."""
+    """The files of a model whose weights are not needed."""
 
     @property
     def weights(self) -> list[Path]:
-        """None."""
+        """No files."""
         return []
 
 
 def _check_documents(folder: Path) -> None:
-    """Raise BundleError for a configuration or tokenizer file that is too large to be read."""
+    """Refuse a folder with a configuration or tokenizer file that is too large to be read."""
     for path in sorted(folder.iterdir()):
         if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MOST_TOKENIZER_BYTES:
             raise Refusal(
                 "file-too-large",
-                f"{path} has {path.stat().st_size:,} bytes, at most {MOST_TOKENIZER_BYTES:,} are read",
-                remedy="download the model again, or save it again with `save_pretrained`",
+                f"{path} has {path.stat().st_size:,} bytes; the maximum is {MOST_TOKENIZER_BYTES:,}.",
+                remedy="Download the model again, or save it again with `save_pretrained`.",
             )
 
 
 def find_files(name: str, revision: str | None = None) -> ModelFiles:
-    """The files of a model: of a folder, a GGUF file, or a hub id, from which they are brought if need be.
+    """Return the files of a folder, GGUF file or Hub id; files of a Hub id are downloaded if necessary.
 
-    A revision belongs to a hub id: with one no folder is taken for the model.
+    With a revision, the name is a Hub id, even if there is a folder of that name.
 
     Raises:
         PrgeError: there is no such model, or a GGUF file can't be read.
@@ -145,31 +149,35 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
         if reason:
             raise Refusal(
                 "not-a-transformers-model",
-                f"{name} is not a transformers model: {reason}",
-                remedy="give the folder that `save_pretrained` wrote",
+                f"{name} is not a transformers model: {reason}.",
+                remedy="Use the folder that `save_pretrained` wrote.",
             )
         _check_documents(folder)
         return ModelFiles(name, folder, None)
     if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        reason = "a folder has no revisions" if folder.is_dir() else f"there is no folder {name}"
-        raise Refusal("no-such-model", reason, remedy="give a folder with a transformers model, or a hub id")
+        reason = (
+            f"{name} is a folder, which has no revisions" if folder.is_dir() else f"There is no folder {name}"
+        )
+        raise Refusal(
+            "no-such-model", f"{reason}.", remedy="Use a folder with a transformers model, or a Hub id."
+        )
     config = _from_hub(name, CONFIG, revision)
     if config is None:
         raise Refusal(
             "no-such-model",
-            f"{name} can't be read as a transformers model: its {CONFIG} is neither here nor to be reached",
-            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+            f"Cannot load {name} as a transformers model: its {CONFIG} is neither local nor reachable.",
+            remedy="Use a folder with a transformers model, or a Hub id that is reachable or cached.",
         )
     return ModelFiles(name, config.parent, config.parent.name)
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is that of a folder or of a GGUF file on this machine."""
+    """Return whether a name is a folder or a GGUF file on this machine."""
     return Path(name).is_dir() or (Path(name).suffix == GGUF_SUFFIX and Path(name).exists())
 
 
 def local_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder with the configuration and the tokenizer of a model on this machine; None of a hub id.
+    """Return the folder with the configuration and tokenizer of a local model; None for a Hub id.
 
     Raises:
         PrgeError: a GGUF file can't be read.
@@ -182,14 +190,14 @@ def local_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where sentence-transformers has the model: beside its list of modules, or in a folder of its own."""
-    named = [module["path"] for module in sentence_modules(folder) if module["type"].endswith(".Transformer")]
-    inner = folder / named[0] if named and Path(named[0]).name == named[0] else folder
+    """Return the folder of the transformers model in a sentence-transformers folder; else the same folder."""
+    paths = [module["path"] for module in sentence_modules(folder) if module["type"].endswith(".Transformer")]
+    inner = folder / paths[0] if paths and Path(paths[0]).name == paths[0] else folder
     return inner if (inner / CONFIG).is_file() else folder
 
 
 def sentence_modules(folder: Path) -> list[dict[str, str]]:
-    """The modules of a folder of sentence-transformers: `type` and `path` of each; none of another one.
+    """Return `type` and `path` of each module in a sentence-transformers folder; empty for other folders.
 
     Raises:
         BundleError: the file that lists them is damaged.
@@ -201,16 +209,18 @@ def sentence_modules(folder: Path) -> list[dict[str, str]]:
         for each in content
     ):
         raise Refusal(
-            "file-damaged", f"{path} can't be read: it lists no modules", remedy="copy the model again"
+            "file-damaged",
+            f"Cannot read {path}: it is not a list of modules.",
+            remedy="Copy or download the model again.",
         )
     return content
 
 
 def stored_pooling(files: ModelFiles) -> str | None:
-    """How sentence-transformers pools the states of a model, as `--pooling` calls it; None where it doesn't.
+    """Return sentence-transformers' pooling of a model as a value of `--pooling`, or None if it has none.
 
     Raises:
-        BundleError: a file is damaged, or it pools in another way.
+        BundleError: a file is damaged, or the pooling is not supported.
     """
     if files.revision is not None:
         for name in (MODULES, f"{_POOLING}/{CONFIG}"):
@@ -224,18 +234,21 @@ def stored_pooling(files: ModelFiles) -> str | None:
     content = content if isinstance(content, dict) else {}
     modes = {name.removeprefix(_MODE) for name, value in content.items() if value is True}
     modes |= {content["pooling_mode"]} if isinstance(content.get("pooling_mode"), str) else set()
-    found = {_POOLINGS.get(mode, mode) for mode in modes if mode in _POOLINGS or f"{_MODE}{mode}" in content}
-    if len(found) != 1 or not found <= {*_POOLINGS.values()}:
+    pooling = {
+        _POOLINGS.get(mode, mode) for mode in modes if mode in _POOLINGS or f"{_MODE}{mode}" in content
+    }
+    if len(pooling) != 1 or not pooling <= {*_POOLINGS.values()}:
         raise Refusal(
             "pooling-not-supported",
-            f"{path} pools by {shown(', '.join(sorted(found)))}, a bundle can by the mean or the first token",
-            remedy="choose one with --pooling mean or --pooling first",
+            f"{path} pools by {shown(', '.join(sorted(pooling)))}; a bundle supports only the mean and the "
+            "first token.",
+            remedy="Choose one with --pooling mean or --pooling first.",
         )
-    return found.pop()
+    return pooling.pop()
 
 
 def fetch_weights(files: ModelFiles) -> None:
-    """Bring the weights of a hub id beside its configuration; a folder has them or doesn't."""
+    """Download the weights of a Hub model into the folder of its configuration, if it is one."""
     if files.revision is None or _from_hub(files.name, WEIGHTS, files.revision) is not None:
         return
     index = _from_hub(files.name, INDEX, files.revision)
@@ -244,85 +257,88 @@ def fetch_weights(files: ModelFiles) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index of weights names, all of them beside it."""
+    """Return the names of the files of weights that an index lists, all in the index's folder."""
     content = _json_of(index, _LARGEST_INDEX)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    names = set(places.values()) if isinstance(places, dict) and _are_texts(places) else set()
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    names = set(weight_map.values()) if isinstance(weight_map, dict) and _are_strings(weight_map) else set()
     if not names:
-        raise Refusal("file-damaged", f"{index} names no file of weights", remedy="copy the model again")
+        raise Refusal(
+            "file-damaged", f"{index} lists no files of weights.", remedy="Copy or download the model again."
+        )
     for name in sorted(names):
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
             raise Refusal(
                 "index-leaves-folder",
-                f"{index} names {shown(name)}, which is no safetensors file beside it",
-                remedy="copy the model again",
+                f"{index} lists {shown(name)}, which is not a safetensors file in the same folder.",
+                remedy="Copy or download the model again.",
             )
     return sorted(names)
 
 
 def read_config(files: ModelFiles) -> dict[str, Any]:
-    """The content of `config.json`, every number of it within bounds.
+    """Return the content of `config.json` with all numbers within bounds.
 
     Raises:
-        BundleError: it is damaged, or a number is out of bounds.
+        BundleError: the file is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
-    place = files.config_path
-    # Bounds of time steps are infinite where a model has none.
+    shown_path = files.config_path
+    # Some configurations bound time steps by infinity.
     config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
         raise Refusal(
-            "file-damaged", f"{place} can't be read: it is no JSON object", remedy="copy the model again"
+            "file-damaged",
+            f"Cannot read {shown_path}: it is not a JSON object.",
+            remedy="Copy or download the model again.",
         )
     problems = config_problems(config)
     if "transformers_weights" in config:
-        problems.append("transformers_weights names other weights than those beside it")
+        problems.append("transformers_weights names weights outside of the model's own files")
     if problems:
         raise Refusal(
             "config-out-of-bounds",
-            f"{place} describes no model: {'; '.join(problems)}",
-            remedy="give another one",
+            f"{shown_path} does not describe a model: {'; '.join(problems)}.",
+            remedy="Use another model.",
         )
     return config
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:
-    """Ids that end a text, as `config.json` and, where there is one, `generation_config.json` name them, in
-    this order.
+    """Return the end-of-sequence ids of `config.json`, then those of `generation_config.json` if it exists.
 
     Raises:
-        BundleError: a file is damaged, or names what is no token.
+        BundleError: a file is damaged, or an id is not an integer.
     """
     if files.revision is not None:
         _from_hub(files.name, GENERATION_CONFIG, files.revision)
-    found: dict[int, None] = {}
+    ids: dict[int, None] = {}
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
         content = _json_of(path, infinite=True)
         inner = content.get("text_config") if isinstance(content, dict) else None
         parts = [part for part in (content, inner) if isinstance(part, dict)]
-        named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
-        tokens = named if isinstance(named, list) else [] if named is None else [named]
+        value = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int for token in tokens):
             raise Refusal(
                 "file-damaged",
-                f"{path} has the eos_token_id {shown(named)}, must be one token or several",
-                remedy="correct it",
+                f"The eos_token_id in {path} is {shown(value)} but must be one token id or a list of them.",
+                remedy="Correct the file.",
             )
-        found.update(dict.fromkeys(tokens))
-    return [*found]
+        ids.update(dict.fromkeys(tokens))
+    return [*ids]
 
 
 def stored_numel(files: ModelFiles, names: Collection[str] | None = None) -> int:
-    """How many numbers the weights hold, from their headers.
+    """Return the number of elements of all weights, from the headers of their files.
 
     Args:
-        files: of the model.
-        names: of the tensors that are counted; by default all.
+        files: the files of the model.
+        names: the tensors to count; by default all.
 
     Raises:
-        BundleError: a file is missing, damaged, or quantized.
+        BundleError: a file is missing or damaged, or the model is quantized.
     """
     if files.gguf:
         tensors = open_gguf(files.gguf).header.tensors
@@ -331,23 +347,27 @@ def stored_numel(files: ModelFiles, names: Collection[str] | None = None) -> int
     for path in files.weights:
         if not path.is_file():
             raise Refusal(
-                "weights-missing", f"{files.name} lacks its file {path.name}", remedy="copy the model again"
+                "weights-missing",
+                f"{files.name} lacks its file {path.name}.",
+                remedy="Copy or download the model again.",
             )
         try:
             with safetensors.safe_open(str(path), framework="numpy") as weights:
                 for name in weights.keys() if names is None else {*weights.keys()}.intersection(names):
                     tensor = weights.get_slice(name)
-                    is_table = tensor.get_dtype() == _NUMBERS and not name.endswith(_WEIGHT)
-                    if not (is_table or tensor.get_dtype() in _FLOATS or BUFFERS.search(name)):
+                    is_integer_table = tensor.get_dtype() == _INTEGERS and not name.endswith(_WEIGHT)
+                    if not (is_integer_table or tensor.get_dtype() in _FLOATS or BUFFERS.search(name)):
                         raise Refusal(
                             "quantized-already",
-                            f"{name} in {path} is {tensor.get_dtype()}: the model is quantized already",
+                            f"The model is already quantized: {name} in {path} is {tensor.get_dtype()}.",
                             remedy=UNQUANTIZED,
                         )
                     total += math.prod(tensor.get_shape())
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise Refusal(
-                "weights-damaged", f"{path} is damaged: {error}", remedy="copy the model again"
+                "weights-damaged",
+                f"{path} is damaged: {error}.",
+                remedy="Copy or download the model again.",
             ) from None
     return total
 
@@ -357,16 +377,16 @@ def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = Fal
         return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise Refusal(
-            "file-damaged", f"{path} can't be read: {error}", remedy="copy the model again"
+            "file-damaged", f"Cannot read {path}: {error}.", remedy="Copy or download the model again."
         ) from None
 
 
-def _are_texts(mapping: Mapping[str, object]) -> bool:
+def _are_strings(mapping: Mapping[str, object]) -> bool:
     return all(isinstance(value, str) for value in mapping.values())
 
 
 def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
-    """A file of a hub id in the cache, brought there if need be; None where there is none."""
+    """Return the cached file of a Hub id, downloaded if necessary; None if the model has no such file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -378,21 +398,21 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
     except (OSError, ValueError) as error:
         raise Refusal(
             "hub-unreachable",
-            f"{name} can't be read as a transformers model: {first_line(error)}",
-            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+            f"Cannot load {name} as a transformers model: {first_line(error)}",
+            remedy="Use a folder with a transformers model, or a Hub id that is reachable or cached.",
         ) from None
 
 
 @lru_cache(maxsize=1)
 def is_hub_reachable() -> bool:
-    """Whether the hub can be asked: one question, once, where its library tries again and again."""
+    """Return whether the Hub is reachable, by one request per process: its library retries many times."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
     except Exception:  # whichever client the library's version has raises errors of its own
         return False
     return True

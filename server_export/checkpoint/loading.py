@@ -1,4 +1,4 @@
-"""A folder, GGUF file or hub id becomes a float32 model."""
+"""Load a folder, GGUF file or Hub id as a float32 model."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from server_export.checkpoint.weights import lazy_state_dict, stored_names
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
-# Heads that a model without one has no use for.
+# Prefixes of head weights that a model without a head ignores.
 _HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|pooler|vocab_\w+)\.")
 _POOLER = "pooler."
 _OTHER_PARTS = ("vision_config", "audio_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
-_HALVES = "rescale_every"
-# How many tokens ahead ProphetNet predicts, each in a stream of states of its own.
+_RESCALE = "rescale_every"
+# The number of next tokens that ProphetNet predicts, each from hidden states of its own.
 _STREAMS = "ngram"
 
 
@@ -54,12 +54,16 @@ _STREAMS = "ngram"
 class LoadedModel:
     """A transformers model in float32 and evaluation mode.
 
-    `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
-    `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
-    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
-    `key_mapping` is what transformers is to be told of its names then, once the weights are there.
-    `source` tells of the GGUF file that weights are dequantized from, nothing of other models.
-    `classifier` is the last layer of an encoder's own classification head, whose other layers `model` has.
+    Attributes:
+        model: the model; its parameters may be on the meta device.
+        name_or_path: the name that it was loaded by.
+        revision: the commit of a Hub model.
+        is_decoder: True for a causal language model with its head, False for an encoder.
+        sha256: the hash of a folder's or GGUF file's content; None for a model without weights.
+        part_of: the model type of a checkpoint that contains more than this text model, such as images.
+        key_mapping: transformers' `key_mapping` for loading such a part; empty without weights.
+        classifier: the last layer of an encoder's own classification head; `model` has the other layers.
+        source: the manifest's description of the GGUF file; empty for other models.
     """
 
     model: nn.Module
@@ -81,45 +85,45 @@ class LoadedModel:
 def load_model(
     name_or_path: str, *, pooled: bool | None = None, revision: str | None = None, own_head: bool = True
 ) -> LoadedModel:
-    """Load a causal language model or an encoder.
+    """Load a causal language model or an encoder with its weights.
 
     Args:
-        name_or_path: folder, GGUF file or hub id.
-        pooled: True loads the model without its head, False with it, None decides by architecture.
-        revision: of a hub id.
-        own_head: whether an encoder's classification head is taken, if the checkpoint has one.
+        name_or_path: a folder, GGUF file or Hub id.
+        pooled: True loads the model without its head, False with it; None decides by architecture.
+        revision: the revision of a Hub id.
+        own_head: whether to use the checkpoint's own classification head, if it has one.
 
     Raises:
-        BundleError: there is no model, it is of a kind that a program can't be made of, or its weights are
-            not all there, not all used, or not finite.
+        BundleError: there is no model, its architecture is not supported, or weights are missing, unexpected
+            or not finite.
     """
     from transformers import GenerationConfig
 
     files = find_files(name_or_path, revision)
-    opened, outline, classifier = _opened(files, pooled, own_head)
+    opened, outline, classifier = _open_model(files, pooled, own_head)
     fetch_weights(files)
     check_size(files, outline, opened.part_of)
-    given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
+    arguments: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     loader = _loader(opened)
     if opened.part_of is not None or files.gguf:
-        # transformers finds the text part of some checkpoints only, and saves no model of a GGUF file.
-        loader, given["state_dict"] = type(outline), lazy_state_dict(files, outline)
+        # transformers can't load every text part by itself, nor a GGUF file together with its configuration.
+        loader, arguments["state_dict"] = type(outline), lazy_state_dict(files, outline)
     with refused_as(
         "not-loadable",
-        f"{name_or_path} can't be loaded as {opened.kind}",
+        f"Cannot load {name_or_path} as {opened.description}",
         (*TRANSFORMERS_ERRORS, SafetensorError),
-        remedy="give the folder or hub id of a complete transformers checkpoint",
+        remedy="Use the folder or Hub id of a complete transformers checkpoint.",
     ):
         model, report = loader.from_pretrained(
-            None if "state_dict" in given else str(files.folder),
+            None if "state_dict" in arguments else str(files.folder),
             dtype=torch.float32,
             attn_implementation="eager",
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            **given,
+            **arguments,
         )
-        if "state_dict" in given and (files.folder / GENERATION_CONFIG).is_file():
+        if "state_dict" in arguments and (files.folder / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(
                 str(files.folder), local_files_only=True
             )
@@ -134,13 +138,13 @@ def load_model(
 def load_meta_model(
     name_or_path: str, *, pooled: bool | None = None, revision: str | None = None, own_head: bool = True
 ) -> LoadedModel:
-    """The model that `load_model` would load, with shapes instead of weights; from its config.json alone.
+    """Return the model that `load_model` loads with its parameters on the meta device; weights aren't read.
 
     Raises:
-        BundleError: as `load_model`, but for the weights.
+        BundleError: as of `load_model`, except for errors of weights.
     """
     files = find_files(name_or_path, revision)
-    opened, outline, classifier = _opened(files, pooled, own_head)
+    opened, outline, classifier = _open_model(files, pooled, own_head)
     for name in _other_parts(outline):
         outline.set_submodule(name, nn.Identity())
     loaded = prepare_model(
@@ -150,7 +154,7 @@ def load_meta_model(
 
 
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
-    """Whether a model's own configuration has it keep keys and values; `prepare_model` switches that off."""
+    """Return whether a model's own configuration enables the KV cache, which `prepare_model` disables."""
     return bool(read_config(find_files(name_or_path, revision)).get("use_cache", True))
 
 
@@ -165,32 +169,32 @@ def prepare_model(
     """Freeze a transformers model, put it into evaluation mode, and convert it to float32."""
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
-    if getattr(model.config, _HALVES, 0):
-        # RWKV halves weights and states every few layers, so that half precision holds them.
-        setattr(model.config, _HALVES, 0)
+    if getattr(model.config, _RESCALE, 0):
+        # RWKV halves weights and hidden states every few layers to avoid float16 overflow.
+        setattr(model.config, _RESCALE, 0)
     if not is_decoder and classifier is None and getattr(model, "pooler", None) is not None:
-        # BERT's head for sentence pairs, which no readout uses; some models call it all the same.
+        # BERT's head for sentence pairs: no readout uses it, but some models call it.
         model.pooler = nn.Identity()
     return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of, classifier=classifier)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model, tied ones counted once, those for more than texts not at all."""
+    """Return the number of a model's text parameters, tied ones counted once."""
     others = tuple(f"{name}." for name in _other_parts(model))
     counted = (each for name, each in model.named_parameters() if not name.startswith(others))
     return sum(math.prod(parameter.shape) for parameter in counted)
 
 
 def vocabulary_size(model: Any) -> int:
-    """Words that a model reads, and says if it has a head: either may have some that the other lacks."""
+    """Return the number of tokens that both the embedding and the head, if there is one, know."""
     head = model.get_output_embeddings()
     tables = [model.get_input_embeddings()] + ([] if head is None else [head])
     return min(int(table.weight.shape[0]) for table in tables)
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A checked configuration of a text model, and what it is of; see `LoadedModel`."""
+class _ModelConfig:
+    """The checked configuration of a text model; fields as in `LoadedModel`."""
 
     config: Any
     is_decoder: bool
@@ -198,21 +202,21 @@ class _Opened:
     has_classes: bool = False
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         return "a causal language model" if self.is_decoder else "an encoder"
 
 
-def _opened(
+def _open_model(
     files: ModelFiles, pooled: bool | None, own_head: bool
-) -> tuple[_Opened, Any, CheckpointClassifier | None]:
-    """What a model is, its outline, and the last layer of its own classification head."""
+) -> tuple[_ModelConfig, Any, CheckpointClassifier | None]:
+    """Return a model's configuration, the model without weights, and the last layer of its own classifier."""
     opened = _open_config(files, pooled)
     if pooled is None and opened.is_decoder and is_classifier(opened.config):
         raise Refusal(
             "classifying-decoder",
-            f"{files.name} ({opened.config.model_type}) is a decoder that was trained for classes: its head "
-            "reads the state of a row's last token, which no program answers",
-            remedy="take the language model that it was made of, and a task with a word for each class",
+            f"{files.name} ({opened.config.model_type}) is a decoder with a classification head, which "
+            "reads the hidden state of the last token. This head is not supported.",
+            remedy="Use its base language model, and a task with a word for each class.",
         )
     if own_head and not opened.is_decoder and is_classifier(opened.config) and is_single_label(opened.config):
         with_classes = replace(opened, has_classes=True)
@@ -222,58 +226,58 @@ def _opened(
     return opened, _outline(files, opened), None
 
 
-def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
-    """The configuration of a model, or of the text part of one."""
+def _open_config(files: ModelFiles, pooled: bool | None) -> _ModelConfig:
+    """Return the checked configuration of a model, or of the text part of a multimodal model."""
     from transformers import AutoConfig, PretrainedConfig
 
     check_cost(read_config(files), files.config_path)
     with refused_as(
         "not-a-transformers-model",
-        f"{files.name} can't be read as a transformers model",
+        f"Cannot load {files.name} as a transformers model",
         TRANSFORMERS_ERRORS,
-        remedy="give a folder with a transformers model, or a hub id",
+        remedy="Use a folder with a transformers model, or a Hub id.",
     ):
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
         text = whole if whole.is_encoder_decoder else whole.get_text_config()
         if not isinstance(text, PretrainedConfig):
-            raise ValueError(f"its text_config is {shown(text)}")
+            raise ValueError(f"text_config is {shown(text)}")
     if _is_encoder_alone(whole):
         whole.is_encoder_decoder = False
         text = whole
     config = _text_part(whole, text)
-    _check_kind(config, whole, files.name)
+    _check_is_text_model(config, whole, files.name)
     is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    return _Opened(config, is_decoder, None if config is whole else whole.model_type)
+    return _ModelConfig(config, is_decoder, None if config is whole else whole.model_type)
 
 
 def _text_part(config: Any, text: Any) -> Any:
-    """The configuration of the text model of a checkpoint that holds more; any other one as it is."""
+    """Return the configuration of a multimodal checkpoint's text model; other configurations unchanged."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-    if text is config or not (text.model_type in known or _is_known(text)):
+    if text is config or not (text.model_type in known or _has_decoder_class(text)):
         return config
-    # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
+        # A head next to the text part belongs to the whole model, whose configuration says if it is tied.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     return text
 
 
 def _encoder_class(config: Any) -> str | None:
-    """The name of transformers' class for the encoder of a type alone, such as T5's."""
+    """Return the name of transformers' class for only the encoder of a model type, such as T5's."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
     return ENCODERS.get(config.model_type)
 
 
 def _is_encoder_alone(config: Any) -> bool:
-    """Whether a checkpoint is of that class."""
+    """Return whether a checkpoint consists of such an encoder."""
     return _encoder_class(config) in (getattr(config, "architectures", None) or ())
 
 
-def _loader(opened: _Opened) -> Any:
+def _loader(opened: _ModelConfig) -> Any:
     from transformers import (
         AutoModel,
         AutoModelForCausalLM,
@@ -282,44 +286,45 @@ def _loader(opened: _Opened) -> Any:
     )
 
     if opened.is_decoder:
-        _is_known(opened.config)
+        _has_decoder_class(opened.config)
         return AutoModelForCausalLM
     if opened.has_classes:
         return AutoModelForSequenceClassification
     return AutoModelForTextEncoding if _is_encoder_alone(opened.config) else AutoModel
 
 
-def _is_known(config: Any) -> bool:
-    """Whether transformers has a decoder of a configuration.
+def _has_decoder_class(config: Any) -> bool:
+    """Return whether transformers has a causal language model for a configuration.
 
-    It is told its own of a text part whose type its table lacks: it has that of the whole alone.
+    A text part whose type is missing in transformers' table is registered with the class that the table has
+    for the whole model.
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = type(config)
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+    config_class = type(config)
+    if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    package = kind.__module__.rpartition(".")[0]
+    package = config_class.__module__.rpartition(".")[0]
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         whole = CONFIG_MAPPING[name]
         if whole.__module__.startswith(f"{package}."):
-            found = MODEL_FOR_CAUSAL_LM_MAPPING[whole]
-            if found.config_class is kind:
-                # Without it transformers keeps its own configurations as they are.
-                AutoModelForCausalLM.register(kind, found, exist_ok=True)
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[whole]
+            if model_class.config_class is config_class:
+                # `exist_ok` is needed because transformers refuses to replace its own entries.
+                AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
                 return True
     return False
 
 
-def _outline(files: ModelFiles, opened: _Opened) -> Any:
-    """The model without memory for its numbers."""
+def _outline(files: ModelFiles, opened: _ModelConfig) -> Any:
+    """Build the model on the meta device."""
     loader, config = _loader(opened), copy.deepcopy(opened.config)
     refusal = refused_as(
         "model-not-made",
-        f"{files.name} isn't {opened.kind}",
+        f"{files.name} is not {opened.description}",
         TRANSFORMERS_ERRORS,
-        remedy="give a folder with a transformers model's config.json, or a hub id",
+        remedy="Use a folder with a transformers model's config.json, or a Hub id.",
     )
     with refusal, limit_modules(files.config_path), torch.device("meta"):
         model = loader.from_config(
@@ -329,41 +334,41 @@ def _outline(files: ModelFiles, opened: _Opened) -> Any:
         if parameter.numel() == 0:
             raise Refusal(
                 "empty-parameter",
-                f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
-                remedy="correct its config.json",
+                f"{files.name} does not describe a model: {name} has the shape {list(parameter.shape)}.",
+                remedy="Correct its config.json.",
             )
     if not expert_layers(model) and _has_experts(model, opened.config):
         raise Refusal(
             "experts-not-supported",
-            f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers calls in a "
-            "way of its own",
-            remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
+            f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers does "
+            "not call through its common interface. This architecture is not supported.",
+            remedy="Use a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral.",
         )
     return model
 
 
 def _needs_other_parts(config: Any) -> bool:
-    """Whether a configuration has parts beside texts, and isn't that of a language model without them."""
+    """Return whether a model has parts for images or audio that no text-only class of transformers omits."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as DECODERS
 
-    kind = type(config)
-    goes_without = kind in DECODERS and DECODERS[kind].config_class is kind
-    return any(hasattr(config, part) for part in _OTHER_PARTS) and not goes_without
+    config_class = type(config)
+    is_text_only = config_class in DECODERS and DECODERS[config_class].config_class is config_class
+    return any(hasattr(config, part) for part in _OTHER_PARTS) and not is_text_only
 
 
 def _other_parts(model: Any) -> list[str]:
-    """The modules for images and sounds, which texts never come to: those with a configuration for these."""
-    kinds = {type(getattr(model.config, part, None)) for part in _OTHER_PARTS} - {type(None)}
-    found = list[str]()
+    """Return the names of modules for images and audio, which text never reaches, by their configurations."""
+    config_classes = {type(getattr(model.config, part, None)) for part in _OTHER_PARTS} - {type(None)}
+    other_parts = list[str]()
     for name, module in model.named_modules():
-        is_inner = name.startswith(tuple(f"{other}." for other in found))
-        if type(getattr(module, "config", None)) in kinds and not is_inner:
-            found.append(name)
-    return found
+        is_inner = name.startswith(tuple(f"{other}." for other in other_parts))
+        if type(getattr(module, "config", None)) in config_classes and not is_inner:
+            other_parts.append(name)
+    return other_parts
 
 
 def _has_experts(model: nn.Module, config: Any) -> bool:
-    """Whether layers of a model have several experts; its configuration may count some that none has."""
+    """Return whether a model has layers of several experts; a configuration alone may count unused ones."""
     from transformers import PretrainedConfig
 
     parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
@@ -374,124 +379,126 @@ def _has_experts(model: nn.Module, config: Any) -> bool:
 
 
 def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None) -> None:
-    """Raise BundleError before a configuration makes memory be taken that no weights are there for."""
+    """Refuse a model larger than its stored weights, before any memory is allocated for it."""
     needed = sum(
         math.prod(parameter.shape)
         for name, parameter in outline.named_parameters()
         if not name.startswith(_POOLER)
     )
-    # What isn't the text part's may be anything.
+    # The weights of a checkpoint's other parts don't count.
     stored = stored_numel(files, stored_names(files, outline) if part_of is not None else None)
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
     if needed > stored:
         raise Refusal(
             "weights-of-another-model",
-            f"{files.name} has weights for another model: its {files.config_name} describes {needed:,} "
-            f"numbers, the weights hold {stored:,}",
-            remedy="copy the model again",
+            f"The weights of {files.name} belong to another model: its {files.config_name} describes "
+            f"{needed:,} parameters, the weights hold {stored:,}.",
+            remedy="Copy or download the model again.",
         )
     if buffers > _MOST_BUFFER_BYTES:
         raise Refusal(
             "tables-too-large",
-            f"{files.name} has tables of {buffers:,} bytes, at most {_MOST_BUFFER_BYTES:,} can be exported",
-            remedy="correct its config.json",
+            f"The buffers of {files.name} take {buffers:,} bytes; the maximum is {_MOST_BUFFER_BYTES:,}.",
+            remedy="Correct its config.json.",
         )
 
 
 def _check_weights(
-    name: str, model: Any, report: Mapping[str, Any], opened: _Opened, stored: Collection[str]
+    name: str, model: Any, report: Mapping[str, Any], opened: _ModelConfig, stored: Collection[str]
 ) -> None:
-    """Raise BundleError unless every weight came from the files, and every one of the files was used."""
+    """Raise BundleError unless the files have exactly the model's weights, and all are finite."""
     has_head = opened.is_decoder or opened.has_classes
-    spare = _spare(model, opened.is_decoder, stored)
+    ignorable = _ignorable(model, opened.is_decoder, stored)
     problems = {
         "lacks": [key for key in report["missing_keys"] if has_head or not key.startswith(_POOLER)],
-        "has no place for": [
-            key for key in report["unexpected_keys"] if not any(kind.search(key) for kind in spare)
+        "does not use": [
+            key for key in report["unexpected_keys"] if not any(pattern.search(key) for pattern in ignorable)
         ],
-        "has numbers that aren't finite in": [
+        "has values that aren't finite in": [
             key
             for key, parameter in model.named_parameters()
             if not all(bool(torch.isfinite(end)) for end in torch.aminmax(parameter))
         ],
     }
-    texts = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
-    texts += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
-    if texts:
-        raise _other_weights(name, "; ".join(texts))
+    messages = [f"it {what} {_join_names(sorted(keys))}" for what, keys in problems.items() if keys]
+    messages += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
+    if messages:
+        raise _other_weights(name, "; ".join(messages))
 
 
 def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
-    """Raise Refusal, `weights-incomplete`, if a model without weights has no place for a tensor of its files.
+    """Raise a Refusal, `weights-incomplete`, if a model without weights has no use for a stored tensor.
 
-    A GGUF file is checked when it is opened; of a checkpoint that holds more than texts a part is taken.
+    GGUF files are checked when they are opened, and multimodal checkpoints may contain other parts.
     """
     if files.gguf or loaded.part_of is not None:
         return
     model: Any = loaded.model
     names = stored_tensors(files).names
-    # transformers' own list for the model, such as of layers that predict several tokens.
+    # transformers' own list for the model, such as layers that predict several tokens.
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    spare = [*_spare(model, loaded.is_decoder, names), *map(re.compile, ignored)]
+    ignorable = [*_ignorable(model, loaded.is_decoder, names), *map(re.compile, ignored)]
     if not loaded.is_decoder:
-        spare.append(re.compile(rf"(^|\.){re.escape(_POOLER)}"))
-    # Parts for images and sounds were taken out.
-    out = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
-    others = {name for name in {*names} - stored_names(files, model) if not name.startswith(out)}
-    if others := {name for name in others if not any(each.search(name) for each in spare)}:
-        raise _other_weights(files.name, f"it has no place for {_listed(sorted(others))}")
+        ignorable.append(re.compile(rf"(^|\.){re.escape(_POOLER)}"))
+    # Modules for images and audio were replaced by identities.
+    removed = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
+    unused = {name for name in {*names} - stored_names(files, model) if not name.startswith(removed)}
+    if unused := {name for name in unused if not any(each.search(name) for each in ignorable)}:
+        raise _other_weights(files.name, f"it does not use {_join_names(sorted(unused))}")
 
 
-def _spare(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
-    """What names of tensors look like that a model may have no place for: old buffers, and heads."""
+def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
+    """Return patterns of stored names that a model may ignore: old buffers and unused heads."""
     if is_decoder:
         return [BUFFERS]
     prefix = f"{model.base_model_prefix}."
     if not any(key.startswith(prefix) for key in stored):
         return [BUFFERS, _HEADS]
-    # What stands beside the base is a head.
+    # Everything outside of the base is a head.
     return [BUFFERS, _HEADS, re.compile(rf"^(?!{re.escape(prefix)})")]
 
 
 def _other_weights(name: str, what: str) -> Refusal:
     return Refusal(
         "weights-incomplete",
-        f"the weights of {name} are not those of its config.json: {what}",
-        remedy="give a complete checkpoint of the model",
+        f"The weights of {name} don't match its configuration: {what}.",
+        remedy="Use a complete checkpoint of the model.",
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + rest
 
 
-def _check_kind(config: Any, whole: Any, name: str) -> None:
-    """Refuse what has no single text stack with linear layers; `config` is the text part of `whole`."""
-    code, reason, remedy = "", "", "take another checkpoint"
-    codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
+def _check_is_text_model(config: Any, whole: Any, name: str) -> None:
+    """Refuse a model that is not a single text model; `config` is the text part of `whole`."""
+    code, reason, remedy = "", "", "Use another checkpoint."
+    quantization = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
         code, reason = "encoder-decoder", "an encoder-decoder model"
         if hasattr(config, "hidden_size") and (name_of_encoder := _encoder_class(config)):
-            remedy += f', or its encoder: write "architectures": ["{name_of_encoder}"] into its config.json'
-    elif codes:
-        method = codes.get("quant_method") if isinstance(codes, Mapping) else None
+            remedy += (
+                f' To export its encoder, write "architectures": ["{name_of_encoder}"] into config.json.'
+            )
+    elif quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         code, remedy = "quantized-already", UNQUANTIZED
-        reason = f"quantized already{f' ({shown(method)})' if method else ''}"
+        reason = f"already quantized{f' ({shown(method)})' if method else ''}"
     elif config is whole and _needs_other_parts(config):
         code = "more-than-texts"
-        reason = "a model of more than texts, whose text part transformers has no class of its own for"
+        reason = "a multimodal model, and transformers has no class for its text part alone"
     elif hasattr(type(config), _STREAMS):
-        code, reason = "several-streams", "a model whose layers carry a stream of states for each next token"
+        code, reason = "several-streams", "a model with separate hidden states for each predicted token"
     elif not getattr(config, "hidden_size", None):
-        code, reason = "no-width", "a model whose configuration has no hidden_size of its text part"
+        code, reason = "no-width", "a model without hidden_size in the configuration of its text part"
     elif not getattr(config, "vocab_size", None):
         code, reason = "not-a-text-model", "not a text model"
     if code:
         raise Refusal(
             code,
-            f"{name} ({whole.model_type}) is {reason}; "
-            "a program needs a plain causal language model or text encoder",
+            f"{name} ({whole.model_type}) is {reason}. "
+            "Only causal language models and text encoders are supported.",
             remedy=remedy,
         )
 

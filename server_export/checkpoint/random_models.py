@@ -1,4 +1,4 @@
-"""Public architectures with random weights: enough for speed and memory, without a download."""
+"""Public architectures with random weights, for measuring speed and memory without a download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 Config = TypeVar("Config", bound=ExportConfig)
-# `random:NAME` in the place of a model; `random:NAME:tiny` is the same of a size that means nothing.
+# A model named `random:NAME` has random weights; `random:NAME:tiny` is the same architecture at a toy size.
 RANDOM, TINY = "random:", ":tiny"
 _TINY_SIZES = {
     "hidden_size": 64,
@@ -225,10 +225,10 @@ SHARD_BYTES = 1 << 30
 
 @contextmanager
 def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Config]:
-    """The settings, with a folder that is there for a while in the place of `random:NAME`.
+    """Yield the settings with a temporary folder in place of `random:NAME`; other settings unchanged.
 
     Raises:
-        ConfigError: no architecture has that name.
+        ConfigError: no architecture has this name.
     """
     if not config.model.startswith(RANDOM):
         yield config
@@ -236,11 +236,11 @@ def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Confi
     name = config.model.removeprefix(RANDOM)
     random_model_config(name, None)
     out = Path(config.out).absolute().parent
-    # Where the bundle will lie there must be room for as much anyway.
+    # The weights go to the file system of the output, which needs as much free space for the bundle.
     out = out if weights else Path(tempfile.gettempdir())
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".random-") as place:
-        model = Path(place, name.replace(":", "-"))
+    with tempfile.TemporaryDirectory(dir=out, prefix=".random-") as parent:
+        model = Path(parent, name.replace(":", "-"))
         save_random_model(model, name, weights=weights)
         yield replace(config, model=str(model), rounding=config.rounding or "nearest")
 
@@ -248,9 +248,16 @@ def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Confi
 def save_random_model(
     folder: Path, name: str, layers: int | None = None, seed: int = 0, *, weights: bool = True
 ) -> None:
-    """Write a folder that `prge export` takes: that architecture in bfloat16, and a tokenizer of letters.
+    """Write a model folder for `prge export`, with random bfloat16 weights and a byte-level tokenizer.
 
-    One shard of the weights is in memory at a time. Without `weights` the folder says what the model is.
+    Only one shard of the weights is in memory at a time.
+
+    Args:
+        folder: the folder to write.
+        name: a name in `CONFIGURATIONS`.
+        layers: the number of layers; None: the architecture's own.
+        seed: the random seed.
+        weights: whether to write weights; without them the folder has only a configuration and a tokenizer.
     """
     import torch
 
@@ -269,7 +276,7 @@ def _save_weights(folder: Path, config: Any) -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # Tied weights are one parameter.
+    # Tied weights are one parameter, which is stored once.
     shards: list[dict[str, torch.Size]] = [{}]
     room = SHARD_BYTES
     for weight, parameter in model.named_parameters():
@@ -305,7 +312,7 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def _random_weight(shape: Sequence[int], deviation: float) -> torch.Tensor:
-    """As transformers begins with: norms of ones, all else normal."""
+    """Return a weight as transformers initializes it: ones for norms, else normally distributed."""
     import torch
 
     if len(shape) == 1:
@@ -314,18 +321,18 @@ def _random_weight(shape: Sequence[int], deviation: float) -> torch.Tensor:
 
 
 def random_model_config(name: str, layers: int | None) -> Any:
-    """transformers' random_model_config of that architecture; `layers` makes it shallower.
+    """Return transformers' configuration of an architecture, with fewer layers if `layers` is given.
 
     Raises:
-        ConfigError: none has that name.
+        ConfigError: no architecture has this name.
     """
     from transformers import AutoConfig
 
     known = name.removesuffix(TINY)
     if known not in CONFIGURATIONS:
         raise ConfigError(
-            "there is no such architecture to give random weights:",
-            [f"{RANDOM}{known}, must be {RANDOM} and one of {', '.join(CONFIGURATIONS)}"],
+            "Unknown architecture for random weights:",
+            [f"{RANDOM}{known} is not {RANDOM} and one of {', '.join(CONFIGURATIONS)}"],
             code="no-such-architecture",
         )
     settings = dict(CONFIGURATIONS[known])

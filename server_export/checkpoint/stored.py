@@ -1,4 +1,4 @@
-"""The tensors of a model's files by the names that they have there, whatever the format."""
+"""The tensors of a model's files by their stored names, for every file format."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from server_export.checkpoint.gguf.weights import GgufTensors
 
 
 class StoredTensors(Protocol):
-    """Tensors that are read one at a time.
+    """Tensors of a checkpoint that are read one at a time.
 
-    `conversions` are transformers' ways from these names to a model's, None for those of its own checkpoints.
+    `conversions` are transformers' conversions from these names to a model's; None for the names of
+    transformers' own checkpoints.
     """
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all."""
+        """The names of all tensors."""
 
     @property
     def conversions(self) -> Sequence[Any] | None:
-        """See above."""
+        """transformers' conversions from these names to a model's; see the class."""
 
     def shape(self, name: str) -> Sequence[int] | None:
-        """The shape of a tensor whose rows can be read alone; None of another one."""
+        """Return the shape of a tensor whose rows can be read alone; None for any other tensor."""
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, of some rows alone where they are given."""
+        """Read a tensor, or some of its rows."""
 
 
 class SafetensorsTensors:
@@ -55,24 +56,24 @@ class SafetensorsTensors:
             except (OSError, ValueError, RuntimeError) as error:
                 raise Refusal(
                     "weights-damaged",
-                    f"{path} can't be read: {first_line(error)}",
-                    remedy="copy the model again",
+                    f"Cannot read {path}: {first_line(error)}",
+                    remedy="Copy or download the model again.",
                 ) from None
 
     @property
     def names(self) -> list[str]:
-        """Names of all."""
+        """The names of all tensors."""
         return list(self._paths)
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         with safe_open(str(self._paths[name]), framework="pt") as reader:
             shape: list[int] = reader.get_slice(name).get_shape()
         return shape
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, of some rows alone where they are given."""
-        # Opened again and again: pages that were read stay in memory as long as a file is open.
+        """Read a tensor, or some of its rows."""
+        # The file is opened for each tensor: its pages would stay in memory as long as it is open.
         with safe_open(str(self._paths[name]), framework="pt") as reader:
             if isinstance(rows, range):
                 tensor: torch.Tensor = reader.get_slice(name)[rows.start : rows.stop]
@@ -82,14 +83,14 @@ class SafetensorsTensors:
 
 
 def stored_tensors(files: ModelFiles) -> StoredTensors:
-    """The tensors of a model's files; raises PrgeError where one can't be read."""
-    # Without weights there are none to read, as of a model whose configuration alone is asked for.
+    """Open the tensors of a model's files; raises PrgeError if a file can't be read."""
+    # `ConfigOnlyFiles` has no weights.
     if files.gguf and files.weights:
-        return _of_gguf(open_gguf(files.gguf))
+        return _gguf_tensors(open_gguf(files.gguf))
     return SafetensorsTensors(files.weights)
 
 
 @lru_cache(maxsize=2)
-def _of_gguf(model: GgufModel) -> GgufTensors:
-    """Made once of a file: its tables take longer than many a tensor."""
+def _gguf_tensors(model: GgufModel) -> GgufTensors:
+    """Open a GGUF file once: building its tables takes longer than reading many a tensor."""
     return GgufTensors(model)

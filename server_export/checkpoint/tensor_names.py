@@ -1,7 +1,8 @@
-"""What a checkpoint calls the tensors of a model, and how they become them, by transformers' own tables.
+"""Names of a model's tensors in a checkpoint, and their conversion, by transformers' own tables.
 
-transformers converts names, and some tensors, while it loads a model as a whole. Its tables have no public
-way in; they are read here alone; tests/server_export/checkpoint/test_tensor_names.py notices when they go.
+transformers renames tensors, and converts some, while it loads a model as a whole. Its tables have no public
+interface. Only this module reads them, and tests/server_export/checkpoint/test_tensor_names.py fails if they
+change.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from torch import nn
 
 
 class WeightShapes:
-    """What transformers' conversions ask of a model: its configuration, and shapes of its parameters."""
+    """A model's configuration and shapes of parameters, as transformers' conversions use them."""
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """One in shape."""
+        """Return a tensor of a parameter's shape, without memory."""
         return torch.empty(self.shapes[name], device="meta")
 
 
 @dataclass
 class TensorSource:
-    """Stored tensors that one or more of a model's are made of.
+    """The stored tensors that one or more tensors of a model are made of.
 
-    `stored` has their names in the files by those that transformers' tables know them by; `patterns` says
-    which input of a conversion each is. Without a `conversion` one tensor is the model's as it is.
+    Attributes:
+        target: the model's name of the first tensor.
+        conversion: transformers' conversion, or None if one stored tensor is the model's tensor unchanged.
+        stored: names in the files, by the names that transformers' tables have for them.
+        patterns: the input of the conversion that each stored tensor is.
     """
 
     target: str
@@ -43,7 +47,7 @@ class TensorSource:
 
     @property
     def targets(self) -> list[str]:
-        """The model's names of what it makes."""
+        """The model's names of all tensors that this source produces."""
         if self.conversion is None:
             return [self.target]
         first, *others = self.conversion.target_patterns
@@ -52,70 +56,83 @@ class TensorSource:
     def convert_tensors(
         self, read: Callable[[str], torch.Tensor], outline: WeightShapes, rows: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The model's tensors by name, of stored ones that `read` gives by their names in the files.
+        """Return the model's tensors by name, made of the stored tensors.
 
-        Of `rows` alone, if they are given; where every row has stored tensors of its own, no other is read.
+        Args:
+            read: reads a stored tensor by its name in the files.
+            outline: the model's configuration and shapes.
+            rows: the rows to return; by default all. If each row has stored tensors of its own, only those of
+                the requested rows are read.
         """
         if self.conversion is None:
             return {self.target: read(*self.stored.values())}
         conversion = copy.deepcopy(self.conversion)
         members = self._members
-        for given, stored in self.stored.items():
-            if rows is not None and members and members[given] not in rows:
+        for table_name, stored in self.stored.items():
+            if rows is not None and members and members[table_name] not in rows:
                 continue
-            conversion.add_tensor(self.target, given, self.patterns[given], lambda name=stored: read(name))
-        made = conversion.convert(self.target, model=outline, config=outline.config)
-        found = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            conversion.add_tensor(
+                self.target, table_name, self.patterns[table_name], lambda name=stored: read(name)
+            )
+        converted = conversion.convert(self.target, model=outline, config=outline.config)
+        tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         if rows is None or members:
-            return found
-        return {name: value[list(rows)] for name, value in found.items()}
+            return tensors
+        return {name: value[list(rows)] for name, value in tensors.items()}
 
     @property
     def has_rows(self) -> bool:
-        """Whether every row has stored tensors of its own."""
+        """Whether each row has stored tensors of its own."""
         return bool(self._members)
 
     @property
     def _members(self) -> dict[str, int]:
-        """Which row each stored tensor belongs to, where lists of them become rows, as of experts."""
+        """The row of each stored tensor, if lists of tensors are stacked as rows, as for experts."""
         groups: dict[str, list[str]] = {}
-        for given, pattern in self.patterns.items():
-            groups.setdefault(pattern, []).append(given)
+        for name, pattern in self.patterns.items():
+            groups.setdefault(pattern, []).append(name)
         is_list = all("*" in pattern for pattern in groups) and len({*map(len, groups.values())}) == 1
-        return {given: row for group in groups.values() for row, given in enumerate(group)} if is_list else {}
+        return {name: row for group in groups.values() for row, name in enumerate(group)} if is_list else {}
 
 
 def tensor_sources(
     model: nn.Module, stored: Collection[str], conversions: Sequence[Any] | None = None
 ) -> dict[str, TensorSource]:
-    """Where each tensor of a model comes from, by its name; those that aren't stored are left out.
+    """Return the source of each stored tensor of a model, by the model's name.
 
-    Of a checkpoint that holds more than the model, such as one of texts and images, its part is taken.
+    If the checkpoint contains more than the model, such as the images part of a multimodal model, only the
+    tensors of the model are returned.
 
     Args:
-        model: of transformers, which may lack its weights.
+        model: the transformers model, with or without weights.
         stored: names in the files.
-        conversions: transformers', from these names to the model's; by default those of its checkpoints.
+        conversions: transformers' conversions from these names to the model's; default: those of its own
+            checkpoints.
     """
-    found = _sources(model, {name: name for name in stored}, conversions)
-    if conversions is not None or _table(model) in found:
-        return found
-    place, beside = _place_of_part(model, stored)
+    by_name = _sources(model, {name: name for name in stored}, conversions)
+    if conversions is not None or _table(model) in by_name:
+        return by_name
+    stored_prefix, outside = _locate_base(model, stored)
     prefix = _base_prefix(model)
-    part = {prefix + name.removeprefix(place): name for name in stored if name.startswith(place)}
-    return _sources(model, part | beside) or found
+    part = {
+        prefix + name.removeprefix(stored_prefix): name for name in stored if name.startswith(stored_prefix)
+    }
+    return _sources(model, part | outside) or by_name
 
 
 def key_mapping(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
-    """What transformers' `from_pretrained` is to be told, so that it finds a part of what is stored.
+    """Return the `key_mapping` that lets transformers' `from_pretrained` load a part of a checkpoint.
 
-    Names of expressions by what takes their place; empty where transformers finds the model by itself.
+    It maps regular expressions to replacements, and is empty if transformers finds the model by itself.
     """
     if _table(model) in _sources(model, {name: name for name in stored}):
         return {}
-    place, beside = _place_of_part(model, stored)
-    renamed = {place: _base_prefix(model), **{name: given for given, name in beside.items() if given != name}}
-    return {f"^{re.escape(name)}": given for name, given in renamed.items()}
+    stored_prefix, outside = _locate_base(model, stored)
+    renamed = {
+        stored_prefix: _base_prefix(model),
+        **{name: target for target, name in outside.items() if target != name},
+    }
+    return {f"^{re.escape(name)}": target for name, target in renamed.items()}
 
 
 def _sources(
@@ -133,51 +150,55 @@ def _sources(
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix, own = model.base_model_prefix, model.state_dict()
-    found: dict[str, TensorSource] = {}
-    # In transformers' order: some renamings begin with the first name of a group, and lists are in theirs.
-    for given in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(given, renamings, converters, prefix, own)
-        if target not in own and given in own:
-            target, pattern = rename_source_key(given, [], [], prefix, own)
-        if target not in own:
+    prefix, state = model.base_model_prefix, model.state_dict()
+    by_target: dict[str, TensorSource] = {}
+    # transformers' order matters: some renamings match only the first name of a group, and lists keep it.
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
             continue
-        source = found.setdefault(target, TensorSource(target, by_pattern[pattern] if pattern else None))
-        source.stored[given] = names[given]
-        source.patterns[given] = pattern or given
-    return {target: source for source in found.values() for target in source.targets}
+        source = by_target.setdefault(target, TensorSource(target, by_pattern[pattern] if pattern else None))
+        source.stored[name] = names[name]
+        source.patterns[name] = pattern or name
+    return {target: source for source in by_target.values() for target in source.targets}
 
 
 def _table(model: Any) -> str:
-    """The name of a model's table of embeddings."""
+    """Return the name of a model's embedding table."""
     table = model.get_input_embeddings().weight
     return next(name for name, parameter in model.named_parameters() if parameter is table)
 
 
 def _base_prefix(model: Any) -> str:
-    """What the names of a model's base begin with; a model that is a base itself has none."""
+    """Return the prefix of the names of a model's base; empty if the model is the base itself."""
     return f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
 
 
-def _place_of_part(model: Any, stored: Collection[str]) -> tuple[str, dict[str, str]]:
-    """Where the base of a model that is a part of what is stored lies, and stored names of what is beside it.
+def _locate_base(model: Any, stored: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Return the stored prefix of a model's base, and the stored names of the model's other tensors.
 
-    Of the prefixes that the table of embeddings has, it is the one that most names fit behind.
+    Of the prefixes of a stored embedding table, the one with most of the base's names is chosen.
     """
     prefix = _base_prefix(model)
     table = _table(model).removeprefix(prefix)
-    behind = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
-    places = sorted({name.removesuffix(table) for name in stored if f".{name}".endswith(f".{table}")})
-    if not places:
+    base_names = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
+    prefixes = sorted({name.removesuffix(table) for name in stored if f".{name}".endswith(f".{table}")})
+    if not prefixes:
         return "", {}
-    place = max(places, key=lambda place: sum(place + name in stored for name in behind))
-    return place, dict(_beside_base(model, stored, prefix, place))
+    stored_prefix = max(
+        prefixes, key=lambda stored_prefix: sum(stored_prefix + name in stored for name in base_names)
+    )
+    return stored_prefix, dict(_outside_base(model, stored, prefix, stored_prefix))
 
 
-def _beside_base(model: Any, stored: Collection[str], prefix: str, place: str) -> Iterator[tuple[str, str]]:
-    """What a model has beside its base, such as a head: stored at the nearest place around the base's."""
-    outer = place.split(".")
-    around = [".".join([*outer[:depth], ""]) for depth in range(len(outer))]
+def _outside_base(
+    model: Any, stored: Collection[str], prefix: str, stored_prefix: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the tensors outside of a model's base, such as a head, at the nearest prefix around the base."""
+    outer = stored_prefix.split(".")
+    outer_prefixes = [".".join([*outer[:depth], ""]) for depth in range(len(outer))]
     for name in model.state_dict():
         if not name.startswith(prefix):
-            yield from ((name, start + name) for start in around if start + name in stored)
+            yield from ((name, start + name) for start in outer_prefixes if start + name in stored)

@@ -1,4 +1,4 @@
-"""The model's tokenizer as the one file that a device reads, checked to give the same ids."""
+"""The model's tokenizer as the one file that a device reads, checked to produce the same ids."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SAMPLES = (
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
-    """The model's fast tokenizer, with the end-of-sequence token of its configuration if it names none.
+    """Load the fast tokenizer of a model, with the model's end-of-sequence token if the tokenizer has none.
 
     Raises:
-        BundleError: it has none, or only one that can't be written as `tokenizer.json`.
+        BundleError: there is no tokenizer, or it can't be written as `tokenizer.json`.
     """
     from transformers import AutoTokenizer
 
     folder = local_folder(name_or_path, revision)
     if folder is not None and (path := Path(folder) / TOKENIZER_FILE).is_file():
-        read_backend(path)  # which may end the process if nobody tried it
+        read_backend(path)  # checks the file in a child process: reading a damaged one may end the process
     is_local = folder is not None or not is_hub_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -43,15 +43,15 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     except Exception as error:  # `tokenizers` raises Exception itself, and transformers many of its own
         raise Refusal(
             "no-tokenizer",
-            f"{name_or_path} has no tokenizer that can be loaded: {first_line(error)}",
-            remedy="put the model's tokenizer.json beside it",
+            f"Cannot load a tokenizer for {name_or_path}: {first_line(error)}",
+            remedy="Put the model's tokenizer.json into its folder.",
         ) from None
     if not getattr(tokenizer, "is_fast", False):
         raise Refusal(
             "slow-tokenizer",
-            f"the tokenizer of {name_or_path} ({type(tokenizer).__name__}) has no fast form, and a device "
-            "reads tokenizer.json only",
-            remedy="convert it to a tokenizer.json and put that beside the model",
+            f"The tokenizer of {name_or_path} ({type(tokenizer).__name__}) has no fast version, and devices "
+            "read tokenizer.json only.",
+            remedy="Convert it to a tokenizer.json and put that into the model's folder.",
         )
     if tokenizer.eos_token_id is None:
         set_eos_token(tokenizer, eos_token_ids(find_files(name_or_path, revision)))
@@ -59,29 +59,29 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
 
 
 def set_eos_token(tokenizer: Any, ends: Sequence[int]) -> None:
-    """Give a tokenizer of transformers an end-of-sequence token, the first of `ends` that it knows.
+    """Set the end-of-sequence token of a transformers tokenizer to the first of `ends` that it knows.
 
-    Rows are learnt with this token at their end, and a chat template may write it.
+    Training rows end with this token, and a chat template may write it.
     """
-    known = next((token for token in ends if token in _known(tokenizer)), None)
-    if known is not None:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known)
+    token_id = next((candidate for candidate in ends if candidate in _token_ids(tokenizer)), None)
+    if token_id is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(token_id)
 
 
-def _known(tokenizer: Any) -> set[int]:
+def _token_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.get_vocab().values())
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write `tokenizer.json`, and `chat_template.jinja` where there is a template.
+    """Write `tokenizer.json`, and `chat_template.jinja` if the tokenizer has a template.
 
     Raises:
-        BundleError: what was written gives other ids than the model's own tokenizer.
+        BundleError: the written file produces other ids than the model's own tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / TOKENIZER_FILE
     backend = tokenizer.backend_tokenizer
-    # Truncation and padding that a checkpoint happens to carry belong to whoever trained it.
+    # Truncation and padding are left over from the checkpoint's own training.
     content = json.loads(backend.to_str())
     content["truncation"] = content["padding"] = None
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -92,7 +92,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any, path: Path) -> None:
-    """Raise BundleError unless `tokenizers` reads the ids from `path` that the model's tokenizer gives."""
+    """Raise BundleError unless the written tokenizer produces the same ids as the model's tokenizer."""
     from tokenizers import Tokenizer as Backend
 
     written = Backend.from_file(str(path))
@@ -103,84 +103,88 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
             if actual != expected:
                 raise Refusal(
                     "tokenizer-not-preserved",
-                    f"the tokenizer doesn't survive being written: {text!r} is {expected}, "
-                    f"but {actual} from tokenizer.json",
-                    remedy="put a complete tokenizer.json beside the model",
+                    f"The written tokenizer encodes {text!r} as {actual}, the model's own as {expected}.",
+                    remedy="Put a complete tokenizer.json into the model's folder.",
                 )
 
 
 def tokenizer_manifest(
     tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int, ends: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The manifest's `tokenizer` block.
+    """Return the `tokenizer` entry of the manifest.
 
     Args:
-        tokenizer: of transformers.
-        prepend_bos: as the export was asked.
-        vocabulary_size: of the model's embeddings.
-        ends: tokens that end an answer; those that the tokenizer lacks are left out. Its end-of-sequence
-            token and what its chat template writes after an assistant's message end one too.
+        tokenizer: the tokenizer of transformers.
+        prepend_bos: the export's setting.
+        vocabulary_size: the number of the model's embeddings.
+        ends: ids that end an answer; unknown ones are left out. The tokenizer's end-of-sequence token, and
+            the control tokens that its chat template writes after an assistant's message, are added.
 
     Raises:
-        BundleError: the tokenizer knows more tokens than the model.
-        ConfigError: a begin-of-sequence token is asked for, and there is none.
+        BundleError: the tokenizer has more tokens than the model.
+        ConfigError: `prepend_bos` needs a begin-of-sequence token, and the tokenizer has none.
     """
     size = len(tokenizer)
     highest = max(tokenizer.get_vocab().values(), default=-1) + 1
     if max(size, highest) > vocabulary_size:
         raise Refusal(
             "tokenizer-larger-than-model",
-            f"the tokenizer has {max(size, highest)} tokens, the model has embeddings for {vocabulary_size}",
-            remedy="tokenizer and model don't belong together, or the model's embeddings need to be resized",
+            f"The tokenizer has {max(size, highest)} tokens, but the model has {vocabulary_size} embeddings.",
+            remedy="Use the model's own tokenizer, or resize the model's embeddings.",
         )
     if prepend_bos == "always" and tokenizer.bos_token_id is None:
         raise ConfigError(
-            "the export settings can't be used:",
-            ["prepend_bos is always, but the tokenizer has no such token"],
+            "Invalid export settings:",
+            ["prepend_bos is always, but the tokenizer has no begin-of-sequence token"],
             code="no-bos-token",
         )
-    own = [tokenizer.eos_token_id, *_ends_of_turns(tokenizer)]
-    known = _known(tokenizer)
+    from_tokenizer = [tokenizer.eos_token_id, *_end_of_message_ids(tokenizer)]
+    known = _token_ids(tokenizer)
     return {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "stop_token_ids": sorted({token for token in (*ends, *own) if token in known}),
+        "stop_token_ids": sorted({token for token in (*ends, *from_tokenizer) if token in known}),
         "prepend_bos": prepend_bos == "always" and not adds_bos(tokenizer),
         "chat_template": chat_template(tokenizer) is not None,
         "vocabulary_size": size,
     }
 
 
-def _ends_of_turns(tokenizer: Any) -> Collection[int]:
-    """Control tokens that the chat template ends an assistant's message with."""
+def _end_of_message_ids(tokenizer: Any) -> Collection[int]:
+    """Return the control tokens that the chat template writes after an assistant's message."""
     if chat_template(tokenizer) is None:
         return ()
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(tokenizer, Path(folder))
-        block = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        prompts = Prompts(read_tokenizer(folder, block))
+        special_tokens = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+        }
+        prompts = Prompts(read_tokenizer(folder, special_tokens))
         try:
             return prompts.end_of_turn[0]
-        except PrgeError:  # rows of messages and clients of a server meet it
+        except PrgeError:  # reported later, when messages are rendered
             return ()
 
 
 def device_tokenizer(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:
-    """The tokenizer that a device makes of what an export writes; arguments and errors as above."""
+    """Return the tokenizer as a device loads it from an export.
+
+    Takes the arguments of `tokenizer_manifest` and raises the same errors.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(tokenizer, Path(folder))
         return read_tokenizer(folder, tokenizer_manifest(tokenizer, prepend_bos, vocabulary_size))
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself begins every text with its begin-of-sequence token."""
+    """Return whether the tokenizer itself begins every encoded text with its begin-of-sequence token."""
     ids = tokenizer.encode("a", add_special_tokens=True)
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """The default chat template."""
+    """Return the default chat template of a transformers tokenizer, if it has one."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")

@@ -1,4 +1,4 @@
-"""A model's weights, read from its files one at a time: the whole model is never in memory."""
+"""A model's weights, read from its files one tensor at a time, so that the model is never whole in memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from server_export.checkpoint.tensor_names import WeightShapes, key_mapping, ten
 
 
 class CheckpointWeights:
-    """The tensors of a checkpoint by the names that transformers' model has for them.
+    """The tensors of a checkpoint by transformers' names of the model's parameters.
 
     Args:
-        files: of the checkpoint.
-        model: without weights, whose parameters are asked for.
-        transposed: names of weights that the files have as [in, out], GPT-2's way.
+        files: the files of the checkpoint.
+        model: the model without weights.
+        transposed: names of weights that the files store as [in, out], as GPT-2's do.
 
     Attributes:
-        buffers: tensors that no file has, by name.
+        buffers: tensors that are computed instead of stored, by name.
 
     Raises:
         BundleError: a file can't be read.
@@ -42,30 +42,30 @@ class CheckpointWeights:
         self._sources = tensor_sources(model, self._stored.names, self._stored.conversions)
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
+        """Read a parameter or buffer in float32; the weight of a linear layer is [out, in].
 
         Args:
-            name: of it.
-            rows: of a parameter, which alone are read; by default all.
+            name: the name of the parameter or buffer.
+            rows: the rows of a parameter to read; by default all.
 
         Raises:
-            BundleError: the files lack it, or it has numbers that aren't finite.
+            BundleError: the files lack the parameter, or some of its values are not finite.
         """
-        known = self._known(name)
-        if known is None:
+        source_name = self._known(name)
+        if source_name is None:
             return self.buffers[name]
-        source = self._sources[known]
+        source = self._sources[source_name]
         if source.conversion is None:
             (stored,) = source.stored.values()
             tensor = self._stored.read(stored, rows)
         else:
-            tensor = source.convert_tensors(self._stored.read, self._outline, rows)[known]
+            tensor = source.convert_tensors(self._stored.read, self._outline, rows)[source_name]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise Refusal(
                 "weights-not-finite",
-                f"{name} of {self.files.name} has numbers that aren't finite",
-                remedy="give a complete checkpoint",
+                f"{name} of {self.files.name} has values that aren't finite.",
+                remedy="Use a complete checkpoint.",
             )
         if name in self.transposed:
             return tensor.t()
@@ -74,12 +74,12 @@ class CheckpointWeights:
         return tensor
 
     def iter_rows(self, name: str, rows: int) -> Iterator[torch.Tensor]:
-        """What `read` gives, so many rows at a time: one that is stored as it is never is in memory whole."""
-        known = self._known(name)
-        if known is None or self._sources[known].conversion is not None:
+        """Yield a parameter in parts of `rows` rows; an unconverted one is never in memory as a whole."""
+        source_name = self._known(name)
+        if source_name is None or self._sources[source_name].conversion is not None:
             yield from self.read(name).split(rows)
             return
-        (stored,) = self._sources[known].stored.values()
+        (stored,) = self._sources[source_name].stored.values()
         shape = self._stored.shape(stored)
         if shape is None:
             yield from self.read(name).split(rows)
@@ -89,60 +89,69 @@ class CheckpointWeights:
             yield self.read(name, range(start, min(start + rows, shape[0])))
 
     def stored_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a parameter; None of a number that the architecture says.
+        """Return the shape of a parameter; None for a buffer.
 
         Raises:
-            BundleError: the files lack it.
+            BundleError: the files lack the parameter.
         """
         return None if self._known(name) is None else self._outline.shapes.get(name)
 
     def has_rows(self, name: str) -> bool:
-        """Whether some rows of a parameter can be read without the others."""
-        known = self._known(name)
-        if known is None or name in self.transposed:
+        """Return whether some rows of a parameter can be read without the others."""
+        source_name = self._known(name)
+        if source_name is None or name in self.transposed:
             return False
-        source = self._sources[known]
+        source = self._sources[source_name]
         return source.conversion is None or source.has_rows
 
     def _known(self, name: str) -> str | None:
-        """The name that a parameter's source has; None for a number that the architecture says."""
-        known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
-        if known is None and name not in self.buffers:
+        """Return the name under which a parameter, or one tied to it, is stored; None for a buffer."""
+        source_name = next(
+            (
+                source_name
+                for source_name in (name, *self._tied.get(name, ()))
+                if source_name in self._sources
+            ),
+            None,
+        )
+        if source_name is None and name not in self.buffers:
             raise Refusal(
-                "weights-incomplete", f"{self.files.name} lacks {name}", remedy="give a complete checkpoint"
+                "weights-incomplete",
+                f"{self.files.name} lacks {name}.",
+                remedy="Use a complete checkpoint.",
             )
-        return known
+        return source_name
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         described = self._outline.shapes.get(name, tuple(shape))
         if tuple(shape) != described:
             raise Refusal(
                 "weights-of-another-shape",
-                f"{name} of {self.files.name} is {list(shape)}, its {self.files.config_name} describes "
-                f"{list(described)}",
-                remedy="copy the model again",
+                f"{name} of {self.files.name} has the shape {list(shape)}, but its {self.files.config_name} "
+                f"describes {list(described)}.",
+                remedy="Copy or download the model again.",
             )
 
 
 def stored_names(files: ModelFiles, model: nn.Module) -> set[str]:
-    """Names of the stored tensors that a model is made of."""
+    """Return the names of the stored tensors that a model is made of."""
     stored = stored_tensors(files)
-    found = tensor_sources(model, stored.names, stored.conversions)
-    return {name for source in found.values() for name in source.stored.values()}
+    by_name = tensor_sources(model, stored.names, stored.conversions)
+    return {name for source in by_name.values() for name in source.stored.values()}
 
 
 def checkpoint_key_mapping(files: ModelFiles, model: nn.Module) -> dict[str, str]:
-    """See `server_export.checkpoint.tensor_names.key_mapping`."""
+    """Return `server_export.checkpoint.tensor_names.key_mapping` of a model and its files."""
     return key_mapping(model, stored_tensors(files).names)
 
 
 def load_classifier_weights(
     classifier: CheckpointClassifier, model: nn.Module, files: ModelFiles
 ) -> CheckpointClassifier:
-    """The last layer of a model's own classification head, whose numbers are read; the model lacks it.
+    """Load the weights of a classifier's last layer, which `model` lacks.
 
     Raises:
-        BundleError: the files lack them.
+        BundleError: the files lack the weights.
     """
     layer, linear = classifier.layer, classifier.linear
     model.set_submodule(layer, linear)
@@ -155,23 +164,27 @@ def load_classifier_weights(
 
 
 def lazy_state_dict(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
-    """What transformers loads a model of that it can't find in the files itself, read when it is asked for.
+    """Return a state dict that is read when transformers uses its tensors.
 
-    A part of a checkpoint by the names that the files have, or what a GGUF file holds by those of the model.
+    Its names are those of the files; for a GGUF file, those of the model.
     """
     stored = stored_tensors(files)
-    found = tensor_sources(model, stored.names, stored.conversions)
+    by_name = tensor_sources(model, stored.names, stored.conversions)
     if files.gguf:
         weights = CheckpointWeights(files, model)
-        return {name: _Later(weights.read, name) for source in found.values() for name in source.targets}
+        return {
+            name: _LazyTensor(weights.read, name) for source in by_name.values() for name in source.targets
+        }
     return {
-        given: _Later(stored.read, name) for source in found.values() for given, name in source.stored.items()
+        table_name: _LazyTensor(stored.read, name)
+        for source in by_name.values()
+        for table_name, name in source.stored.items()
     }
 
 
 @dataclass(frozen=True)
-class _Later:
-    """A tensor that is read when transformers takes it."""
+class _LazyTensor:
+    """A tensor that is read when transformers indexes it."""
 
     read: Callable[[str], torch.Tensor]
     name: str
@@ -180,24 +193,24 @@ class _Later:
         return self.read(self.name)
 
 
-class _WithoutParameters(TorchFunctionMode):
-    """Tensors that are to be filled, as layers make theirs, have no memory."""
+class _MetaParameters(TorchFunctionMode):
+    """Gives parameters no memory, which layers allocate by `torch.empty`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = {"device": "meta"} if function is torch.empty else {}
-        return function(*args, **{**(kwargs or {}), **place})
+        device = {"device": "meta"} if function is torch.empty else {}
+        return function(*args, **{**(kwargs or {}), **device})
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Small tensors that no file has because an architecture computes them, such as a table's scale."""
-    with _WithoutParameters(), torch.no_grad():
+    """Return the small tensors that an architecture computes instead of loading, such as a table's scale."""
+    with _MetaParameters(), torch.no_grad():
         twin = type(model)(model.config)
-    known = {name: buffer for name, buffer in twin.named_buffers() if not buffer.is_meta}
-    return {name: each if each.dtype is torch.bool else each.float() for name, each in known.items()}
+    buffers = {name: buffer for name, buffer in twin.named_buffers() if not buffer.is_meta}
+    return {name: each if each.dtype is torch.bool else each.float() for name, each in buffers.items()}
 
 
 def _tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """The other names of parameters that have several, as a head that is the table of embeddings."""
+    """Return all names of each parameter that has several, such as a head that is tied to the embedding."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,1 +1,1 @@
-"""Graphs that answer derivatives: tangents and backpropagation."""
+"""Derive a block in every role: forward, JVP and backward passes as inference graphs."""

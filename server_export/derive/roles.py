@@ -1,6 +1,6 @@
-"""What a block's program computes: a block for each role, from one block.
+"""Derive the block of each role from one block.
 
-prge/formats/signatures.py says what a role is, and what its method takes and answers.
+prge/formats/signatures.py defines the roles, and the inputs and outputs of their methods.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from server_export.ir.recurrences import expand
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.shapes import fill_in_values
 
-# Gradients are made of values that the forward pass has.
+# Backward passes use values that the forward pass computes too.
 _SHARE_VALUES = (Derivative.BACKWARD, Derivative.SAVE, Derivative.BACKWARD_SAVED)
 
 
 def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str, Block]:
-    """The blocks of some roles by their names; beside `back` others that save for it.
+    """Returns the blocks of some roles by name.
 
     Args:
-        block: a block's type, traced with markers. Not changed.
-        roles: of prge.formats.signatures.ALL_ROLES; those that a head lacks are left out.
-        saves: whether `back` brings `save` and `back_saved` along.
+        block: the block of a type, traced with markers; it is not modified.
+        roles: of prge.formats.signatures.ALL_ROLES; roles that a head doesn't have are left out.
+        saves: whether `backward` is accompanied by `forward_save` and `backward_saved`.
 
     Raises:
-        Refusal: an operator has no derivative, or an attention is written in a way that isn't known here.
+        Refusal: an operator has no derivative, or the attention is written in a way that isn't supported.
     """
     derived: dict[Role, Block] = {}
     for name in ALL_ROLES:
@@ -59,15 +59,15 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 
 
 def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, Block]:
-    """A block in a role, in core operators and marker sizes, and those that are made of the same graph.
+    """Returns a block in a role, in core operators at marker sizes, and in roles derived from the same graph.
 
-    Batches and chunks go with any derivative. One token goes with its value alone: it takes the first place
-    of the past, which no size of a call tells on the way back.
+    Batches and chunks have all derivatives. A single token has its value only: it takes the first slot of the
+    past, whose size no input of a backward pass determines.
     """
     if is_head(block) and role.view is View.CHUNK:
         return {}
     assert role.view is not View.TOKEN or role.derivative is Derivative.VALUE
-    view = _viewed(block, role)
+    view = _in_view(block, role)
     match role.derivative:
         case Derivative.VALUE:
             derived = {role: view}
@@ -76,19 +76,21 @@ def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, 
         case Derivative.BACKWARD if role.view is View.CHUNK:
             derived = {role: _backward(view)}
         case _:
-            parts = _in_parts(view, 1 if is_head(block) or role.view is View.CHUNK else COPIES)
-            found = {replace(role, derivative=derivative): part for derivative, part in parts.items()}
-            derived = found if saves else {role: found[role]}
+            parts = _partitioned(view, 1 if is_head(block) or role.view is View.CHUNK else COPIES)
+            backward_roles = {
+                replace(role, derivative=derivative): part for derivative, part in parts.items()
+            }
+            derived = backward_roles if saves else {role: backward_roles[role]}
     return {each: _in_core_operators(part, each.derivative) for each, part in derived.items()}
 
 
 def is_head(block: Block) -> bool:
-    """Whether a block is a shard of a decoder's head."""
+    """Returns whether a block is a vocabulary shard of a decoder's head."""
     return block.has_input(TARGETS)
 
 
-def _viewed(block: Block, role: Role) -> Block:
-    """A block's value in the shapes of a view, as a derivative of it needs them."""
+def _in_view(block: Block, role: Role) -> Block:
+    """Returns a block in the shapes of a view, as the derivative of the role needs them."""
     is_value = role.derivative is Derivative.VALUE
     match role.view:
         case View.CHUNK:
@@ -102,16 +104,19 @@ def _viewed(block: Block, role: Role) -> Block:
     whole = block.copy()
     expand(whole.graph_module)
     if is_head(block):
-        # What calls ask at all positions of all rows lies in one row.
+        # The head gets the selected positions of all rows as one row.
         return whole.sized((COPIES, 1), (BATCH, 1))
     if role.derivative is Derivative.JVP:
         return whole.sized((COPIES, 1))
-    # Every row has a copy of the adapter, so that it has a gradient of its own.
+    # Every row has its own copy of the adapter, so that it gets its own gradient.
     return whole if is_value else whole.sized((BATCH, 1))
 
 
 def _jvp(block: Block, rows: int) -> Block:
-    """A block with the tangents of what adapters change; `rows` share an adapter and have own directions."""
+    """Returns a block with the tangents of everything that depends on the adapter.
+
+    `rows` rows share an adapter copy and have their own directions.
+    """
     seeds: dict[str, Seed] = {
         str(node.target): RankOne(rows) if port.is_adapter else Dense()
         for port, node in block.inputs.items()
@@ -122,37 +127,37 @@ def _jvp(block: Block, rows: int) -> Block:
     return replace(block, graph_module=graph_module, outputs=with_tangents(block.outputs))
 
 
-def _backward(block: Block, with_answer: bool = False) -> Block:
-    """A block that goes through another one and back; that one's outputs may come before the gradients."""
+def _backward(block: Block, with_outputs: bool = False) -> Block:
+    """Returns the block of a backward pass with recomputation, optionally with the outputs first."""
     names = {port: str(node.target) for port, node in block.inputs.items()}
-    given = {port.gradient.name.replace(".", "_"): port.gradient for port in block.outputs}
+    grad_outputs = {port.gradient.name.replace(".", "_"): port.gradient for port in block.outputs}
     graph_module = backpropagate(
         block.graph_module,
         [names[port] for port in differentiable_ports(names)],
         [name for port, name in names.items() if port.is_adapter],
         TOKENS,
-        [*given],
-        with_answer,
+        [*grad_outputs],
+        with_outputs,
     )
     for node in graph_module.graph.find_nodes(op="placeholder"):
         if port_of(node) is None:
-            node.meta[PORT] = given.get(str(node.target), Port(ONES))
-    outputs = (*block.outputs, *gradients(names)) if with_answer else gradients(names)
+            node.meta[PORT] = grad_outputs.get(str(node.target), Port(ONES))
+    outputs = (*block.outputs, *gradients(names)) if with_outputs else gradients(names)
     return replace(block, graph_module=graph_module, outputs=outputs)
 
 
-def _in_parts(block: Block, rows: int) -> dict[Derivative, Block]:
-    """A block's backward pass, and the forward pass whose residuals save it most of the work."""
-    joint, answers = _backward(block, with_answer=True), block.outputs
-    # A head is read with a shift by what is known of the words so far, and goes back with one by all.
-    parts = partition(joint.graph_module, rows, TOKENS, [SHIFT], len(answers))
-    saved = len(parts.save.graph.output_node().args[0]) - len(answers)
-    residuals = (Port(RESIDUAL, number) for number in range(saved))
-    of_gradients = joint.outputs[len(answers) :]
+def _partitioned(block: Block, rows: int) -> dict[Derivative, Block]:
+    """Returns a block's backward pass, and the pair of forward and backward pass that share residuals."""
+    joint, outputs = _backward(block, with_outputs=True), block.outputs
+    # The forward pass of a head gets a shift from the shards so far, its backward pass one from all shards.
+    parts = partition(joint.graph_module, rows, TOKENS, [SHIFT], len(outputs))
+    residual_count = len(parts.save.graph.output_node().args[0]) - len(outputs)
+    residuals = (Port(RESIDUAL, number) for number in range(residual_count))
+    gradients_out = joint.outputs[len(outputs) :]
     return {
-        Derivative.BACKWARD: Block(parts.back, of_gradients),
-        Derivative.SAVE: Block(parts.save, (answers[0], *residuals, *answers[1:])),
-        Derivative.BACKWARD_SAVED: Block(parts.back_saved, of_gradients),
+        Derivative.BACKWARD: Block(parts.backward, gradients_out),
+        Derivative.SAVE: Block(parts.save, (outputs[0], *residuals, *outputs[1:])),
+        Derivative.BACKWARD_SAVED: Block(parts.backward_saved, gradients_out),
     }
 
 
@@ -162,5 +167,5 @@ def _in_core_operators(block: Block, derivative: Derivative) -> Block:
     write_core_operators(graph_module)
     if derivative in _SHARE_VALUES:
         share_equal_calls(graph_module.graph)
-    # Inputs that nothing reads any longer are gone.
+    # A new instance, because cached inputs may have been removed.
     return replace(block)

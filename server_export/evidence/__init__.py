@@ -1,1 +1,1 @@
-"""What the product is held against: baselines, comparisons, attacks on gradients. Nothing else imports it."""
+"""Evidence about prge: baselines, comparisons and attacks on gradients. No other room imports it."""

@@ -1,7 +1,7 @@
-"""Operators of a graph as ExecuTorch lowers them, so that it has none to take apart.
+"""Write a graph in the operators that ExecuTorch lowers to, so that ExecuTorch has nothing left to decompose.
 
-What changes the order of numbers writes them anew: shapes of unknown sizes are then all there is to know of a
-value, and a reshape needs no copy of its own.
+Operators that change the order of elements become copies. Their results are contiguous, so shapes alone
+describe every value, and a reshape needs no copy of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from server_export.ir.writer import apply_rules
 
 
 def write_core_operators(graph_module: GraphModule) -> None:
-    """Write a graph in core operators, in place; its nodes carry `meta["val"]`."""
+    """Write a graph in core ATen operators, in place; its nodes have `meta["val"]`."""
     apply_rules(graph_module, rules("core"))
     graph_module.recompile()

@@ -1,11 +1,12 @@
-"""What the memory of a recurrence keeps from token to token, in products over all tokens of a call.
+"""Decays of a recurrent state, written as matrix products over all tokens of a call.
 
-    kept[t, s] = exp(decay[s + 1] + ... + decay[t])       of what token s added, what token t finds of it
+    kept[t, s] = exp(decay[s + 1] + ... + decay[t])       the share of what token s added that token t reads
 
-Sums are of decays between, and no differences of sums, which lose digits. Where all numbers of a key decay
-alike, kept is a square by which products of queries and keys are multiplied. Where each decays for itself, it
-is a part of these products: of 2, 4, 8, ... tokens in a row, those of the second half meet those of the first
-one, each decayed up to the place where the halves meet. So no exponent is above 0.
+The exponents are sums of the decays in between, because differences of cumulative sums lose digits. If all
+elements of a key decay alike, the decays are a square matrix that multiplies the products of queries and
+keys. If each element has its own decay, the decays are part of these products: in every group of 2, 4, 8, ...
+tokens, the tokens of the second half meet those of the first half, each decayed up to the boundary between
+the halves. So no exponent is positive.
 """
 
 from __future__ import annotations
@@ -21,53 +22,56 @@ aten = torch.ops.aten
 
 
 class Decays:
-    """Decays f32 [rows x heads, tokens] of all numbers of a key alike.
+    """Decays f32 [rows x heads, tokens] that all elements of a key share.
 
     Args:
-        writer: of the graph.
+        writer: writes into the graph.
         decay: the logarithm of a factor of at most 1.
         key: f32 [rows x heads, tokens, width].
-        until, before: tables `behind` of all tokens up to each, with and without itself.
+        until, before: tables `behind` of all tokens up to each token, including and excluding the token
+            itself.
     """
 
     def __init__(self, writer: GraphWriter, decay: Node, key: Node, until: Node, before: Node) -> None:
         self._writer, self._decay, self._before = writer, decay, before
         self._count, self._tokens, _ = key.meta["val"].shape
-        self._turned = writer.call(aten.transpose.int, key, 1, 2)
-        self._line = writer.reshape(decay, [self._count, 1, self._tokens])
+        self._key_transposed = writer.call(aten.transpose.int, key, 1, 2)
+        self._decay_rows = writer.reshape(decay, [self._count, 1, self._tokens])
         shape = [1, self._count * self._tokens, self._tokens]
-        sums = writer.reshape(writer.times(self._line, until), shape)
+        sums = writer.reshape(writer.times(self._decay_rows, until), shape)
         between = writer.call(aten.bmm.default, sums, before)
         between = writer.reshape(between, [self._count, self._tokens, self._tokens])
-        # Above the diagonal sums are 0, and go once exp is taken.
+        # The sums above the diagonal are 0, so the mask is applied again after exp.
         self._kept = writer.times(writer.call(aten.exp.default, between), until)
         self._until = until
 
     def products(self, source: Node, itself: bool = True) -> Node:
-        """Of each token the products of `source` f32 [rows x heads, tokens, width] and what is kept of keys.
+        """Returns the products of `source` f32 [rows x heads, tokens, width] with the decayed keys.
 
         Args:
-            source: such as queries.
-            itself: whether a token's own key is among them.
+            source: for example queries.
+            itself: whether a token's own key is included.
         """
-        found = self._writer.times(self._writer.call(aten.bmm.default, source, self._turned), self._kept)
-        return found if itself else self._writer.times(found, self._before)
+        products = self._writer.times(
+            self._writer.call(aten.bmm.default, source, self._key_transposed), self._kept
+        )
+        return products if itself else self._writer.times(products, self._before)
 
-    def read(self, source: Node, memory: Node) -> Node:
-        """What each token finds of the memory before the call: f32 [rows x heads, tokens, value]."""
-        since = self._of_tokens(self._writer.call(aten.transpose.int, self._until, 1, 2))
-        return self._writer.times(self._writer.call(aten.bmm.default, source, memory), since)
+    def read(self, source: Node, state: Node) -> Node:
+        """Returns what each token reads of the state before the call: f32 [rows x heads, tokens, value]."""
+        decay = self._of_tokens(self._writer.call(aten.transpose.int, self._until, 1, 2))
+        return self._writer.times(self._writer.call(aten.bmm.default, source, state), decay)
 
-    def behind(self, memory: Node, value: Node) -> Node:
-        """The memory behind the call, whose tokens add these values."""
-        total = self._writer.call(aten.sum.dim_IntList, self._line, [-1], True)
-        whole = self._writer.call(aten.exp.default, total)
-        left = self._writer.times(value, self._of_tokens(self._before))
-        new = self._writer.call(aten.bmm.default, self._turned, left)
-        return self._writer.plus(self._writer.times(memory, whole), new)
+    def state_after(self, state: Node, value: Node) -> Node:
+        """Returns the recurrent state after the call, to which the tokens add these values."""
+        exponent = self._writer.call(aten.sum.dim_IntList, self._decay_rows, [-1], True)
+        factor = self._writer.call(aten.exp.default, exponent)
+        decayed = self._writer.times(value, self._of_tokens(self._before))
+        added = self._writer.call(aten.bmm.default, self._key_transposed, decayed)
+        return self._writer.plus(self._writer.times(state, factor), added)
 
     def _of_tokens(self, table: Node) -> Node:
-        """A factor of each token, of a sum of decays."""
+        """Returns one factor per token: exp of the sum of the decays that the table selects."""
         flat = self._writer.reshape(self._decay, [1, self._count, self._tokens])
         sums = self._writer.call(aten.bmm.default, flat, table)
         shape = [self._count, self._tokens, 1]
@@ -75,11 +79,11 @@ class Decays:
 
 
 class OwnDecays:
-    """Decays f32 [rows x heads, tokens, width] of each number of a key.
+    """Decays f32 [rows x heads, tokens, width], one for each element of a key.
 
     Args:
-        writer, decay, key, until, before: as of `Decays`.
-        halves, meeting: tables of these names, of 1, 2, 4, ... tokens.
+        writer, decay, key, until, before: see `Decays`.
+        halves, meeting: tables of these names, for 1, 2, 4, ... tokens.
     """
 
     def __init__(
@@ -94,45 +98,45 @@ class OwnDecays:
     ) -> None:
         self._writer, self._before = writer, before
         self._until, self._halves, self._meeting = until, halves, meeting
-        self._key = self._turn(key)
-        self._decay = self._turn(decay)
+        self._key = self._transpose(key)
+        self._decay = self._transpose(decay)
 
     def products(self, source: Node, itself: bool = True) -> Node:
-        """As of `Decays`."""
+        """See `Decays.products`."""
         writer = self._writer
-        turned, found = self._turn(source), None
+        source_transposed, products = self._transpose(source), None
         if itself:
-            own = writer.minus(self._until, self._before)
-            found = writer.times(writer.call(aten.bmm.default, source, self._key), own)
+            diagonal = writer.minus(self._until, self._before)
+            products = writer.times(writer.call(aten.bmm.default, source, self._key), diagonal)
         for halves, meeting in zip(self._halves, self._meeting, strict=True):
             factor = self._factor(meeting)
-            left = self._turn(writer.times(turned, factor))
-            part = writer.call(aten.bmm.default, left, writer.times(self._key, factor))
-            part = writer.times(part, halves)
-            found = part if found is None else writer.plus(found, part)
-        assert found is not None
-        return found
+            decayed = self._transpose(writer.times(source_transposed, factor))
+            term = writer.call(aten.bmm.default, decayed, writer.times(self._key, factor))
+            term = writer.times(term, halves)
+            products = term if products is None else writer.plus(products, term)
+        assert products is not None
+        return products
 
-    def read(self, source: Node, memory: Node) -> Node:
-        """As of `Decays`."""
+    def read(self, source: Node, state: Node) -> Node:
+        """See `Decays.read`."""
         writer = self._writer
-        since = writer.times(self._turn(source), self._factor(self._until))
-        return writer.call(aten.bmm.default, self._turn(since), memory)
+        decayed = writer.times(self._transpose(source), self._factor(self._until))
+        return writer.call(aten.bmm.default, self._transpose(decayed), state)
 
-    def behind(self, memory: Node, value: Node) -> Node:
-        """As of `Decays`."""
+    def state_after(self, state: Node, value: Node) -> Node:
+        """See `Decays.state_after`."""
         writer = self._writer
-        whole = writer.call(aten.exp.default, writer.call(aten.sum.dim_IntList, self._decay, [-1], True))
-        left = writer.times(self._key, self._factor(writer.call(aten.transpose.int, self._before, 1, 2)))
-        return writer.plus(writer.times(memory, whole), writer.call(aten.bmm.default, left, value))
+        factor = writer.call(aten.exp.default, writer.call(aten.sum.dim_IntList, self._decay, [-1], True))
+        decayed = writer.times(self._key, self._factor(writer.call(aten.transpose.int, self._before, 1, 2)))
+        return writer.plus(writer.times(state, factor), writer.call(aten.bmm.default, decayed, value))
 
     def _factor(self, table: Node) -> Node:
-        """exp of sums of decays, f32 [rows x heads, width, tokens]; rows of a table say of which."""
+        """Returns exp of sums of decays, f32 [rows x heads, width, tokens]; table rows select summands."""
         writer = self._writer
         count, width, tokens = self._decay.meta["val"].shape
         flat = writer.reshape(self._decay, [1, count * width, tokens])
         sums = writer.call(aten.bmm.default, flat, writer.call(aten.transpose.int, table, 1, 2))
         return writer.call(aten.exp.default, writer.reshape(sums, [count, width, tokens]))
 
-    def _turn(self, source: Node) -> Node:
+    def _transpose(self, source: Node) -> Node:
         return self._writer.call(aten.transpose.int, source, 1, 2)

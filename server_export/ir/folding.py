@@ -1,4 +1,4 @@
-"""What depends on no input of a graph is computed at export, and becomes a constant."""
+"""Constant folding: values that depend on no input of a graph are computed at export."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from server_export.ir.writer import GraphWriter
 
 
 def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_weights: bool = True) -> None:
-    """Compute every node that has constant inputs only, and isn't larger than these by repetition, in place.
+    """Replace nodes with constant inputs by constants, in place.
+
+    Nodes that are larger than their inputs because they repeat them are kept.
 
     Args:
-        graph_module: its nodes carry `meta["val"]`.
-        constants: of the module.
-        has_weights: whether weights have their numbers; without them nothing is computed of any.
+        graph_module: its nodes have `meta["val"]`.
+        constants: the constants of the module.
+        has_weights: whether the weights have values; otherwise nothing that depends on a weight is folded.
     """
     values: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             tensor = get_attribute(graph_module, str(node.target))
-            # A quantized weight is a subclass with its own meaning of every operator.
+            # Quantized weights are tensor subclasses that give every operator their own meaning.
             is_known = has_weights or str(node.target).startswith(CONSTANT_PREFIX)
             if is_known and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 values[node] = tensor
@@ -36,8 +38,8 @@ def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_wei
                 values[node] = node.target(*arguments, **named)
     writer = GraphWriter(graph_module, constants)
     for node, value in values.items():
-        is_read = any(user not in values for user in node.users)
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and is_read:
+        has_other_users = any(user not in values for user in node.users)
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and has_other_users:
             with graph_module.graph.inserting_before(node):
                 constant = writer.constant(value)
             node.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in values)
@@ -45,7 +47,7 @@ def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_wei
 
 
 def is_foldable(node: Node, values: dict[Node, Any]) -> bool:
-    """Whether all that an operator computes of is known, and its result follows from that alone."""
+    """Returns whether a node is deterministic and all its inputs are known."""
     if node.op != "call_function" or any(source not in values for source in node.all_input_nodes):
         return False
     if node.target is operator.getitem:
@@ -54,8 +56,8 @@ def is_foldable(node: Node, values: dict[Node, Any]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    known = row_of(node.target)
-    repeats = known is not None and known.category in (
+    operator_row = row_of(node.target)
+    repeats = operator_row is not None and operator_row.category in (
         Category.EXPAND,
         Category.EXPAND_LIKE,
         Category.REPEAT,

@@ -1,10 +1,10 @@
-"""Sizes that a graph is traced with, which mark what they are wherever they show in a shape.
+"""Symbolic sizes: the integers that a graph is traced with to mark an axis wherever it appears in a shape.
 
-They are large primes: no width, vocabulary or number of heads is known to have one of them as a factor.
+They are large primes: no known model has a width, vocabulary or number of heads that is a multiple of one.
 """
 
 from __future__ import annotations
 
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
-# Directions of a forward-mode derivative, and tokens before those of a call.
+# Directions of a forward-mode derivative; tokens that precede those of a call.
 QUERIES, PAST = 4007, 3001

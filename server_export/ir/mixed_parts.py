@@ -1,12 +1,12 @@
-"""Attention over what came before a piece of a row and over the piece itself, as one operator of a graph.
+"""Attention over past tokens and over the tokens of a chunk, as one operator of a graph.
 
     mixed_parts(before [heads, queries, past], within [heads, queries, tokens],
                 past_values [heads, past, width], values [heads, tokens, width]) -> [heads, queries, width]
 
-softmax([before, within]) [past_values, values], of scores that hold their masks. A graph keeps the operator
-whole for the same reason as `softmax_parts`: its derivatives need no sum over the tokens of both parts,
-whose number no input tells. What a slope's sum over all tokens is, sum_j p_j dp_j, is o . do as well (Dao et
-al., "FlashAttention", arXiv 2205.14135, section B.4).
+It computes softmax([before, within]) [past_values, values]; the scores include their masks. The operator
+stays whole in a graph for the same reason as `softmax_parts`: its derivatives need no sum over the tokens of
+both parts, whose number no input provides. The gradient's sum over all tokens, sum_j p_j dp_j, equals o . do
+(Dao et al., "FlashAttention", arXiv 2205.14135, section B.4).
 """
 
 from __future__ import annotations
@@ -40,35 +40,39 @@ MIXED_PARTS = torch.ops.prge.mixed_parts.default
 
 
 class MixedParts(torch.autograd.Function):
-    """The same with a backward pass of products alone."""
+    """The operator with a backward pass that consists of matrix products."""
 
     @staticmethod
     def forward(
         ctx: Any, before: torch.Tensor, within: torch.Tensor, past_values: torch.Tensor, values: torch.Tensor
     ) -> Any:
-        """As it is."""
+        """Returns the attention output [heads, queries, width]."""
         weights = aten._softmax.default(aten.cat.default([before, within], -1), -1, False)
         past = before.shape[-1]
-        of_past = aten.slice.Tensor(weights, -1, 0, past)
-        of_own = aten.slice.Tensor(weights, -1, past, sys.maxsize)
-        mixed = aten.bmm.default(of_past, past_values) + aten.bmm.default(of_own, values)
-        ctx.save_for_backward(of_past, of_own, past_values, values, mixed)
+        past_weights = aten.slice.Tensor(weights, -1, 0, past)
+        own_weights = aten.slice.Tensor(weights, -1, past, sys.maxsize)
+        mixed = aten.bmm.default(past_weights, past_values) + aten.bmm.default(own_weights, values)
+        ctx.save_for_backward(past_weights, own_weights, past_values, values, mixed)
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:
-        """Slope [heads, queries, width] -> by scores and values of both parts."""
-        of_past, of_own, past_values, values, mixed = ctx.saved_tensors
-        total = (slope * mixed).sum(-1, keepdim=True)
-        turned = slope.transpose(1, 2)
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Returns the gradients of both parts' scores and values from grad_output [heads, queries, width]."""
+        past_weights, own_weights, past_values, values, mixed = ctx.saved_tensors
+        weighted_sum = (grad_output * mixed).sum(-1, keepdim=True)
+        grad_output_transposed = grad_output.transpose(1, 2)
 
-        def part(weights: torch.Tensor, mixed_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            by_weights = aten.bmm.default(slope, mixed_in.transpose(1, 2))
-            return weights * (by_weights - total), aten.bmm.default(turned, weights).transpose(1, 2)
+        def gradients_of_part(
+            weights: torch.Tensor, part_values: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            grad_weights = aten.bmm.default(grad_output, part_values.transpose(1, 2))
+            return weights * (grad_weights - weighted_sum), aten.bmm.default(
+                grad_output_transposed, weights
+            ).transpose(1, 2)
 
-        by_before, by_past_values = part(of_past, past_values)
-        by_within, by_values = part(of_own, values)
-        return by_before, by_within, by_past_values, by_values
+        grad_before, grad_past_values = gradients_of_part(past_weights, past_values)
+        grad_within, grad_values = gradients_of_part(own_weights, values)
+        return grad_before, grad_within, grad_past_values, grad_values
 
 
 def _jvp(t: GraphTangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
@@ -79,14 +83,14 @@ def _jvp(t: GraphTangents, node: Node, before: Dual, within: Dual, *mixed_in: Du
     bounds = (0, past), (past, sys.maxsize)
     for scores, values, part in zip((before, within), mixed_in, bounds, strict=True):
         weight = t.call(aten.slice.Tensor, weights, -1, *part)
-        weighted = t.times(*Interleaved.of(scores).meeting(weight))
+        weighted = t.times(*Interleaved.of(scores).broadcastable(weight))
         totals.append(t.total(weighted))
         terms.append(Interleaved.of(product_jvp(t, Interleaved(t, weight, weighted), values)))
     primal = t.plus(*(each.primal for each in terms))
-    mixed, moved = terms[0].meeting(primal)
-    moved = t.plus(moved, terms[1].meeting(primal)[1])
-    total = t.reshape(t.plus(*totals), [*moved.meta["val"].shape[:-1], 1])
-    return Interleaved(t, primal, t.minus(moved, t.times(total, mixed)))
+    primal_part, tangents = terms[0].broadcastable(primal)
+    tangents = t.plus(tangents, terms[1].broadcastable(primal)[1])
+    total = t.reshape(t.plus(*totals), [*tangents.meta["val"].shape[:-1], 1])
+    return Interleaved(t, primal, t.minus(tangents, t.times(total, primal_part)))
 
 
 def _in_core(

@@ -1,4 +1,4 @@
-"""Graph modules: a graph, and the tensors that its get_attr nodes read by dotted names."""
+"""Utilities for graph modules: copies of graphs, and tensors that get_attr nodes read by dotted names."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def make_graph_module(root: GraphModule, graph: Graph) -> GraphModule:
-    """A module of a new graph with the constants of `root`.
+    """Returns a module with a new graph and the constants of `root`.
 
-    Its Python code is generated when it is called for the first time; most are only read.
+    Its Python code is generated at its first call, because most graph modules are never called.
     """
     return _LazyGraphModule(root, graph)
 
 
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:
-    """The same graph and constants; what is added to the copy isn't to the original."""
+    """Returns a copy of a graph; it shares the tensors, but new attributes belong to the copy only."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     return make_graph_module(graph_module, graph)
 
 
 def get_attribute(graph_module: GraphModule, name: str) -> Any:
-    """What a get_attr node of the module with this target reads."""
+    """Returns the attribute of a module with a dotted name, as a get_attr node reads it."""
     value: Any = graph_module
     for part in name.split("."):
         value = getattr(value, part)
@@ -34,7 +34,7 @@ def get_attribute(graph_module: GraphModule, name: str) -> Any:
 
 
 def replace_tensor(module: GraphModule, name: str, tensor: torch.Tensor | None) -> None:
-    """Put a tensor in the place of the one of a dotted name; None leaves it out."""
+    """Replace the tensor with a dotted name by a buffer; None removes it."""
     parent, _, child = name.rpartition(".")
     owner = module.get_submodule(parent) if parent else module
     delattr(owner, child)
@@ -43,7 +43,7 @@ def replace_tensor(module: GraphModule, name: str, tensor: torch.Tensor | None) 
 
 
 def remove_unused_attributes(graph_module: GraphModule) -> None:
-    """Drop parameters and buffers that no node reads, so that they don't reach the program."""
+    """Remove the parameters and buffers that no node reads, so that they don't reach the program."""
     used = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     names = [name for name, _ in graph_module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in graph_module.named_buffers(remove_duplicate=False)]
@@ -53,10 +53,10 @@ def remove_unused_attributes(graph_module: GraphModule) -> None:
 
 
 def allocate_meta_tensors(graph_module: GraphModule) -> None:
-    """Make zeros of the tensors of a module that have no memory, in place; untouched pages take none."""
+    """Replace the meta tensors that a graph reads by zeros, in place; untouched pages take no memory."""
     for name in {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}:
         tensor = get_attribute(graph_module, name)
         if tensor.is_meta:
-            # torch's own zeros are written.
-            untouched = torch.from_numpy(np.zeros(tensor.nbytes, np.uint8))
-            replace_tensor(graph_module, name, untouched.view(tensor.dtype).reshape(tensor.shape))
+            # numpy leaves the pages of zeros untouched, torch writes them.
+            zeros = torch.from_numpy(np.zeros(tensor.nbytes, np.uint8))
+            replace_tensor(graph_module, name, zeros.view(tensor.dtype).reshape(tensor.shape))

@@ -1,9 +1,9 @@
-"""Operators of a traced graph that rules don't know, written in plainer ones that they do.
+"""Decompose operators of a traced graph that have no rule into operators that have one.
 
     square(x)           x * x
     rms_norm(x, ...)    x * rsqrt(mean(x * x) + epsilon) * weight
 
-How an operator is taken apart PyTorch says. What has a rule stays: XNNPACK has an operator for most of these.
+The decompositions are PyTorch's. An operator with a rule stays, because XNNPACK implements most of these.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from server_export.ir.shapes import to_meta
 
 aten = torch.ops.aten
 
-_KEPT = (
+_KEPT_CATEGORIES = (
     *(Category.IDENTITY, Category.CAST, Category.CAST_LIKE, Category.SPLIT),
     *(Category.EXPAND, Category.EXPAND_LIKE),
 )
 
 
 def decompose(graph_module: GraphModule, declined: bool = False) -> None:
-    """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`.
+    """Decompose all operators that have no rule, in place; nodes have `meta["val"]`.
 
     Args:
-        graph_module: as it was traced.
-        declined: it was rewritten, and what rules of rewriting know is taken apart too: they left it.
+        graph_module: a traced graph.
+        declined: whether the graph has been rewritten; then operators that a rewrite rule has declined are
+            decomposed too.
     """
     rewritten = rules("rewrite").keys()
-    # What is taken out, or read by rules for what is made of it.
-    kept = members(*_KEPT)
+    # Other passes remove these operators, or read them to rewrite their users.
+    kept = members(*_KEPT_CATEGORIES)
     known = differentiable() if declined else differentiable() | rewritten
     unknown = [
         node
@@ -49,11 +50,11 @@ def decompose(graph_module: GraphModule, declined: bool = False) -> None:
     if not unknown:
         return
     for node in unknown:
-        _take_apart(graph_module.graph, node)
+        _decompose_node(graph_module.graph, node)
     views = members(Category.RESHAPE)
     for node in graph_module.graph.nodes:
         if node.target in views:
-            # What it looks at may lie otherwise now.
+            # The strides of the viewed tensor may have changed.
             node.target = aten.reshape.default
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -62,13 +63,13 @@ def decompose(graph_module: GraphModule, declined: bool = False) -> None:
 
 
 def unknown_operators(graph_module: GraphModule) -> dict[str, Node]:
-    """Operators of numbers without a derivative in a graph that was rewritten, each with its first node."""
+    """Returns the float operators of a rewritten graph without a derivative, each with its first node."""
     nodes, known = [node for node in graph_module.graph.nodes if _computes_floats(node)], differentiable()
     return {str(node.target): node for node in reversed(nodes) if str(node.target) not in known}
 
 
 def _computes_floats(node: Node) -> bool:
-    """Whether it is an operator of PyTorch that makes floating numbers of others, and nothing random."""
+    """Returns whether a node is a deterministic ATen operator from floats to floats."""
     target = node.target
     if (
         not isinstance(target, torch._ops.OpOverload)
@@ -85,34 +86,34 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _take_apart(graph: Graph, node: Node) -> None:
+def _decompose_node(graph: Graph, node: Node) -> None:
     sources = list(node.all_input_nodes)
 
     def call(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(sources, tensors, strict=True))
-        arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        values = dict(zip(sources, tensors, strict=True))
+        arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*arguments, **named)
 
-    values = [to_meta(source.meta["val"]) for source in sources]
-    plainer = make_fx(call, decomposition_table=torch.export.default_decompositions())(*values)
-    # What is plainer may change in place what it has just made.
-    traced = make_fx(functionalize(plainer, remove="mutations"))(*values).graph
+    meta_values = [to_meta(source.meta["val"]) for source in sources]
+    decomposed = make_fx(call, decomposition_table=torch.export.default_decompositions())(*meta_values)
+    # Decompositions may modify intermediate values in place.
+    traced = make_fx(functionalize(decomposed, remove="mutations"))(*meta_values).graph
     nodes = [each for each in traced.nodes if each.op not in ("placeholder", "output")]
-    is_whole = len(nodes) == 1 and nodes[0].target is node.target
-    if is_whole or any(each.op == "get_attr" for each in nodes):
+    is_unchanged = len(nodes) == 1 and nodes[0].target is node.target
+    if is_unchanged or any(each.op == "get_attr" for each in nodes):
         return
     copies = dict(zip(traced.find_nodes(op="placeholder"), sources, strict=True))
     with graph.inserting_before(node):
         for each in nodes:
             copies[each] = graph.node_copy(each, copies.__getitem__)
             copies[each].meta = {**node.meta, "val": each.meta["val"]}
-            # It was traced on the device that has no memory.
+            # The decomposition was traced on the meta device.
             copies[each].kwargs = {name: value for name, value in each.kwargs.items() if name != "device"}
-    answers = torch.fx.node.map_arg(traced.output_node().args[0], copies.__getitem__)
-    if isinstance(answers, Node):
-        node.replace_all_uses_with(answers)
+    outputs = torch.fx.node.map_arg(traced.output_node().args[0], copies.__getitem__)
+    if isinstance(outputs, Node):
+        node.replace_all_uses_with(outputs)
     else:
         for user in list(node.users):
-            user.replace_all_uses_with(answers[user.args[1]])
+            user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
     graph.erase_node(node)

@@ -1,20 +1,21 @@
-"""What looks at the tokens before through a memory of fixed size, as operators of a graph.
+"""Recurrences and causal convolutions, whose state has a fixed size, as operators of a graph.
 
     convolution(source [rows, width, tokens], taps, ...)              sum over k of taps[k] source[t - k]
     recurrence(query, key, value, decay, strength, ...)               S = exp(decay[t]) S + key[t] new[t]^T
-                                                                      answer[t] = query[t] S
+                                                                      output[t] = query[t] S
         new[t] = value[t], or strength[t] (value[t] - key[t] exp(decay[t]) S) by the delta rule
-    scan(factor, source [rows, width, tokens], ...)       answer[t] = factor[t] answer[t - 1] + source[t]
+    scan(factor, source [rows, width, tokens], ...)       output[t] = factor[t] output[t - 1] + source[t]
 
-A graph of a block keeps them whole. `expand` writes them as products over all tokens of a call at once, whose
-sizes are those of attention, and of one token as its step; so what derives graphs finds no operator that it
-doesn't know. The memory that a call begins with is nothing, or an input; then what it ends with is answered.
+The graph of a block keeps them whole. `expand` writes them as matrix products over all tokens of a call, of
+the same sizes as attention, or as one recurrent step for a single token, so transformations find only
+operators that they know. A call starts from a zero state, or from one that is an input; in the second case
+the state after the call is an output.
 
-All tokens at once is "attention" without a softmax, whose scores decay (Dao and Gu, "Transformers are SSMs",
-arXiv 2405.21060), each number of a key for itself or all alike; the delta rule first solves a triangular
+The form over all tokens is "attention" without a softmax, whose scores decay (Dao and Gu, "Transformers are
+SSMs", arXiv 2405.21060), for each element of a key or for all alike. The delta rule first solves a triangular
 system for what each token adds (Yang et al., "Parallelizing linear transformers with the delta rule", arXiv
-2406.06484). A scan, whose numbers decay each for itself, adds what is 1, 2, 4, ... tokens before (Hillis and
-Steele, "Data parallel algorithms", 1986).
+2406.06484). A scan, whose elements decay separately, adds the values of 1, 2, 4, ... tokens before (Hillis
+and Steele, "Data parallel algorithms", 1986).
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def convolution(
     leaving: torch.Tensor,
     staying: torch.Tensor,
 ) -> torch.Tensor:
-    """Each token with those before it, each number for itself.
+    """A causal depthwise convolution: each element of a token with the same element of the tokens before it.
 
     Args:
         source: f32 [rows, width, tokens].
-        taps: f32 [width, 1] of a token itself, the one before it, and so on.
-        before: table `behind` of the one before.
-        entering: tables of the same name of each further one in turn.
-        leaving, staying: tables of the same names.
+        taps: f32 [width, 1] for the token itself, the token before it, and so on.
+        before: the table `behind` of the previous token.
+        entering: tables of this name, one for each further tap.
+        leaving, staying: tables of these names.
     """
-    answer = source * taps[0]
+    output = source * taps[0]
     for back, tap in enumerate(taps[1:], 1):
-        answer = answer + torch.nn.functional.pad(source, (back, 0))[..., : source.shape[-1]] * tap
-    return answer
+        output = output + torch.nn.functional.pad(source, (back, 0))[..., : source.shape[-1]] * tap
+    return output
 
 
 def recurrence(
@@ -66,27 +67,28 @@ def recurrence(
     halves: Sequence[torch.Tensor],
     meeting: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """A matrix [key, value] for each row and head that tokens add to and read.
+    """A matrix state [key, value] for each row and head, which tokens update and read.
 
     Args:
         query, key, value: f32 [rows x heads, tokens, width].
-        decay: f32 [rows x heads, tokens], the logarithm of a factor of at most 1; or one for each number of a
-            key, [rows x heads, tokens, width].
-        strength: f32 [rows x heads, tokens] of the delta rule; None for none.
-        until, before: tables `behind` of all tokens up to each, with and without itself.
-        halves: tables of the same name, of the delta rule and of decays of each number.
-        meeting: tables of the same name, of decays of each number.
+        decay: f32 [rows x heads, tokens], the logarithm of a factor of at most 1; or one for each element of
+            a key, [rows x heads, tokens, width].
+        strength: f32 [rows x heads, tokens] for the delta rule, else None.
+        until, before: tables `behind` of all tokens up to each token, including and excluding the token
+            itself.
+        halves: tables of this name, for the delta rule and for decays of each element.
+        meeting: tables of this name, for decays of each element.
     """
-    memory = query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
-    answers = []
+    state = query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
+    outputs = []
     for token in range(query.shape[1]):
-        memory = memory * decay[:, token].exp().reshape(len(memory), -1, 1)
+        state = state * decay[:, token].exp().reshape(len(state), -1, 1)
         new = value[:, token]
         if strength is not None:
-            new = (new - torch.einsum("rk,rkv->rv", key[:, token], memory)) * strength[:, token, None]
-        memory = memory + key[:, token, :, None] * new[:, None]
-        answers.append(torch.einsum("rk,rkv->rv", query[:, token], memory))
-    return torch.stack(answers, 1)
+            new = (new - torch.einsum("rk,rkv->rv", key[:, token], state)) * strength[:, token, None]
+        state = state + key[:, token, :, None] * new[:, None]
+        outputs.append(torch.einsum("rk,rkv->rv", query[:, token], state))
+    return torch.stack(outputs, 1)
 
 
 def scan(
@@ -96,17 +98,17 @@ def scan(
     entering: torch.Tensor,
     leaving: torch.Tensor,
 ) -> torch.Tensor:
-    """Numbers that decay each for itself, and that tokens add to.
+    """An elementwise recurrence: each element decays by its own factor, and tokens add to it.
 
     Args:
         factor, source: f32 [rows, width, tokens].
-        before: tables `behind` of the one that is 1, 2, 4, ... before.
-        entering, leaving: tables of the same names, of one token.
+        before: tables `behind` of the token 1, 2, 4, ... positions before.
+        entering, leaving: tables of these names, of one token.
     """
-    answers = [source[..., 0]]
+    outputs = [source[..., 0]]
     for token in range(1, source.shape[-1]):
-        answers.append(factor[..., token] * answers[-1] + source[..., token])
-    return torch.stack(answers, -1)
+        outputs.append(factor[..., token] * outputs[-1] + source[..., token])
+    return torch.stack(outputs, -1)
 
 
 _OPERATORS = {
@@ -132,20 +134,20 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-# A writer, the operator's node, and the memory before it -> the answer, and the memory behind it.
-Step = Callable[[GraphWriter, Node, Node | None], tuple[Node, Node | None]]
+# (writer, the operator's node, the state before the call) -> the output, and the state after the call.
+Expand = Callable[[GraphWriter, Node, Node | None], tuple[Node, Node | None]]
 
 
-def memories(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int, int]]:
-    """The operators of a graph with a memory, and its shape of so many rows."""
+def recurrent_state_shapes(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int, int]]:
+    """Returns the nodes of a graph that have a recurrent state, with its shape for `rows` rows."""
     return {
-        node: (rows, *_memory(node, rows))
+        node: (rows, *_state_shape(node, rows))
         for node in graph_module.graph.nodes
-        if node.op == "call_function" and node.target in _STEPS
+        if node.op == "call_function" and node.target in _EXPANSIONS
     }
 
 
-def _memory(node: Node, rows: int) -> tuple[int, int]:
+def _state_shape(node: Node, rows: int) -> tuple[int, int]:
     if node.target is CONVOLUTION:
         return int(node.args[0].meta["val"].shape[1]), len(node.args[1]) - 1
     if node.target is SCAN:
@@ -155,118 +157,125 @@ def _memory(node: Node, rows: int) -> tuple[int, int]:
 
 
 def expand(
-    graph_module: GraphModule, before: Callable[[Node], Node | None] = lambda node: None
+    graph_module: GraphModule, state_before: Callable[[Node], Node | None] = lambda node: None
 ) -> list[Node]:
-    """Write the operators as others, in place; what nothing reads any longer goes, tables included.
+    """Expand recurrences and convolutions into ATen operators, in place, and remove unused tables.
 
     Args:
-        graph_module: its nodes carry `meta["val"]`.
-        before: an input for each operator's memory before the call, in the shape of `memories`.
+        graph_module: its nodes have `meta["val"]`.
+        state_before: returns the input with an operator's state before the call, in the shape of
+            `recurrent_state_shapes`, or None to start from zeros.
 
     Returns:
-        The memories behind the call, of operators that were given one.
+        The states after the call of the operators that had an input state.
     """
-    writer, behind = GraphWriter(graph_module), list[Node]()
+    writer, states_after = GraphWriter(graph_module), list[Node]()
 
     def write(writer: GraphWriter, node: Node) -> Node:
-        answer, memory = _STEPS[node.target](writer, node, before(node))
-        if memory is not None:
-            behind.append(memory)
-        return answer
+        output, state_after = _EXPANSIONS[node.target](writer, node, state_before(node))
+        if state_after is not None:
+            states_after.append(state_after)
+        return output
 
     tables = set[Node]()
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target in _STEPS:
+        if node.op == "call_function" and node.target in _EXPANSIONS:
             tables |= {source for source in node.all_input_nodes if source.op == "placeholder"}
             writer.replace(node, write, node)
     for table in tables:
         if not table.users:
             graph_module.graph.erase_node(table)
     graph_module.recompile()
-    return behind
+    return states_after
 
 
-def _convolved(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+def _expand_convolution(writer: GraphWriter, node: Node, state: Node | None) -> tuple[Node, Node | None]:
     source, taps, before, entering, leaving, staying = node.args
     tokens = source.meta["val"].shape[-1]
 
     def at(back: int) -> Node:
         return writer.times(source, taps[back])
 
-    if tokens == 1 and memory is not None:
-        answer = at(0)
+    if tokens == 1 and state is not None:
+        output = at(0)
         for back in range(1, len(taps)):
-            past = writer.call(aten.slice.Tensor, memory, 2, len(taps) - 1 - back, len(taps) - back)
-            answer = writer.plus(answer, writer.times(past, taps[back]))
-        kept = [writer.call(aten.slice.Tensor, memory, 2, 1, len(taps) - 1)] if len(taps) > 2 else []
-        return answer, writer.call(aten.cat.default, [*kept, source], 2)
-    # What is one token further back meets its tap, and all of that moves by one token.
-    turned = writer.call(aten.transpose.int, before, 1, 2)
-    answer = at(len(taps) - 1)
+            previous = writer.call(aten.slice.Tensor, state, 2, len(taps) - 1 - back, len(taps) - back)
+            output = writer.plus(output, writer.times(previous, taps[back]))
+        remaining = [writer.call(aten.slice.Tensor, state, 2, 1, len(taps) - 1)] if len(taps) > 2 else []
+        return output, writer.call(aten.cat.default, [*remaining, source], 2)
+    # Horner's scheme: each step adds one tap and moves the sum by one token.
+    table_transposed = writer.call(aten.transpose.int, before, 1, 2)
+    output = at(len(taps) - 1)
     for back in reversed(range(len(taps) - 1)):
-        answer = writer.plus(at(back), _moved(writer, answer, turned))
-    if memory is None:
-        return answer, None
+        output = writer.plus(at(back), _move_tokens(writer, output, table_transposed))
+    if state is None:
+        return output, None
     for tap, table in zip(taps[1:], entering, strict=True):
-        past = writer.call(aten.bmm.default, memory, writer.call(aten.transpose.int, table, 1, 2))
-        answer = writer.plus(answer, writer.times(past, tap))
-    kept, new = (writer.call(aten.bmm.default, *pair) for pair in ((memory, staying), (source, leaving)))
-    return answer, writer.plus(kept, new)
+        previous = writer.call(aten.bmm.default, state, writer.call(aten.transpose.int, table, 1, 2))
+        output = writer.plus(output, writer.times(previous, tap))
+    remaining, last_token = (
+        writer.call(aten.bmm.default, *pair) for pair in ((state, staying), (source, leaving))
+    )
+    return output, writer.plus(remaining, last_token)
 
 
-def _moved(writer: GraphWriter, source: Node, turned: Node) -> Node:
-    """What is some tokens before each, f32 [rows, width, tokens]; `turned` has those in columns."""
+def _move_tokens(writer: GraphWriter, source: Node, table_transposed: Node) -> Node:
+    """Returns the preceding tokens of f32 [rows, width, tokens] that the columns of the table select."""
     rows, width, tokens = source.meta["val"].shape
     flat = writer.reshape(source, [1, rows * width, tokens])
-    return writer.reshape(writer.call(aten.bmm.default, flat, turned), [rows, width, tokens])
+    return writer.reshape(writer.call(aten.bmm.default, flat, table_transposed), [rows, width, tokens])
 
 
-def _scanned(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
-    factor, answer, tables, entering, leaving = node.args
-    if memory is not None:
-        known = writer.times(factor, memory)
-        if answer.meta["val"].shape[-1] == 1:
-            answer = writer.plus(known, answer)
-            return answer, answer
-        answer = writer.plus(answer, writer.times(known, writer.call(aten.transpose.int, entering, 1, 2)))
+def _expand_scan(writer: GraphWriter, node: Node, state: Node | None) -> tuple[Node, Node | None]:
+    factor, output, tables, entering, leaving = node.args
+    if state is not None:
+        decayed = writer.times(factor, state)
+        if output.meta["val"].shape[-1] == 1:
+            output = writer.plus(decayed, output)
+            return output, output
+        output = writer.plus(output, writer.times(decayed, writer.call(aten.transpose.int, entering, 1, 2)))
     for number, before in enumerate(tables, 1):
-        turned = writer.call(aten.transpose.int, before, 1, 2)
-        answer = writer.plus(answer, writer.times(factor, _moved(writer, answer, turned)))
+        table_transposed = writer.call(aten.transpose.int, before, 1, 2)
+        output = writer.plus(output, writer.times(factor, _move_tokens(writer, output, table_transposed)))
         if number < len(tables):
-            factor = writer.times(factor, _moved(writer, factor, turned))
-    return answer, None if memory is None else writer.call(aten.bmm.default, answer, leaving)
+            factor = writer.times(factor, _move_tokens(writer, factor, table_transposed))
+    return output, None if state is None else writer.call(aten.bmm.default, output, leaving)
 
 
-def _recurred(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+def _expand_recurrence(writer: GraphWriter, node: Node, state: Node | None) -> tuple[Node, Node | None]:
     query, key, value, decay, strength, until, before, halves, meeting = node.args
     count, tokens, width = key.meta["val"].shape
     call = writer.call
-    if memory is not None:
-        shape = memory.meta["val"].shape
-        memory = writer.reshape(memory, [count, width, value.meta["val"].shape[-1]])
+    if state is not None:
+        shape = state.meta["val"].shape
+        state = writer.reshape(state, [count, width, value.meta["val"].shape[-1]])
     if strength is not None:
         strength = writer.reshape(strength, [count, tokens, 1])
-    if tokens == 1 and memory is not None:
+    if tokens == 1 and state is not None:
         factor = call(aten.exp.default, writer.reshape(decay, [count, -1, 1]))
-        memory = writer.times(memory, factor)
+        state = writer.times(state, factor)
         if strength is not None:
-            value = writer.times(writer.minus(value, call(aten.bmm.default, key, memory)), strength)
-        turned = call(aten.transpose.int, key, 1, 2)
-        memory = writer.plus(memory, call(aten.bmm.default, turned, value))
-        return call(aten.bmm.default, query, memory), writer.reshape(memory, shape)
-    of_keys = (writer, decay, key, until, before)
-    decays = OwnDecays(*of_keys, halves, meeting) if meeting else Decays(*of_keys)
+            value = writer.times(writer.minus(value, call(aten.bmm.default, key, state)), strength)
+        key_transposed = call(aten.transpose.int, key, 1, 2)
+        state = writer.plus(state, call(aten.bmm.default, key_transposed, value))
+        return call(aten.bmm.default, query, state), writer.reshape(state, shape)
+    arguments = (writer, decay, key, until, before)
+    decays = OwnDecays(*arguments, halves, meeting) if meeting else Decays(*arguments)
     if strength is not None:
-        if memory is not None:
-            value = writer.minus(value, decays.read(key, memory))
+        if state is not None:
+            value = writer.minus(value, decays.read(key, state))
         below = decays.products(writer.times(key, strength), itself=False)
         inverse = call(UNIT_INVERSE, below, writer.minus(until, before), list(halves))
         value = call(aten.bmm.default, inverse, writer.times(value, strength))
-    answer = call(aten.bmm.default, decays.products(query), value)
-    if memory is None:
-        return answer, None
-    answer = writer.plus(answer, decays.read(query, memory))
-    return answer, writer.reshape(decays.behind(memory, value), shape)
+    output = call(aten.bmm.default, decays.products(query), value)
+    if state is None:
+        return output, None
+    output = writer.plus(output, decays.read(query, state))
+    return output, writer.reshape(decays.state_after(state, value), shape)
 
 
-_STEPS: dict[Any, Step] = {CONVOLUTION: _convolved, RECURRENCE: _recurred, SCAN: _scanned}
+_EXPANSIONS: dict[Any, Expand] = {
+    CONVOLUTION: _expand_convolution,
+    RECURRENCE: _expand_recurrence,
+    SCAN: _expand_scan,
+}

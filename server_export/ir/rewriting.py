@@ -1,9 +1,9 @@
-"""Rewriting of an exported graph, the same for every architecture, into what XNNPACK takes whole.
+"""Rewrite an exported graph into operators that XNNPACK delegates, for all architectures alike.
 
-constants       rotary tables, masks, position embeddings, 1 + weight: computed here, not on the device
-operators       plainer ones, as the table of operators has them
-dropout, casts to the same type, assertions    removed
-quantization    of an activation that several layers read: once
+constants       rotary tables, masks, position embeddings and 1 + weight are computed at export
+operators       rewrite rules of the table of operators
+dropout, casts to the same dtype and assertions are removed
+quantization    an activation that several layers read is quantized once
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _ROUNDED = "quantized_decomposed.dequantize_per_token.default"
 
 
 def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> GraphModule:
-    """The graph of a module for inputs of these shapes, in operators that XNNPACK takes.
+    """Export a module for inputs of these shapes and rewrite its graph for XNNPACK.
 
     Raises:
-        Refusal: torch.export can't trace it.
+        Refusal: torch.export can't trace the module.
     """
-    remedy = "the architecture isn't supported; take another checkpoint, and please report it"
+    remedy = "This architecture isn't supported. Use another checkpoint, and please report it."
     with torch.no_grad():
         with refused_as(
-            "not-traceable", "torch.export can't trace the program", torch_export_errors(), remedy=remedy
+            "not-traceable", "torch.export cannot trace the program", torch_export_errors(), remedy=remedy
         ):
             exported = torch.export.export(module, inputs, strict=False)
         graph_module: GraphModule = exported.module(check_guards=False)
@@ -46,14 +46,14 @@ def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Grap
 
 
 def rewrite(graph_module: GraphModule, has_weights: bool = True) -> None:
-    """Write a traced graph in operators that XNNPACK takes, in place; all its nodes carry `meta["val"]`.
+    """Rewrite a traced graph into operators that XNNPACK delegates, in place; all nodes have `meta["val"]`.
 
-    graph_module = torch.export.export(module, inputs).module(check_guards=False)
-    rewrite(graph_module)
+        graph_module = torch.export.export(module, inputs).module(check_guards=False)
+        rewrite(graph_module)
 
     Args:
-        graph_module: of a model or of a part.
-        has_weights: whether its weights have their numbers, of which constants are computed.
+        graph_module: the graph of a model or of a part of it.
+        has_weights: whether the weights have values, from which constants can be computed.
     """
     _unwrap_quantized_weights(graph_module)
     constants = GraphConstants(graph_module)
@@ -68,9 +68,10 @@ def rewrite(graph_module: GraphModule, has_weights: bool = True) -> None:
 
 
 def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
-    """Make constants of the codes, scales and zero points that are read from quantized weights.
+    """Register the codes, scales and zero points of quantized weights as constants.
 
-    Zero points that are all 0 are one constant: a lowering looks through all constants for every operator.
+    Zero points that are all 0 share one constant, because a lowering searches all constants for every
+    operator.
     """
     graph = graph_module.graph
     zeros: dict[tuple[torch.dtype, torch.Size], str] = {}
@@ -91,7 +92,7 @@ def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
 
 
 def remove_identities(graph: Graph) -> None:
-    """Take out operators that change nothing, such as casts to the same type, in place."""
+    """Remove operators that change nothing, such as casts to the same dtype, in place."""
     identities = members(Category.IDENTITY)
     changes = members(Category.CAST, Category.CAST_LIKE, Category.EXPAND, Category.EXPAND_LIKE)
     for node in list(graph.nodes):
@@ -103,7 +104,7 @@ def remove_identities(graph: Graph) -> None:
             or _is_whole_slice(node)
         ):
             for user in node.users:
-                # What a copy laid out anew may be viewed otherwise than what it was made of.
+                # The result of a removed copy may have other strides than its source.
                 user.target = aten.reshape.default if user.target is aten.view.default else user.target
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -128,41 +129,42 @@ def _share_quantizations(graph: Graph) -> None:
     )
 
 
-def share_equal_calls(graph: Graph, is_meant: Callable[[Node], bool] = lambda node: True) -> None:
-    """Compute once what several nodes compute of the same, in place."""
+def share_equal_calls(graph: Graph, is_shareable: Callable[[Node], bool] = lambda node: True) -> None:
+    """Merge nodes that compute the same operator of the same arguments, in place."""
     seen: dict[tuple[str, str, str], Node] = {}
     for node in list(graph.nodes):
-        if node.op in ("call_function", "get_attr") and is_meant(node):
-            # Nodes are written as their names, which no two of them share.
-            same = seen.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
-            if same is not node:
-                node.replace_all_uses_with(same)
+        if node.op in ("call_function", "get_attr") and is_shareable(node):
+            # str(node) is the node's name, which is unique in a graph.
+            first = seen.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
 def unshare_quantizations(graph: Graph) -> None:
-    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular.
+    """Let every layer quantize its own input and dequantize its own weight, in place.
 
-    So would be one of a layer that is used twice, if both uses restored its weight together.
+    Partitions of layers that share a quantized activation would be circular, and so would one of two uses of
+    a layer that share the dequantized weight.
     """
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        restored, weight = node.args[:2]
+        dequantized, weight = node.args[:2]
         if is_dequantization(weight) and len(weight.users) > 1:
             with graph.inserting_before(node):
                 node.replace_input_with(weight, graph.node_copy(weight, lambda source: source))
-        if str(restored.target) != _ROUNDED or len(restored.users) == 1:
+        if str(dequantized.target) != _ROUNDED or len(dequantized.users) == 1:
             continue
-        codes = restored.args[0]
+        codes = dequantized.args[0]
         scale, zero_point = codes.args[1:3]
-        own: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
+        copies: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
         with graph.inserting_before(node):
-            for shared in (scale.args[0], scale, zero_point, codes, restored):
-                own |= {source: source for source in shared.all_input_nodes if source not in own}
-                own[shared] = graph.node_copy(shared, own.__getitem__)
-        node.replace_input_with(restored, own[restored])
+            for source_node in (scale.args[0], scale, zero_point, codes, dequantized):
+                copies |= {source: source for source in source_node.all_input_nodes if source not in copies}
+                copies[source_node] = graph.node_copy(source_node, copies.__getitem__)
+        node.replace_input_with(dequantized, copies[dequantized])
     graph.eliminate_dead_code()
 
 
 def is_dequantization(node: Node) -> bool:
-    """Whether a node restores a quantized weight."""
+    """Returns whether a node dequantizes a weight."""
     return str(node.target) == "torchao.dequantize_affine.default"

@@ -1,4 +1,4 @@
-"""What operators answer, by shape, type and strides alone."""
+"""Shapes, dtypes and strides of the results of operators, computed on the meta device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from server_export.ir.modules import get_attribute, make_graph_module
 
 
 class OperatorShapes:
-    """Results of operators on tensors without memory, on the `meta` device.
+    """Caches the results of operators on meta tensors.
 
-    Layers repeat, and much of PyTorch finds out a shape in Python: equal calls are made once. Calls get the
-    same tensors as results, which are to be read only.
+    Layers repeat, and PyTorch computes many shapes in Python, so every distinct call is evaluated once.
+    Callers share the resulting tensors and must not modify them.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def of(self, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """The result of an operator on tensors without memory, lists of them, and other values."""
+        """Returns the result of an operator on meta tensors, lists of them, and other values."""
         key = (target, _key(arguments), _key(named))
         if key not in self._known:
             self._known[key] = to_meta(target(*arguments, **named))
@@ -32,7 +32,7 @@ class OperatorShapes:
 
 
 def to_meta(value: Any) -> Any:
-    """Tensors without memory for a tensor, or for a tuple or list of them."""
+    """Returns meta tensors for a tensor, or for a tuple or list of tensors."""
     if isinstance(value, tuple | list):
         return tuple(map(to_meta, value))
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -45,12 +45,12 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     if isinstance(value, Mapping):
         return tuple((name, _key(each)) for name, each in value.items())
-    # 1, 1.0 and True are equal, but what an operator makes of them isn't.
+    # 1, 1.0 and True compare equal, but operators treat them differently.
     return type(value), value
 
 
 def fill_in_values(graph_module: GraphModule) -> None:
-    """Give the nodes of a graph that have none a `meta["val"]`: a tensor without memory."""
+    """Compute `meta["val"]`, a meta tensor, for the nodes of a graph that lack it."""
     shapes = OperatorShapes()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
@@ -63,22 +63,23 @@ def fill_in_values(graph_module: GraphModule) -> None:
 
 
 def resized(value: Any, marker: int, size: int) -> Any:
-    """A number of a graph, with `size` in the place of every `marker` in it; anything else as it is."""
+    """Replace every factor `marker` of an integer by `size`; other values are returned unchanged."""
     if type(value) is int and 0 < value < sys.maxsize and value % marker == 0:
         return resized(value // marker, marker, size) * size
     return value
 
 
 def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
-    """The same graph of another size, where every number that is made of a size is a multiple of it.
+    """Returns the graph for another size; every number that depends on the size is a multiple of the marker.
 
     Args:
-        graph_module: its placeholders carry `meta["val"]`. Not changed; the constants are shared.
-        marker: a large prime, which is the graph's size.
-        size: what takes its place.
+        graph_module: the graph, which is not modified; its placeholders have `meta["val"]`. The constants are
+            shared.
+        marker: a large prime, the present size of the graph.
+        size: the size that replaces the marker.
     """
 
-    def changed(value: Any) -> Any:
+    def with_new_size(value: Any) -> Any:
         return resized(value, marker, size)
 
     graph, copies = Graph(), dict[Node, Node]()
@@ -86,10 +87,10 @@ def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
             value = node.meta["val"]
-            shape = [changed(number) for number in value.shape]
+            shape = [with_new_size(number) for number in value.shape]
             copy.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
         elif node.op == "call_function":
-            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), changed)
+            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), with_new_size)
             del copy.meta["val"]
     result = make_graph_module(graph_module, graph)
     fill_in_values(result)

@@ -1,10 +1,11 @@
-"""What one shard of a vocabulary adds to log-probabilities, as one operator of a graph.
+"""The contribution of one vocabulary shard to log-probabilities, as one operator of a graph.
 
-    softmax_parts(logits [..., words], shift [..., 1], index i64 [..., 1]) -> [..., 2]
+    softmax_parts(logits [..., vocabulary], shift [..., 1], index i64 [..., 1]) -> [..., 2]
 
-The logit at the index, and the sum of the exponentials of all, both after `shift` is taken from the logits.
-With the sums of all shards, log p = logit - log(sum); `prge.numerics.vocabulary_shards` adds them up. A traced graph
-keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it.
+It returns the logit at the index, and the sum of the exponentials of all logits, both after `shift` has been
+subtracted from the logits. With the sums of all shards, log p = logit - log(sum);
+`prge.numerics.vocabulary_shards` combines the shards. A traced graph keeps the operator whole, so that
+transformations write a short form of it and don't have to match it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ SOFTMAX_PARTS = torch.ops.prge.softmax_parts.default
 
 
 class SoftmaxParts(torch.autograd.Function):
-    """The same with a backward pass that adds the slopes of what was chosen at their places."""
+    """The operator with a backward pass that scatters the gradients of the selected logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> Any:
-        """As it is; what only a forward pass needs isn't computed on the way back."""
+        """Returns [..., 2].
+
+        Values that only the forward pass needs are not computed again in the backward pass.
+        """
         shifted = aten.sub.Tensor(logits, shift)
         exponentials = aten.exp.default(shifted)
         ctx.save_for_backward(exponentials, index)
@@ -45,32 +49,32 @@ class SoftmaxParts(torch.autograd.Function):
         return aten.cat.default([aten.gather.default(shifted, -1, index), total], -1)
 
     @staticmethod
-    def backward(ctx: Any, slopes: torch.Tensor) -> Any:
-        """Slopes [..., 2] -> by the logits [..., words]."""
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Returns the gradient of the logits [..., vocabulary] from grad_output [..., 2]."""
         exponentials, index = ctx.saved_tensors
-        of_chosen, of_total = slopes.split(1, -1)
-        return (exponentials * of_total).scatter_add(-1, index, of_chosen), None, None
+        grad_selected, grad_total = grad_output.split(1, -1)
+        return (exponentials * grad_total).scatter_add(-1, index, grad_selected), None, None
 
 
 def _jvp(t: GraphTangents, node: Node, logits: Dual, shift: Node, index: Node) -> Dual:
-    one, shape = t.one_of(index), shape_of(index)
-    shifted = t.minus(logits.primal, t.one_of(shift))
+    index_of_primal, shape = t.as_primal(index), shape_of(index)
+    shifted = t.minus(logits.primal, t.as_primal(shift))
     exponentials = t.exp(shifted)
 
-    def parts(part: Node, weighted: Node, count: int) -> Node:
-        places = t.call(aten.expand.default, one, [count, *shape])
-        chosen = t.call(aten.gather.default, part, -1, places)
-        return t.call(aten.cat.default, [chosen, t.total(weighted)], -1)
+    def parts(values: Node, weighted: Node, count: int) -> Node:
+        expanded = t.call(aten.expand.default, index_of_primal, [count, *shape])
+        selected = t.call(aten.gather.default, values, -1, expanded)
+        return t.call(aten.cat.default, [selected, t.total(weighted)], -1)
 
     tangents = parts(logits.tangents, t.times(exponentials, logits.tangents), t.queries)
     return Dual(t, parts(shifted, exponentials, 1), tangents)
 
 
 def _in_core(writer: GraphWriter, node: Node, logits: Node, shift: Node, index: Node) -> Node:
-    """The shift is taken from what was chosen once more: there are far fewer of these than of all."""
+    """The shift is subtracted again from the selected logits, because they are far fewer than all logits."""
     total = writer.total(writer.exp(writer.minus(logits, shift)))
-    chosen = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
-    return writer.call(aten.cat.default, [chosen, total], -1)
+    selected = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
+    return writer.call(aten.cat.default, [selected, total], -1)
 
 
 row(SOFTMAX_PARTS, category=Category.FUSED, jvp=_jvp, core=_in_core, autograd=SoftmaxParts.apply)

@@ -1,10 +1,10 @@
-"""Values of a graph with their tangents: the derivatives along several directions.
+"""Values of a graph with their tangents: derivatives along several directions.
 
-    primal     [1, *shape]            the value itself
+    primal     [1, *shape]            the value
     tangents   [queries, *shape]      its derivatives along the directions
 
-The factor of an elementwise derivative is the same for every direction: it is put off for as long as
-possible, because factors then meet each other before they meet the tangents.
+The factor of an elementwise derivative is the same for every direction. Its product with the tangents is
+delayed as long as possible, so that factors are multiplied with each other first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Factor: TypeAlias = Node | Number | None
 
 
 def shape_of(node: Node) -> Shape:
-    """The shape of a node's value."""
+    """Returns the shape of a node's value."""
     return tuple(node.meta["val"].shape)
 
 
 class GraphTangents(GraphWriter):
-    """Appends values with tangents to a new graph. No constant's shape depends on rows, tokens or queries.
+    """Appends values with tangents to a new graph; no constant's shape depends on rows, tokens or queries.
 
     Args:
-        graph_module: where constants are kept.
+        graph_module: the module that stores the constants.
         graph: the graph to append to.
-        queries: tangents of every value.
+        queries: the number of tangents of every value.
         ones: inputs f32 [1, length, 1] of ones, by length.
     """
 
@@ -46,51 +46,51 @@ class GraphTangents(GraphWriter):
     ) -> None:
         super().__init__(graph_module, graph=graph, ones=ones)
         self.queries = queries
-        self._reshaped: dict[tuple[Node, Shape], Node] = {}
-        self._read: dict[str, Node] = {}
+        self._reshapes: dict[tuple[Node, Shape], Node] = {}
+        self._attributes: dict[str, Node] = {}
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
-        """See `GraphWriter`; one node for all that read it."""
-        if name not in self._read:
-            self._read[name] = super().attribute(name, tensor)
-        return self._read[name]
+        """See `GraphWriter.attribute`; all readers of a tensor share one node."""
+        if name not in self._attributes:
+            self._attributes[name] = super().attribute(name, tensor)
+        return self._attributes[name]
 
     def reshape(self, source: Node, shape: Sequence[int]) -> Node:
-        """The same numbers in another shape: none, one or an earlier operator."""
-        source, shape = _as_stored(source), tuple(shape)
+        """Write a reshape, unless the value has the shape or the same reshape exists already."""
+        source, shape = _before_reshapes(source), tuple(shape)
         if shape_of(source) == shape:
             return source
-        if (source, shape) not in self._reshaped:
-            self._reshaped[source, shape] = super().reshape(source, shape)
-        return self._reshaped[source, shape]
+        if (source, shape) not in self._reshapes:
+            self._reshapes[source, shape] = super().reshape(source, shape)
+        return self._reshapes[source, shape]
 
     def product(self, left: Factor, right: Factor) -> Any:
-        """left * right of nodes, numbers, or None for one."""
+        """Returns left * right, where both are nodes, numbers, or None for 1."""
         if left is None or right is None:
             return right if left is None else left
         if isinstance(left, Node):
             return self.times(left, right)
         return self.times(right, left) if isinstance(right, Node) else left * right
 
-    def one_of(self, node: Node) -> Node:
-        """A value [*shape] that has no tangents, as a primal [1, *shape]."""
+    def as_primal(self, node: Node) -> Node:
+        """Returns a value [*shape] without tangents as a primal [1, *shape]."""
         return self.reshape(node, [1, *shape_of(node)])
 
 
-def _as_stored(source: Node) -> Node:
-    """A value before it was reshaped."""
-    stored: Node = origin(source, [aten.reshape.default])[0]
-    return stored
+def _before_reshapes(source: Node) -> Node:
+    """Returns the value that a node is a reshape of, or the node itself."""
+    value: Node = origin(source, [aten.reshape.default])[0]
+    return value
 
 
 class Dual:
-    """A value that depends on what is differentiated.
+    """A value that depends on the differentiated inputs.
 
     Args:
-        writer: of the graph that the value is computed in.
+        writer: writes into the graph in which the value is computed.
         primal: the value, [1, *shape].
-        unscaled: the tangents [queries, *shape], still to be multiplied by `factor`.
-        factor: None for one.
+        unscaled: the tangents [queries, *shape] before their multiplication with `factor`.
+        factor: None for 1.
     """
 
     def __init__(self, writer: GraphTangents, primal: Node, unscaled: Node, factor: Factor = None) -> None:
@@ -101,7 +101,7 @@ class Dual:
 
     @property
     def shape(self) -> Shape:
-        """The value's."""
+        """The shape of the value."""
         return shape_of(self.primal)[1:]
 
     @cached_property
@@ -112,32 +112,32 @@ class Dual:
 
     @property
     def value(self) -> Node:
-        """The value itself, [*shape]."""
+        """The value, [*shape]."""
         return self.writer.reshape(self.primal, self.shape)
 
     def scaled(self, primal: Node, factor: Factor = None) -> Dual:
-        """Another value of this shape: its tangents are these times `factor`."""
+        """Returns another value of this shape, whose tangents are this value's tangents times `factor`."""
         return Dual(self.writer, primal, self.unscaled, self.writer.product(self.factor, factor))
 
     def reshaped(self, shape: Shape) -> Dual:
-        """The same numbers in another shape."""
-        return self.each(lambda part, count: self.writer.reshape(part, [count, *shape]))
+        """Returns the value and its tangents in another shape."""
+        return self.map(lambda part, count: self.writer.reshape(part, [count, *shape]))
 
-    def each(self, make: Callable[[Node, int], Node]) -> Dual:
-        """A linear operator of value and tangents; `make(part, count)` writes it for `count` of them."""
+    def map(self, make: Callable[[Node, int], Node]) -> Dual:
+        """Apply a linear operator to value and tangents; `make(part, count)` writes it for `count`."""
         return Dual(self.writer, make(self.primal, 1), make(self.tangents, self.writer.queries))
 
     def aligned(self, rank: int) -> Dual:
-        """The same value with dimensions of 1 in front, so that queries don't meet another's dimensions."""
+        """Prepend dimensions of size 1 up to `rank`, so that queries don't meet other dimensions."""
         missing = rank - len(self.shape)
         return self.reshaped((*[1] * missing, *self.shape)) if missing > 0 else self
 
 
 class Interleaved(Dual):
-    """From a primal, and tangents that stand in front of the last dimension.
+    """A value whose tangents are stored directly before the last dimension.
 
-    A product of matrices makes and takes them so in one call, without a copy of the other matrix for each.
-    What wants queries in front gets them, at the price of a transposition.
+    A matrix product reads and writes this layout in one call, without a copy of the other matrix for each
+    query. Operators that need the queries first get them by a transposition.
 
     Args:
         inside: the tangents [*shape[:-1], queries, shape[-1]], in any shape.
@@ -151,7 +151,7 @@ class Interleaved(Dual):
 
     @classmethod
     def of(cls, dual: Dual) -> Interleaved:
-        """Any dual in this form."""
+        """Convert a dual to this layout."""
         if isinstance(dual, Interleaved):
             return dual
         rank = len(dual.shape)
@@ -164,10 +164,10 @@ class Interleaved(Dual):
         *lead, width = self.shape
         return self.writer.reshape(self._inside, [*lead, self.writer.queries, width])
 
-    def meeting(self, primal: Node) -> tuple[Node, Node]:
-        """Numbers [1, *shape] and the tangents, in shapes that need no copy and that broadcast."""
+    def broadcastable(self, primal: Node) -> tuple[Node, Node]:
+        """Returns a primal [1, *shape] and the tangents in shapes that broadcast and that need no copy."""
         queries, width, writer = self.writer.queries, self.shape[-1], self.writer
-        *lead, last = shape_of(_as_stored(self._inside))
+        *lead, last = shape_of(_before_reshapes(self._inside))
         if last != queries * width:
             lead = [*self.shape[:-1]]
         return (
@@ -176,19 +176,19 @@ class Interleaved(Dual):
         )
 
     def scaled(self, primal: Node, factor: Factor = None) -> Dual:
-        """Another value of this shape: its tangents are these times `factor`, where they are without one."""
+        """See `Dual.scaled`; without a factor the tangents keep their layout."""
         if factor is None:
             return Interleaved(self.writer, primal, self._inside)
         return super().scaled(primal, factor)
 
     def reshaped(self, shape: Shape) -> Dual:
-        """The same numbers in another shape; tangents stay in front of a last dimension that stays."""
+        """See `Dual.reshaped`; the tangents keep their layout if the last dimension keeps its size."""
         if shape[-1] != self.shape[-1]:
             return super().reshaped(shape)
         return Interleaved(self.writer, self.writer.reshape(self.primal, [1, *shape]), self._inside)
 
     @cached_property
     def unscaled(self) -> Node:
-        """The tangents with queries in front."""
+        """The tangents with the queries first."""
         rank = len(self.shape)
         return self.writer.call(aten.permute.default, self.inside, [rank - 1, *range(rank - 1), rank])

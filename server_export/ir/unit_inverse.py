@@ -1,15 +1,15 @@
-"""The inverse of triangular matrices with ones on their diagonals, as one operator of a graph.
+"""The inverse of unit lower triangular matrices, as one operator of a graph.
 
     unit_inverse(below f32 [batch, n, n], one [1, n, n], halves [[1, n, n], ...]) -> [batch, n, n]
 
-(1 + below)^-1, where `below` is 0 on and above the diagonal. Blocks of twice the size have the inverse
+It computes (1 + below)^-1, where `below` is 0 on and above the diagonal. A block matrix has the inverse
 
     [ P    ]^-1   [  P^-1              ]
     [ Q  R ]    = [ -R^-1 Q P^-1  R^-1 ]
 
-so that blocks of 1, 2, 4, ... rows are inverted by products alone; `halves` has the places of Q, for 1, 2, 4,
-... in turn. A sum of powers of `below` would be products too, of numbers that grow far beyond the result. A
-graph keeps the operator whole: its derivatives are two products by the inverse.
+so blocks of 1, 2, 4, ... rows are inverted by matrix products alone; `halves` masks Q for 1, 2, 4, ... in
+turn. A sum of powers of `below` would consist of products too, but its terms grow far beyond the result. A
+graph keeps the operator whole, because its derivatives are two products with the inverse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ torch.library.define("prge::unit_inverse", "(Tensor below, Tensor one, Tensor[] 
 
 
 def by_products(below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As it is, on any tensors."""
+    """Compute the inverse with PyTorch operators."""
     inverse = one - below * halves[0]
     for half in halves[1:]:
         inverse = inverse - torch.bmm(torch.bmm(inverse, below * half), inverse)
@@ -43,32 +43,32 @@ UNIT_INVERSE = torch.ops.prge.unit_inverse.default
 
 
 class UnitInverse(torch.autograd.Function):
-    """The same with a backward pass of products with the inverse."""
+    """The operator with a backward pass of two products with the inverse."""
 
     @staticmethod
     def forward(ctx: Any, below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> Any:
-        """As it is."""
+        """Returns the inverse [batch, n, n]."""
         inverse = by_products(below, one, halves)
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:
-        """Slope [batch, n, n] -> by `below`: d(X) = -X d(below) X."""
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Returns the gradient of `below` from grad_output [batch, n, n], by d(X) = -X d(below) X."""
         (inverse,) = ctx.saved_tensors
-        turned = inverse.transpose(1, 2)
-        return -torch.bmm(torch.bmm(turned, slope), turned), None, None
+        inverse_transposed = inverse.transpose(1, 2)
+        return -torch.bmm(torch.bmm(inverse_transposed, grad_output), inverse_transposed), None, None
 
 
 def _jvp(t: GraphTangents, node: Node, below: Dual, *tables: Any) -> Dual:
     """d(X) = -X d(below) X."""
     inverse = t.call(node.target, below.value, *tables)
-    moved = product_jvp(t, product_jvp(t, inverse, below), inverse)
-    return Dual(t, t.one_of(inverse), t.negative(moved.tangents))
+    product = product_jvp(t, product_jvp(t, inverse, below), inverse)
+    return Dual(t, t.as_primal(inverse), t.negative(product.tangents))
 
 
 def _in_core(writer: GraphWriter, node: Node, below: Node, one: Node, halves: list[Node]) -> Node:
-    """Blocks of 1, 2, 4, ... rows, those of each in turn by the one before; with one row all are 1."""
+    """Invert blocks of 1, 2, 4, ... rows, each size from the one before; of a single row the inverse is 1."""
     inverse = writer.minus(one, writer.times(below, halves[0]))
     for half in halves[1:]:
         product = writer.call(aten.bmm.default, inverse, writer.times(below, half))

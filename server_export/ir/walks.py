@@ -1,4 +1,4 @@
-"""Walks through a graph: what depends on a node, what it is computed of, who reads it in another layout."""
+"""Traverse an fx graph: dependent nodes, ancestors, and values behind changes of layout."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from torch.fx import Node
 
 
 def descendants(sources: Iterable[Node], until: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """Some nodes, and all that depend on them, a graph's output included.
+    """Returns the given nodes and all nodes that depend on them, including the graph's output node.
 
     Args:
-        sources: where the walk begins.
-        until: nodes that the walk reaches and doesn't leave.
+        sources: nodes where the traversal starts.
+        until: nodes for which this is true are included, but their users are not followed.
     """
-    reached, ahead = set[Node](), [*sources]
-    while ahead:
-        node = ahead.pop()
+    reached, pending = set[Node](), [*sources]
+    while pending:
+        node = pending.pop()
         if node not in reached:
             reached.add(node)
-            ahead += [] if until(node) else node.users
+            pending += [] if until(node) else node.users
     return reached
 
 
 def ancestors(ends: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
-    """Some nodes, and all that they are computed of.
+    """Returns the given nodes and all nodes that they depend on.
 
     Args:
-        ends: where the walk begins.
-        without: nodes that are left out, and whatever only they are computed of.
+        ends: nodes where the traversal starts.
+        without: nodes that are excluded, with everything that only they depend on.
     """
-    needed, ahead = set[Node](), [*ends]
-    while ahead:
-        node = ahead.pop()
+    needed, pending = set[Node](), [*ends]
+    while pending:
+        node = pending.pop()
         if node not in needed and node not in without:
             needed.add(node)
-            ahead += node.all_input_nodes
+            pending += node.all_input_nodes
     return needed
 
 
 def readers(node: Node, layouts: Collection[Any]) -> Iterator[Node]:
-    """What reads a node, or another layout of it; a reader of several layouts comes several times.
+    """Yields the users of a node, looking through operators that only change the layout.
+
+    A user that reads several layouts of the value is yielded several times.
 
     Args:
-        node: it.
-        layouts: operators that aren't readers themselves.
+        node: the node whose users are wanted.
+        layouts: operators to look through.
     """
     for user in [*node.users]:
         yield from readers(user, layouts) if user.target in layouts else [user]
 
 
 def origin(node: Any, layouts: Collection[Any]) -> tuple[Any, list[Node]]:
-    """What a node is another layout of, and the operators from there to the node in order.
+    """Returns the value that a node is another layout of, and the operators from the value to the node.
 
     Args:
-        node: it, or anything that is no node.
-        layouts: operators of one value.
+        node: a node, or any other value, which is returned unchanged.
+        layouts: operators with a single input that only change the layout.
     """
     steps = list[Node]()
     while isinstance(node, Node) and node.target in layouts:

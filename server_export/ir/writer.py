@@ -1,4 +1,4 @@
-"""Writing operators into a graph, and rules by which they take the place of others."""
+"""Write operators into an fx graph, and apply rewrite rules to its nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server_export.ir.shapes import OperatorShapes, to_meta
 
 aten = torch.ops.aten
 
-# Numbers that are added up in one step, and those that are worth one of their own.
+# The most elements that one sum adds, and the fewest that are worth a separate sum.
 _LONGEST_SUM = 1024
 _SHORTEST_SUM = 32
 
@@ -24,43 +24,43 @@ Rule = Callable[..., Node | None]
 
 
 class Calls:
-    """Operators by short names: a formula in them is written into a graph, or computed at once."""
+    """Short names for operators, so that one formula can be written into a graph or computed eagerly."""
 
     def call(self, target: Any, *arguments: Any, **named: Any) -> Any:
-        """One operator."""
+        """Write or compute one operator."""
         raise NotImplementedError
 
     def times(self, left: Any, right: Any) -> Any:
-        """A product."""
+        """left * right."""
         return self.call(aten.mul.Tensor, left, right)
 
     def plus(self, left: Any, right: Any) -> Any:
-        """A sum."""
+        """left + right."""
         return self.call(aten.add.Tensor, left, right)
 
     def minus(self, left: Any, right: Any) -> Any:
-        """A difference."""
+        """left - right."""
         return self.call(aten.sub.Tensor, left, right)
 
-    def negative(self, source: Any) -> Any:
+    def negative(self, x: Any) -> Any:
         """-x."""
-        return self.call(aten.neg.default, source)
+        return self.call(aten.neg.default, x)
 
-    def reciprocal(self, source: Any) -> Any:
+    def reciprocal(self, x: Any) -> Any:
         """1 / x."""
-        return self.call(aten.reciprocal.default, source)
+        return self.call(aten.reciprocal.default, x)
 
-    def exp(self, source: Any) -> Any:
-        """e to the power of x."""
-        return self.call(aten.exp.default, source)
+    def exp(self, x: Any) -> Any:
+        """exp(x)."""
+        return self.call(aten.exp.default, x)
 
-    def sigmoid(self, source: Any) -> Any:
+    def sigmoid(self, x: Any) -> Any:
         """1 / (1 + exp(-x))."""
-        return self.call(aten.sigmoid.default, source)
+        return self.call(aten.sigmoid.default, x)
 
 
 class Eager(Calls):
-    """Computes operators of tensors."""
+    """Computes operators on tensors."""
 
     def call(self, target: Any, *arguments: Any, **named: Any) -> Any:
         """See `Calls`."""
@@ -68,17 +68,18 @@ class Eager(Calls):
 
 
 class GraphWriter(Calls):
-    """Writes operators into a graph; every new node gets its `meta["val"]`.
+    """Writes operators into a graph and sets `meta["val"]` of every new node.
 
         writer = GraphWriter(graph_module)
         writer.replace(node, GraphWriter.times, node.args[0], 2.0)
 
     Args:
-        graph_module: gets the constants.
-        constants: of the graph module, if it has got some already.
-        graph: that is written; by default the module's. It is written where its insertion point is, but for
-            what takes a node's place.
-        ones: inputs f32 [1, length, 1] of ones, by length: what so many numbers are added up with.
+        graph_module: the module that stores the constants.
+        constants: constants that the graph module already has.
+        graph: the graph to write to, by default the module's. Nodes are written at its insertion point,
+            except within `replace`.
+        ones: inputs f32 [1, length, 1] of ones, by length. Dimensions of these lengths are summed by a
+            product with them.
     """
 
     def __init__(
@@ -96,44 +97,44 @@ class GraphWriter(Calls):
         self._before: Node | None = None
 
     def replace(self, node: Node, write: Rule, *arguments: Any, **named: Any) -> None:
-        """Put what `write(writer, ...)` returns in the place of a node; None keeps the node."""
-        outer, self._before = self._before, node
+        """Replace a node by the result of `write(writer, ...)`; None keeps the node."""
+        previous, self._before = self._before, node
         new = write(self, *arguments, **named)
-        self._before = outer
+        self._before = previous
         if new is not None:
             node.replace_all_uses_with(new)
             self.graph.erase_node(node)
 
     def call(self, target: Any, *arguments: Any, **named: Any) -> Node:
-        """One operator."""
-        with self._in_place():
+        """Write one operator."""
+        with self._at_insertion_point():
             node = self.graph.call_function(target, arguments, named)
-        given = torch.fx.node.map_arg((arguments, named), lambda source: to_meta(source.meta["val"]))
-        node.meta["val"] = self._shapes.of(target, *given)
+        values = torch.fx.node.map_arg((arguments, named), lambda source: to_meta(source.meta["val"]))
+        node.meta["val"] = self._shapes.of(target, *values)
         return node
 
     def constant(self, tensor: torch.Tensor) -> Node:
-        """A constant of the program."""
+        """Write a read of a tensor that is stored as a constant of the module."""
         return self.attribute(self._constants.name(tensor), tensor)
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
-        """A tensor of the module by its name."""
-        with self._in_place():
+        """Write a read of a tensor of the module by its name."""
+        with self._at_insertion_point():
             node = self.graph.get_attr(name)
         node.meta["val"] = to_meta(tensor)
         return node
 
-    def _in_place(self) -> Any:
+    def _at_insertion_point(self) -> Any:
         return nullcontext() if self._before is None else self.graph.inserting_before(self._before)
 
     def reshape(self, source: Node, shape: Sequence[int]) -> Node:
-        """The same numbers in another shape."""
+        """Write a reshape."""
         return self.call(aten.reshape.default, source, list(shape))
 
     def total(self, source: Node) -> Node:
-        """Sum over the last dimension, kept as 1.
+        """Write the sum over the last dimension, which is kept with size 1.
 
-        XNNPACK has no such sum: products with ones stay in its delegate.
+        XNNPACK has no such sum, so it is written as products with ones, which stay in the delegate.
         """
         value = source.meta["val"]
         *lead, width = value.shape
@@ -142,23 +143,23 @@ class GraphWriter(Calls):
         if width in self._ones:
             rows = self.reshape(source, [1, prod(lead), width])
             return self.reshape(self.call(aten.bmm.default, rows, self._ones[width]), [*lead, 1])
-        part = part_of_sum(width)
-        if part < width:
-            parts = self.total(self.reshape(source, [*lead, width // part, part]))
-            return self.total(self.reshape(parts, [*lead, width // part]))
+        chunk = part_of_sum(width)
+        if chunk < width:
+            partial_sums = self.total(self.reshape(source, [*lead, width // chunk, chunk]))
+            return self.total(self.reshape(partial_sums, [*lead, width // chunk]))
         return self.call(aten.linear.default, source, self.constant(torch.ones(1, width, dtype=value.dtype)))
 
 
 def part_of_sum(count: int) -> int:
-    """How many of so many numbers to add up first; all if there are few.
+    """Returns how many of `count` elements to add in one step; `count` if one step adds all of them.
 
-    XNNPACK adds up by a layer of ones. It pads a layer's outputs to as many as a vector holds, and would read
-    megabytes of weights for one of a vocabulary.
+    XNNPACK sums by a linear layer of ones and pads the outputs of a layer to the width of a vector register,
+    so one sum over a whole vocabulary would read megabytes of weights.
     """
     if count <= _LONGEST_SUM:
         return count
-    part = max(size for size in range(1, _LONGEST_SUM + 1) if count % size == 0)
-    return part if part >= _SHORTEST_SUM else count
+    chunk = max(size for size in range(1, _LONGEST_SUM + 1) if count % size == 0)
+    return chunk if chunk >= _SHORTEST_SUM else count
 
 
 def apply_rules(
@@ -167,13 +168,14 @@ def apply_rules(
     constants: GraphConstants | None = None,
     ones: Mapping[int, Node] = MappingProxyType({}),
 ) -> None:
-    """Rewrite a graph in place; its nodes carry `meta["val"]`.
+    """Rewrite a graph in place; its nodes have `meta["val"]`.
 
     Args:
-        graph_module: whose graph is rewritten.
-        rules: by an operator's name. A rule gets a writer, the node, and the operator's arguments, and
-            returns what takes the node's place; None keeps it.
-        constants, ones: as of `GraphWriter`.
+        graph_module: the module whose graph is rewritten.
+        rules: rules by operator name. A rule gets a writer, the node and the operator's arguments, and
+            returns the replacement of the node; None keeps the node.
+        constants: see `GraphWriter`.
+        ones: see `GraphWriter`.
     """
     writer = GraphWriter(graph_module, constants, ones=ones)
     for node in list(graph_module.graph.nodes):

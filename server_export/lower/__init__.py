@@ -1,1 +1,1 @@
-"""From graphs to programs, through ExecuTorch."""
+"""Lowering of graphs to ExecuTorch programs and weights files."""

@@ -1,8 +1,9 @@
-"""A kind of block, lower_programs once for the weights of any block of it.
+"""Lower a block type once, for the weights of any block of this type.
 
-ExecuTorch keeps constants outside of a program if it is told to; XNNPACK's go by a digest of their bytes. So
-a kind is lower_programs with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's
-file of constants tells how they are laid out there. A block's weights file is that file with its own bytes.
+ExecuTorch can store constants outside of a program; XNNPACK names its constants by a digest of their bytes.
+So a block type is lowered with random constants, all different. The position of a constant's bytes in
+ExecuTorch's file of constants shows how the file is laid out. A block's weights file is this file with the
+block's own bytes.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from server_export.lower.sizes import Size
 
 aten = torch.ops.aten
 
-# In the meta of a node, under "custom": XNNPACK puts what the node stands for into the file of that name.
+# A key of a node's `meta["custom"]`: XNNPACK writes the node's constant to the file that its value names.
 _TAG, _WEIGHTS = "delegate_constant_tag", "weights"
-_REMEDY = "please report it with the name of the model"
-# Of what shares memory with what it is given, tracing leaves these as they are.
+_REMEDY = "Please report the problem with the name of the model."
+# Operators whose outputs share memory with their inputs, and which tracing leaves as they are.
 _VIEWS = {
     *(aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default),
     *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
     *(aten.split_with_sizes.default, aten.alias.default, aten.diagonal.default),
 }
-_OF_A_CAST = 2
+_CAST_ARGUMENTS = 2
 
 
 @dataclass(frozen=True)
 class LoweredBlockType:
-    """The program of all blocks of a kind, without weights, and the file that holds those of a block."""
+    """The program of a block type without weights, and the layout of a block's weights file."""
 
     program: bytes
     weights: WeightsLayout
@@ -51,12 +52,12 @@ class LoweredBlockType:
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """How to write the weights file of a block.
+    """The layout of the weights file of every block of a type.
 
     Attributes:
-        head: what comes before the constants: their keys and where they lie. The same for all blocks.
-        entries: the constants in the order of the file.
-        fixed: constants that are part of the program, so that every block needs the same.
+        head: beginning of the file, with keys and offsets of the constants; equal for all blocks.
+        entries: the constants, in the order of the file.
+        fixed: constants that are part of the program, and so must be equal for all blocks.
     """
 
     head: bytes
@@ -65,24 +66,28 @@ class WeightsLayout:
 
     @property
     def names(self) -> set[str]:
-        """The constants that `write` needs."""
+        """Names of the constants that `write` needs."""
         return {entry.name for entry in self.entries} | set(self.fixed)
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a block's constants, one after the other; others than those in `names` are left out.
+        """Write the weights file of a block.
+
+        Args:
+            path: the file.
+            tensors: the block's constants by name; those that are not in `names` are left out.
 
         Raises:
-            Refusal: one is missing, or isn't what the kind has in its place.
+            Refusal: a constant is missing, or has another shape, dtype or fixed value than the block type's.
         """
         if missing := sorted(self.names - set(tensors)):
             raise Refusal(
-                "constant-missing", f"the block has no constant {', '.join(missing)}", remedy=_REMEDY
+                "constant-missing", f"The block lacks the constants {', '.join(missing)}.", remedy=_REMEDY
             )
         for name, value in self.fixed.items():
             if not torch.equal(tensors[name], value):
                 raise Refusal(
                     "constant-differs-from-program",
-                    f"the block's constant {name} differs from that of its kind, whose program holds it",
+                    f"The block's constant {name} differs from the one inside the program of its block type.",
                     remedy=_REMEDY,
                 )
         with path.open("wb") as stream:
@@ -94,7 +99,7 @@ class WeightsLayout:
 
 @dataclass(frozen=True)
 class ConstantEntry:
-    """A constant in a weights file: where it lies, and in which of the layouts."""
+    """Offset and layout of a constant in a weights file."""
 
     name: str
     layout: str
@@ -103,26 +108,29 @@ class ConstantEntry:
     dtype: torch.dtype
 
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
-        """The constant as the engine reads it."""
+        """Return the bytes of a constant in this layout; raises Refusal for another shape or dtype."""
         if (tuple(tensor.shape), tensor.dtype) != (self.shape, self.dtype):
             raise Refusal(
                 "constant-of-another-shape",
-                f"the block's constant {self.name} is {tensor.dtype} {list(tensor.shape)}, its kind's "
-                f"{self.dtype} {list(self.shape)}",
+                f"The block's constant {self.name} is {tensor.dtype} {list(tensor.shape)}, but its block "
+                f"type has {self.dtype} {list(self.shape)}.",
                 remedy=_REMEDY,
             )
         return bytes_of(LAYOUTS[self.layout](tensor))
 
 
 def _packed_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes from -8 to 7, two to a byte: the first of a pair is the lower half, both without a sign."""
+    """Pack int4 codes from -8 to 7 into bytes, with the first code of a pair in the lower half.
+
+    The packed codes are unsigned, shifted by 8. Other tensors than matrices of codes stay as they are.
+    """
     if codes.dtype is not torch.int8 or codes.dim() != 2 or codes.shape[1] % 2:
         return codes
     unsigned = (codes + 8).view(torch.uint8)
     return unsigned[:, ::2] | unsigned[:, 1::2] << 4
 
 
-# How ExecuTorch 1.5.1 lays out what it is given: as it is, but for layers of int4 in groups.
+# The layouts of ExecuTorch 1.5.1: constants stay as they are, except weights of layers with groupwise int4.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda tensor: tensor,
     "int4": _packed_int4,
@@ -131,21 +139,21 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def lower_block_type(
-    methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (), in_pieces: Collection[str] = ()
+    methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (), split_methods: Collection[str] = ()
 ) -> LoweredBlockType:
-    """Lower the methods of a kind of block.
+    """Lower the methods of a block type to one program.
 
-        lower_programs = lower_block_type({"forward": forward, "backward": backward})
-        Path("block.pte").write_bytes(lower_programs.program)
-        lower_programs.weights.write(Path("000.ptd"), tensors)
+        lowered = lower_block_type({"forward": forward, "backward": backward})
+        Path("block.pte").write_bytes(lowered.program)
+        lowered.weights.write(Path("000.ptd"), tensors)
 
     Args:
-        methods: by name; what several of them read has one name. Not changed.
-        sizes: that a call chooses; memory of values outside of delegates is planned for the largest.
-        in_pieces: methods of small layers, which several delegates compute.
+        methods: methods by name, which are not changed; a constant has the same name in all of them.
+        sizes: dynamic sizes; memory of values outside of delegates is planned for the largest.
+        split_methods: methods of small layers, which are split among several delegates.
 
     Raises:
-        Refusal: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
+        Refusal: ExecuTorch refuses a method, or stores a constant in an unknown layout.
     """
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
@@ -154,14 +162,14 @@ def lower_block_type(
 
     constants = StandInConstants(methods)
     config = ExecutorchBackendConfig(
-        # What portable kernels read goes to the file that XNNPACK is told too.
+        # Constants of portable kernels go to the same file as those of XNNPACK.
         external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
         sym_shape_eval_pass=largest_shapes(sizes),
     )
-    standing = {method: constants.as_placeholders(program) for method, program in methods.items()}
+    stand_ins = {method: constants.as_placeholders(program) for method, program in methods.items()}
     with TemporaryDirectory() as folder:
-        executorch = lower_programs(standing, config, in_pieces=in_pieces)
+        executorch = lower_programs(stand_ins, config, split_methods=split_methods)
         executorch.write_tensor_data_to_file(folder)
         program = bytes(executorch.buffer)
         del executorch
@@ -172,11 +180,11 @@ def lower_block_type(
 
 
 class StandInConstants:
-    """The constants of a kind, and what stands for them while they are lower_programs.
+    """The constants of a block type, and the random constants that replace them during lowering.
 
     Attributes:
-        values: of all, by name.
-        fixed: of those that are part of the program.
+        values: values of all constants, by name.
+        fixed: values of the constants that are part of the program.
     """
 
     def __init__(self, methods: Mapping[str, ExportedProgram]) -> None:
@@ -190,26 +198,26 @@ class StandInConstants:
                 if (known.shape, known.dtype) != (value.shape, value.dtype):
                     raise Refusal(
                         "constants-differ-between-methods",
-                        f"two methods have different constants {name}",
+                        f"Two methods have different constants {name}.",
                         remedy=_REMEDY,
                     )
                 _refuse_packed_and_read(node, name)
-                if _belongs_to_the_program(node):
+                if _is_part_of_program(node):
                     fixed.add(name)
         self.fixed = {name: self.values[name] for name in fixed}
 
     @cached_property
     def random(self) -> dict[str, torch.Tensor]:
-        """What stands for the others: no two alike, the same in every process."""
+        """Random values for the constants that are not fixed; all different, and equal in every process."""
         return {name: _random(name, value) for name, value in self.values.items() if name not in self.fixed}
 
     def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
-        """A copy of the program with random constants, each marked with the file that it goes to."""
+        """Return a copy of the program with random constants, marked to be stored in the weights file."""
         graph, copies = Graph(), dict[Node, Node]()
         graph.output(graph.graph_copy(program.graph, copies))
         for node, name, _ in _constants_of(program):
             if name in self.random:
-                # XNNPACK looks at a constant, and at what restores a quantized one.
+                # XNNPACK reads the mark from a constant, or from the dequantization of a quantized one.
                 for marked in (node, *filter(is_dequantization, node.users)):
                     copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
         unshare_quantizations(graph)
@@ -226,10 +234,14 @@ class StandInConstants:
         )
 
     def explain(self, content: bytes, alignment: int) -> WeightsLayout:
-        """What each part of a file of the random constants is made of.
+        """Find the layout of a weights file that ExecuTorch wrote with the random constants.
+
+        Args:
+            content: the file.
+            alignment: alignment of its parts, in bytes.
 
         Raises:
-            Refusal: nothing explains a part, or two constants do.
+            Refusal: a part equals no constant in any known layout, or more than one.
         """
         from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
@@ -244,67 +256,72 @@ class StandInConstants:
         entries = []
         for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
             keys = [key for key, entry in payload.named_data.items() if entry.buffer_index == index]
-            found = origins.get(_digest(part), {})
-            lies_there = content.startswith(part, start + offset)
-            if len(found) != 1 or not lies_there:
-                what = f"is that of {' and '.join(sorted(found))}" if found else "is none that is known here"
+            matches = origins.get(_digest(part), {})
+            is_at_offset = content.startswith(part, start + offset)
+            if len(matches) != 1 or not is_at_offset:
+                which = f"equals {' and '.join(sorted(matches))}" if matches else "equals no known constant"
                 raise Refusal(
-                    "ambiguous-constant" if found else "unknown-constant",
-                    f"ExecuTorch's constant {', '.join(keys)} ({len(part)} bytes) {what}",
+                    "ambiguous-constant" if matches else "unknown-constant",
+                    f"ExecuTorch's constant {', '.join(keys)} ({len(part)} bytes) {which}.",
                     remedy=_REMEDY,
                 )
-            ((name, layout),) = found.items()
+            ((name, layout),) = matches.items()
             value = self.values[name]
             entries.append(ConstantEntry(name, layout, start + offset, tuple(value.shape), value.dtype))
         return WeightsLayout(content[:start], tuple(entries), self.fixed)
 
     def _origins(self, sizes: set[int]) -> dict[bytes, dict[str, str]]:
-        """By digest of bytes: the constants that give them, each with its layout."""
-        found: dict[bytes, dict[str, str]] = defaultdict(dict)
+        """Return the names and layouts of the random constants, by the digest of their bytes.
+
+        Only layouts whose number of bytes is in `sizes` are computed.
+        """
+        origins: dict[bytes, dict[str, str]] = defaultdict(dict)
         for name, value in self.random.items():
             for layout, apply in LAYOUTS.items():
-                # A large constant is laid out in no way that no part has.
                 if apply(value.to("meta")).nbytes in sizes:
-                    found[_digest(bytes_of(apply(value)))].setdefault(name, layout)
-        return found
+                    origins[_digest(bytes_of(apply(value)))].setdefault(name, layout)
+        return origins
 
     def refuse_inlined(self, weights: WeightsLayout) -> None:
-        """Every constant that was random has to be in a file: none in the program, where it would stay."""
+        """Raise Refusal if a random constant is not in the weights file, and so is part of the program."""
         written = {entry.name for entry in weights.entries}
         if inside := sorted(set(self.random) - written):
             raise Refusal(
                 "constants-inside-program",
-                f"ExecuTorch keeps constants inside of the program that differ from block to block: "
+                f"ExecuTorch stores constants inside the program that differ between blocks: "
                 f"{', '.join(inside)}",
                 remedy=_REMEDY,
             )
 
 
 class _Functional(ExportedProgram):
-    """A program that is lower_programs as it is: tracing it once more took half of an export's time."""
+    """A program in functional form, which is not traced again: that took half of an export's time."""
 
     def run_decompositions(self, decomp_table: Any = None, *options: Any, **more: Any) -> ExportedProgram:
-        """See ExportedProgram; an empty table asks for a functional program and for nothing else."""
-        # torch's own tables are dictionaries that look empty until they are asked.
-        asks_no_more = type(decomp_table) is dict and not decomp_table
-        is_one = asks_no_more and not any(map(_is_taken_apart, self.graph.nodes))
-        return self if is_one else super().run_decompositions(decomp_table, *options, **more)
+        """Return the program itself if only functional form is required and the program has it.
+
+        An empty table requires functional form only. For others, see ExportedProgram.
+        """
+        # torch's own tables are lazy dictionaries of another type, which look empty until they are read.
+        only_functional = type(decomp_table) is dict and not decomp_table
+        is_functional = only_functional and not any(map(_is_rewritten_by_tracing, self.graph.nodes))
+        return self if is_functional else super().run_decompositions(decomp_table, *options, **more)
 
 
-def _is_taken_apart(node: Node) -> bool:
-    """Whether tracing writes an operator otherwise, since its answer shares, or may share, memory."""
+def _is_rewritten_by_tracing(node: Node) -> bool:
+    """Whether tracing rewrites an operator because its output may share memory with an input."""
     schema = getattr(node.target, "_schema", None)
     shares = schema is not None and any(argument.alias_info for argument in schema.arguments)
     return shares and node.target not in _VIEWS
 
 
 def _write_as_traced(graph: Graph) -> None:
-    """Write views as views and casts as copies; leave out asserts, which no engine checks; in place."""
+    """Rewrite reshapes as views and casts as copies, and remove asserts, in place, as tracing would."""
     for node in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         graph.erase_node(node)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="call_function", target=aten.to.dtype):
-        if len(node.args) == _OF_A_CAST and not node.kwargs:
+        if len(node.args) == _CAST_ARGUMENTS and not node.kwargs:
             node.target, node.args, node.kwargs = (
                 aten._to_copy.default,
                 node.args[:1],
@@ -317,7 +334,7 @@ def _write_as_traced(graph: Graph) -> None:
 
 
 def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor]]:
-    """The placeholders of a program's constants, their names and values."""
+    """Yield placeholders, names and values of a program's constants."""
     from torch.export.graph_signature import InputKind
 
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -328,41 +345,44 @@ def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.T
             yield nodes[spec.arg.name], name, value
 
 
-def _belongs_to_the_program(node: Node) -> bool:
-    """Zero points, which XNNPACK's layers don't read, and numbers that ExecuTorch takes for code."""
+def _is_part_of_program(node: Node) -> bool:
+    """Whether a constant stays in the program: zero points, which XNNPACK doesn't read, and literals."""
     is_zero_point = any(is_dequantization(user) and user.args[3] is node for user in node.users)
     return is_zero_point or "lifted_tensor" in node.name
 
 
 def _refuse_packed_and_read(node: Node, name: str) -> None:
-    """XNNPACK packs the weight of a layer and gives its bytes back, also if another operator reads them."""
+    """Raise Refusal if a linear layer's weight is also read by another operator.
+
+    XNNPACK packs the weight and frees its bytes, even if another operator reads them.
+    """
     as_weight = [user for user in node.users if user.target is aten.linear.default and node in user.args[1:]]
     if as_weight and len(as_weight) < len(node.users):
         raise Refusal(
             "weight-read-otherwise",
-            f"the constant {name} is read by a linear layer and by another operator, which needs a copy",
+            f"The constant {name} is read by a linear layer and by another operator, which needs a copy.",
             remedy=_REMEDY,
         )
 
 
 def _random(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A constant that stands for another; by its name, so that methods left out don't change it."""
+    """Return random values like a constant's; the seed is its name, so that other methods don't matter."""
     generator = torch.Generator().manual_seed(int.from_bytes(_digest(name.encode())[:7], "big"))
     if like.dtype.is_floating_point:
-        # Positive, as scales are, and of many magnitudes, so that few of them are enough to differ.
+        # Positive like scales, and of many magnitudes, so that even short constants differ.
         random = torch.randn(like.shape, generator=generator).mul_(4).exp_().to(like.dtype)
     elif like.dtype is torch.bool:
         random = torch.randint(2, like.shape, generator=generator).bool()
     else:
-        # Codes have to be int4 where the graph says so.
+        # int8 tensors may hold int4 codes.
         low, high = (-8, 8) if like.dtype is torch.int8 else (0, torch.iinfo(like.dtype).max)
         random = torch.randint(low, high, like.shape, generator=generator, dtype=like.dtype)
-    # A program's parameters have to be such.
+    # torch.export requires a program's parameters to be nn.Parameter.
     return nn.Parameter(random, requires_grad=False) if isinstance(like, nn.Parameter) else random
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor as it lies in memory."""
+    """Return the bytes of a contiguous tensor as they are in memory."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

@@ -1,15 +1,15 @@
-"""Lowered kinds of earlier exports, in the user's cache: lowering takes most of an export's time.
+"""A cache of lowered block types in the user's cache folder: lowering takes most of an export's time.
 
-    ~/.cache/prge/programs/<hash>   a kind's program, and how the weights file of a block is laid out
+    ~/.cache/prge/programs/<hash>   a block type's program, and the layout of a block's weights file
 
-Neither weights nor rows are part of a file: a kind is lowered with random constants. The hash is of what the
-program follows from: the graphs of its methods, constants that all blocks share, sizes, versions, and the
-code that lowers. So torch.export doesn't trace a kind that is taken either. Every export compares the
-programs in the engine with the graphs, wherever they come from.
+Files contain neither weights nor rows, since block types are lowered with random constants. The hash covers
+everything that a program depends on: the graphs of its methods, constants that all blocks share, sizes,
+versions, and the code that lowers. torch.export doesn't trace a cached block type either. Every export
+compares programs in the engine with the graphs, whether they are cached or not.
 
-A program has all methods of its kind, and ExecuTorch has no way to add one: other roles are another program
-of the kinds that have these roles. So is another rank of the kinds with adapters, of which LoRA-FA's `lora_a`
-is a constant, whose sizes can't be unknown. The other kinds are taken from the cache.
+A program has all methods of its block type, and ExecuTorch can't add one later. So block types are lowered
+again for other roles, if they have these roles, and for another rank, if they have adapters: LoRA-FA's
+`lora_a` is a constant, whose sizes can't be dynamic. The other block types are read from the cache.
 """
 
 from __future__ import annotations
@@ -47,41 +47,44 @@ from server_export.lower.block_type import (
 from server_export.lower.sizes import SizedMethod
 
 _PACKAGES = ("torch", "executorch", "torchao")
-# Rooms of this package whose code lowers; what comes before shows in the graphs.
+# Packages whose code lowers graphs; changes of earlier passes show in the graphs.
 LOWERING_ROOMS = ("lower", "ir")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ProgramCache:
-    """Lowers kinds, or takes them from the cache; `taken` counts these.
+    """Lowers block types, or reads them from the cache.
 
     Args:
-        folder: of the files; by default in the user's cache. None where there is none.
+        folder: folder of the files; None: a folder in the user's cache.
+
+    Attributes:
+        hits: number of block types that were read from the cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.taken = 0
+        self.hits = 0
         self._folder = folder
         if folder is None:
-            with contextlib.suppress(EngineError):  # without a home
+            with contextlib.suppress(EngineError):  # the user has no home folder
                 self._folder = user_cache(PROGRAMS)
 
     def lower(
         self,
         methods: Mapping[str, SizedMethod],
         constants: Mapping[str, torch.Tensor],
-        in_pieces: Collection[str],
+        split_methods: Collection[str],
     ) -> LoweredBlockType:
-        """As `lower_methods`."""
+        """Return the lowered methods, from the cache if it has them; see `lower_methods`."""
         if self._folder is None:
-            return lower_methods(methods, constants, in_pieces)
-        path = self._folder / _key(methods, constants, in_pieces)
-        known = _read(path)
-        if known is not None:
-            self.taken += 1
-            return known
-        lowered = lower_methods(methods, constants, in_pieces)
-        # What can't be kept is lowered again by the next export.
+            return lower_methods(methods, constants, split_methods)
+        path = self._folder / _key(methods, constants, split_methods)
+        cached = _read(path)
+        if cached is not None:
+            self.hits += 1
+            return cached
+        lowered = lower_methods(methods, constants, split_methods)
+        # If the file can't be written, the next export lowers the block type again.
         with contextlib.suppress(OSError, RunError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(path, _content(lowered))
@@ -89,41 +92,49 @@ class ProgramCache:
 
 
 def lower_methods(
-    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], split_methods: Collection[str]
 ) -> LoweredBlockType:
-    """Lower a kind's methods; `constants` are those of them that all blocks share. See `lower_block_type`."""
+    """Lower the methods of a block type; see `lower_block_type`.
+
+    Args:
+        methods: methods by role.
+        constants: their constants that all blocks share.
+        split_methods: methods that are split among several delegates.
+    """
     sizes = {size for method in methods.values() for size in method.sizes.values()}
-    return lower_block_type({role: method.program() for role, method in methods.items()}, sizes, in_pieces)
+    return lower_block_type(
+        {role: method.program() for role, method in methods.items()}, sizes, split_methods
+    )
 
 
 def _key(
-    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], split_methods: Collection[str]
 ) -> str:
-    """Hash of all that a lowered kind follows from: graphs, sizes, constants that all blocks share, code."""
-    found = hashlib.sha256(lowering_code().encode())
+    """Return a hash of graphs, sizes, constants that all blocks share, and lowering code."""
+    key = hashlib.sha256(lowering_code().encode())
 
     def add(*facts: object) -> None:
-        found.update(("\n".join(map(str, facts)) + "\n").encode())
+        key.update(("\n".join(map(str, facts)) + "\n").encode())
 
-    add(sorted(in_pieces))
+    add(sorted(split_methods))
     for role in sorted(methods):
         method = methods[role]
         add(role, sorted((name, repr(size)) for name, size in method.sizes.items()))
         numbers: dict[Node, str] = {}
         for node in method.block.graph_module.graph.nodes:
             numbers[node] = f"%{len(numbers)}"
-            # A function's own text has its address, and names of nodes tell how a graph was made.
+            # A function's repr has its address, and names of nodes depend on how a graph was made.
             target = getattr(node.target, "__qualname__", node.target)
             arguments = map_arg((node.args, node.kwargs), lambda source, numbers=numbers: numbers[source])
             add(node.op, target, arguments, _shape(node.meta.get("val")))
     for name, value in sorted(constants.items()):
         add(name, value.dtype, list(value.shape))
-        found.update(bytes_of(value))
-    return found.hexdigest()[:32]
+        key.update(bytes_of(value))
+    return key.hexdigest()[:32]
 
 
 def _shape(value: Any) -> object:
-    """Types and shapes of a node's value."""
+    """Return dtypes and shapes of a node's value."""
     if isinstance(value, torch.Tensor):
         return value.dtype, [*value.shape]
     if isinstance(value, list | tuple):
@@ -133,7 +144,7 @@ def _shape(value: Any) -> object:
 
 @lru_cache(maxsize=1)
 def lowering_code() -> str:
-    """Versions of what lowers, and hashes of the code of this package that does."""
+    """Return versions of the libraries that lower, and hashes of this package's code that does."""
     root = Path(__file__).resolve().parents[1]
     files = sorted(path for room in LOWERING_ROOMS for path in (root / room).rglob("*.py"))
     versions = [importlib.metadata.version(name) for name in _PACKAGES]
@@ -141,13 +152,13 @@ def lowering_code() -> str:
 
 
 def _content(lowered: LoweredBlockType) -> bytes:
-    """A kind as the bytes of its file: their hash, and a safetensors file."""
+    """Return a lowered block type as the content of its file: a hash, and a safetensors file."""
     weights = lowered.weights
     entries = [
-        [entry.name, entry.layout, entry.offset, entry.shape, _name_of(entry.dtype)]
+        [entry.name, entry.layout, entry.offset, entry.shape, _dtype_name(entry.dtype)]
         for entry in weights.entries
     ]
-    fixed = [[name, [*value.shape], _name_of(value.dtype)] for name, value in weights.fixed.items()]
+    fixed = [[name, [*value.shape], _dtype_name(value.dtype)] for name, value in weights.fixed.items()]
     parts: dict[str, bytes | memoryview] = {
         "program": lowered.program,
         "head": weights.head,
@@ -159,12 +170,12 @@ def _content(lowered: LoweredBlockType) -> bytes:
     return hashlib.sha256(content).digest() + content
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _read(path: Path) -> LoweredBlockType | None:
-    """The kind in a file; None where there is none, or it is damaged."""
+    """Read a lowered block type; None if there is no such file, or it is damaged."""
     try:
         stored = path.read_bytes()
         digest, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]

@@ -1,4 +1,4 @@
-"""A chain becomes files: a program for every kind, a weights file for every block."""
+"""Lower a chain to files: a program for each block type, and a weights file for each block."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ from server_export.quantize.frozen import codes_name, scale_name
 from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
-# Lowering a kind takes about as long as writing the weights of so many blocks.
-_OF_A_TYPE = 20
+# Lowering a block type takes about as long as writing the weights of so many blocks.
+_BLOCKS_PER_TYPE = 20
 
 
 @dataclass(frozen=True)
 class LoweredChain:
-    """What a manifest says of the blocks that were written and of shared values, each kind's programs by
-    number, and where calibrated layers lie, by their names in the model."""
+    """The files of a chain, as its manifest describes them.
+
+    Attributes:
+        programs: the programs, one for each block type.
+        blocks: program, weights file and inputs of each block.
+        tables: the tables of positions.
+        lowered: the lowered roles of each block type, in the order of `programs`.
+        shared: numbers of the blocks whose outputs other blocks share.
+        layers: files and offsets of calibrated layers, by their names in the model.
+    """
 
     programs: tuple[manifest.BlockProgram, ...]
     blocks: tuple[manifest.BlockSpec, ...]
@@ -47,18 +55,18 @@ def lower_chain(
     folder: Path,
     roles: Collection[str],
     bounds: Bounds,
-    tell: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
     cache: ProgramCache | None = None,
 ) -> LoweredChain:
     """Write the programs, weights files and tables of a model into a folder.
 
     Args:
         chain: the model's blocks.
-        folder: of the bundle.
-        roles: of prge.formats.chain.ROLES; `stack` is always there.
-        bounds: sizes of one call.
-        tell: is told of every kind when its program is written.
-        cache: of programs; None: lower in any case.
+        folder: folder of the bundle.
+        roles: names in prge.formats.chain.ROLES; `forward` is always included.
+        bounds: largest sizes of one call.
+        log: called with a line of text when a program is written.
+        cache: cache of programs; None: lower all block types.
 
     Raises:
         Refusal: a block can't be lowered, or the files lack a weight.
@@ -69,29 +77,29 @@ def lower_chain(
         roles = {*roles, *(CHUNK_ROLE[role] for role in {FORWARD, *roles} & {*CHUNK_ROLE})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
-    part = count_parts(_OF_A_TYPE * len(chain.block_types) + len(chain.blocks))
+    part = count_parts(_BLOCKS_PER_TYPE * len(chain.block_types) + len(chain.blocks))
     programs: list[manifest.BlockProgram] = []
     lowered: list[LoweredRoles] = []
     for first in chain.block_types:
-        taken = cache.taken if cache else 0
-        done = _lowered_type(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_TYPE))
+        hits = cache.hits if cache else 0
+        done = _lowered_type(chain, first, roles, bounds, cache, lambda share: part(share * _BLOCKS_PER_TYPE))
         lowered.append(done)
         name = _program_name(chain, first, {program.file for program in programs})
         interfaces = {role: method.interface() for role, method in done.methods.items()}
         programs.append(manifest.BlockProgram(_program(name), interfaces, chain.blocks[first].is_expert))
         (folder / programs[-1].file).write_bytes(done.block_type.program)
-        cached = " (from the cache)" if cache and cache.taken > taken else ""
-        tell(f"{name}: {', '.join(done.methods)}{cached}")
+        cached = " (from the cache)" if cache and cache.hits > hits else ""
+        log(f"{name}: {', '.join(done.methods)}{cached}")
         release_freed_memory()
-    place = {first: number for number, first in enumerate(chain.block_types)}
+    program_of = {first: number for number, first in enumerate(chain.block_types)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     layers = dict[str, StoredLayer]()
     written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
-        program, path = place[chain.type_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
+        program, path = program_of[chain.type_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
         if number < chain.head_start:
-            # A layer that is used again has the file of its first use.
+            # Blocks that share their weights share a file.
             path = written.setdefault((program, block.weights), path)
         if not (folder / path).exists():
             lowered[program].write(folder / path, chain.tensors(number))
@@ -108,10 +116,10 @@ def lower_chain(
 
 
 def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
-    """Refuse in seconds what would be refused when a block is lowered.
+    """Check within seconds whether the operators have the derivatives that the roles need.
 
     Raises:
-        Refusal: an operator has no forward-mode derivative, and roles have `tangent`.
+        Refusal: the roles include `jvp`, and an operator has no forward-mode derivative.
     """
     if JVP not in roles:
         return
@@ -130,18 +138,18 @@ def _lowered_type(
     cache: ProgramCache | None,
     done: Callable[[float], object],
 ) -> LoweredRoles:
-    """The programs of the kind whose first block has this number."""
+    """Lower the block type whose first block has this number."""
     lowest = next(number for number, block in enumerate(chain.blocks) if block.modules)
-    # No step goes through blocks below the first adapter.
-    is_stepped = first in chain.type_of[lowest:]
+    # Blocks below the first adapter need no training roles.
+    is_trained = first in chain.type_of[lowest:]
     of_type, is_expert = chain.block_types[first], chain.blocks[first].is_expert
     if is_expert:
-        # It knows nothing of other tokens: a forward pass is one, whatever its tokens are.
+        # An expert computes each token by itself, so chunks and tokens need no roles of their own.
         roles = {*roles} & {*STEP_ROLES}
     return lower_roles(
         of_type.block,
         of_type.frozen.stored,
-        {FORWARD, *(role for role in roles if is_stepped or role not in TRAINING_ROLES)},
+        {FORWARD, *(role for role in roles if is_trained or role not in TRAINING_ROLES)},
         bounds,
         cache=cache,
         done=done,
@@ -152,19 +160,20 @@ def _lowered_type(
 def _stored_layers(
     chain: ModelChain, number: int, path: str, weights: WeightsLayout
 ) -> dict[str, StoredLayer]:
-    """Where the calibrated layers of a block lie in its weights file; experts have no names of their own."""
+    """Return the offsets of a block's calibrated layers in its weights file; none for experts."""
     rounded = {} if chain.blocks[number].is_expert else chain.rounded(number)
     offsets = {entry.name: entry.offset for entry in weights.entries}
-    found = {}
+    layers = {}
     for name, own in chain.weight_names(number).items():
         if own in rounded:
             outputs, inputs = rounded[own].codes.shape
-            places = offsets[codes_name(name)], offsets[scale_name(name)]
-            found[layer_name(own)] = StoredLayer(path, *places, (outputs, inputs))
-    return found
+            layer_offsets = offsets[codes_name(name)], offsets[scale_name(name)]
+            layers[layer_name(own)] = StoredLayer(path, *layer_offsets, (outputs, inputs))
+    return layers
 
 
 def _program_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
+    """Return the name of a block type's program, which no program in `programs` has."""
     if first == 0:
         return EMBEDDING
     if first >= chain.head_start:
@@ -174,16 +183,19 @@ def _program_name(chain: ModelChain, first: int, programs: Collection[str]) -> s
 
 
 def _program(name: str) -> str:
+    """Return the path of a program in a bundle."""
     return f"{PROGRAMS}/{name}.pte"
 
 
 def _block_name(chain: ModelChain, number: int) -> str:
+    """Return the name of a block's weights file."""
     if number >= chain.head_start:
         return HEAD if len(chain.head_rows) == 1 else f"{HEAD}-{number - chain.head_start:02d}"
     return EMBEDDING if number == 0 else f"{number - 1:03d}"
 
 
 def _write_tables(path: Path, tables: list[ModelTable]) -> None:
+    """Write the values of the tables to a file, if there are any."""
     values: dict[str, torch.Tensor] = {
         str(number): torch.as_tensor(table.values).contiguous().clone()
         for number, table in enumerate(tables)

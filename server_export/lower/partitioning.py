@@ -1,13 +1,13 @@
-"""Which operators of a graph go to XNNPACK together.
+"""Partition a graph into delegates of XNNPACK.
 
-ExecuTorch's own grouping compares every pair of groups, which takes longer than all else once a graph has
-thousands of operators. Here a delegate is all that XNNPACK takes at one level, where the level of a value is
-the number of times that its computation has come back into XNNPACK. A path that leaves a delegate ends in a
-higher level, so delegates never wait for each other, and there are as few as one after another can be.
+ExecuTorch's own partitioner compares every pair of groups, which dominates the time of graphs with thousands
+of operators. Here a delegate has all operators for XNNPACK of one level, where the level of a value is the
+number of times that its computation has re-entered XNNPACK. A path that leaves a delegate ends in a higher
+level, so delegates never depend on each other in a cycle, and their number is minimal.
 
-A delegate is prepared by one thread each time that it runs, and the others fall asleep meanwhile if that
-takes more than some microseconds. Waking them up takes longer than a small layer, so a program of small
-layers runs faster in pieces that are prepared one at a time.
+One thread prepares a delegate each time that it runs, and the other threads fall asleep if that takes more
+than some microseconds. Waking them up takes longer than a small layer. So a program of small layers runs
+faster if its delegates are split and prepared one at a time.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from torch.fx.passes.infra.partitioner import Partition
 
 
 class LevelPartitioner(XnnpackPartitioner):
-    """XNNPACK's choice of operators, float and dynamically quantized layers alike, grouped by level.
+    """Groups all operators that XNNPACK supports, float and dynamically quantized, by level.
 
-    XNNPACK rewrites every delegate sixteen times (convolutions, batch norms, paddings, clones), each time
-    interpreting the whole graph: two thirds of a lowering, for nothing that these graphs hold. Its own
-    compile option leaves only the rewriting that turns matrix products into linear layers.
+    XNNPACK rewrites every delegate sixteen times (convolutions, batch norms, paddings, clones), and
+    interprets the whole graph each time. That takes two thirds of lowering and changes nothing in these
+    graphs. A compile option of XNNPACK restricts it to the rewrite that turns matrix products into linear
+    layers.
 
     Args:
-        most: operators of a piece; by default a delegate stays whole.
+        limit: most operators of a delegate; None: no limit.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()
-        self._most = most
-        # It warns of conversions that keep less than XNNPACK could take; this one keeps all of it.
+        self._limit = limit
+        # The superclass warns about conversions that decompose operators of XNNPACK; this one doesn't.
         logging.getLogger(XnnpackPartitioner.__module__).setLevel(logging.ERROR)
         options = [CompileSpec("dqlinear_partitioner", b"")]
         self.delegation_spec = DelegationSpec(XnnpackBackend.__name__, options)
 
     def generate_partitions(self, ep: ExportedProgram) -> list[Any]:
-        """Partitions in order; operators that only run together, such as a quantized layer's, stay so."""
-        remembering = copy.copy(ep)
-        remembering._graph_signature = _Remembering(
+        """Return the partitions in order; groups of operators, such as a quantized layer's, stay together."""
+        with_cache = copy.copy(ep)
+        with_cache._graph_signature = _CachedSignature(
             ep.graph_signature.input_specs, ep.graph_signature.output_specs
         )
-        groups = self.get_matched_nodes_from_configs(remembering)
+        groups = self.get_matched_nodes_from_configs(with_cache)
         levels = delegate_levels(ep.graph, groups)
         members: dict[int, list[Node]] = {}
         for node in ep.graph.nodes:
             if node in levels:
                 members.setdefault(levels[node], []).append(node)
         delegates = [members[level] for level in sorted(members)]
-        if self._most is not None:
-            delegates = [piece for nodes in delegates for piece in in_pieces(nodes, groups, self._most)]
+        if self._limit is not None:
+            delegates = [part for nodes in delegates for part in split_delegate(nodes, groups, self._limit)]
         return [Partition(id=number, nodes=nodes) for number, nodes in enumerate(delegates)]
 
 
-class _Remembering(ExportGraphSignature):
-    """A signature that isn't to be changed: it reads its inputs once, not once for every operator."""
+class _CachedSignature(ExportGraphSignature):
+    """An immutable signature that collects its inputs once, and not once for every operator."""
 
     inputs_to_parameters = cached_property(ExportGraphSignature.inputs_to_parameters.fget)
     inputs_to_buffers = cached_property(ExportGraphSignature.inputs_to_buffers.fget)
@@ -76,44 +77,44 @@ class _Remembering(ExportGraphSignature):
 
 
 def delegate_levels(graph: Graph, groups: Sequence[Sequence[Node]]) -> dict[Node, int]:
-    """The level of every node of `groups`; all nodes of a group have the same.
+    """Return the level of every node of `groups`, which is equal for all nodes of a group.
 
     Raises:
-        ValueError: a value that leaves a group comes back into it.
+        ValueError: a value leaves a group and re-enters the same group.
     """
     group_of = {node: index for index, group in enumerate(groups) for node in group}
     levels = [0] * len(groups)
-    # A group begins before the last of its operators has told how late it is.
+    # The level of a group may rise after operators that depend on it were visited.
     for _ in range(len(groups) + 1):
         if not _raise_levels(graph, group_of, levels):
             return {node: levels[index] for node, index in group_of.items()}
-    raise ValueError("operators that must run together wait for one that waits for them")
+    raise ValueError("Operators of one group depend on an operator that depends on the group.")
 
 
-def in_pieces(nodes: Sequence[Node], groups: Sequence[Sequence[Node]], most: int) -> list[list[Node]]:
-    """Operators of a delegate, in order, as several that run one after another.
+def split_delegate(nodes: Sequence[Node], groups: Sequence[Sequence[Node]], limit: int) -> list[list[Node]]:
+    """Split the operators of a delegate into several delegates that run one after another.
 
     Args:
-        nodes: in the order of their graph.
-        groups: that stay whole; they may share operators.
-        most: operators of a piece, but for those that a group holds together.
+        nodes: operators of the delegate, in the order of their graph.
+        groups: operators that stay together; groups may overlap.
+        limit: most operators of a delegate, apart from those that a group adds.
     """
-    count = -(-len(nodes) // most)
-    piece = {node: index * count // len(nodes) for index, node in enumerate(nodes)}
-    inside = [[node for node in group if node in piece] for group in groups]
+    count = -(-len(nodes) // limit)
+    part = {node: index * count // len(nodes) for index, node in enumerate(nodes)}
+    inside = [[node for node in group if node in part] for group in groups]
     before: dict[Node, int] = {}
-    while piece != before:
-        before = dict(piece)
+    while part != before:
+        before = dict(part)
         for node in nodes:
-            piece[node] = max(piece[node], *(piece.get(source, 0) for source in node.all_input_nodes), 0)
+            part[node] = max(part[node], *(part.get(source, 0) for source in node.all_input_nodes), 0)
         for group in filter(None, inside):
-            piece |= dict.fromkeys(group, max(map(piece.__getitem__, group)))
-    found = ([node for node in nodes if piece[node] == number] for number in range(count))
-    return [*filter(None, found)]
+            part |= dict.fromkeys(group, max(map(part.__getitem__, group)))
+    parts = ([node for node in nodes if part[node] == number] for number in range(count))
+    return [*filter(None, parts)]
 
 
 def _raise_levels(graph: Graph, group_of: dict[Node, int], levels: list[int]) -> bool:
-    """Raise the groups' levels above what their operators read; whether any was raised."""
+    """Raise the levels of groups to those of their inputs, and return whether any level was raised."""
     outside: dict[Node, int] = {}
     raised = False
     for node in graph.nodes:
@@ -122,11 +123,11 @@ def _raise_levels(graph: Graph, group_of: dict[Node, int], levels: list[int]) ->
             continue
         sources = [source for source in node.all_input_nodes if source.op == "call_function"]
         if node not in group_of:
-            found = (levels[group_of[s]] if s in group_of else outside[s] for s in sources)
-            outside[node] = max(found, default=-1)
+            source_levels = (levels[group_of[s]] if s in group_of else outside[s] for s in sources)
+            outside[node] = max(source_levels, default=-1)
             continue
-        found = (levels[group_of[s]] if s in group_of else outside[s] + 1 for s in sources)
-        level, group = max(found, default=0), group_of[node]
+        source_levels = (levels[group_of[s]] if s in group_of else outside[s] + 1 for s in sources)
+        level, group = max(source_levels, default=0), group_of[node]
         if level > levels[group]:
             levels[group] = level
             raised = True

@@ -1,8 +1,8 @@
-"""What memory is planned for: the largest sizes of a call.
+"""Plan ExecuTorch's memory for the largest sizes of a call.
 
-XNNPACK's workspace is at least as large as the sizes in its program say, all of it touched, and grows with a
-call. So its program has the example's sizes, and these bounds are ExecuTorch's alone: pages of an arena that
-no call reaches take nothing.
+XNNPACK allocates and touches a workspace for the sizes in its program, and enlarges it for a larger call. So
+XNNPACK's program has the example's sizes, and only ExecuTorch plans for the largest: pages of its arena that
+no call uses take no memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from server_export.lower.sizes import Size, largest_of, maxima_of
 
 
 def largest_shapes(sizes: Iterable[Size]) -> PassBase:
-    """The pass that gives values of a call's sizes the shapes of the largest call.
+    """Return a pass that replaces dynamic sizes in the shapes of all values by their maxima.
 
     Raises:
-        ValueError: two sizes of other maxima have the same example, by which they are told apart.
+        ValueError: two sizes with different maxima have the same example, which identifies a size.
     """
     return _LargestShapes(maxima_of(sizes))
 
@@ -32,7 +32,7 @@ class _LargestShapes(PassBase):
         self._maxima = maxima
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Write the shapes into the specs of all values."""
+        """Write the largest shapes into the specs of all values."""
         largest = largest_of(graph_module.graph, self._maxima)
         for node in graph_module.graph.nodes:
             for spec in pytree.tree_leaves(node.meta.get("spec", [])):

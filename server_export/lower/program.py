@@ -1,4 +1,4 @@
-"""A whole module as one program file, with its weights inside and shapes that don't change."""
+"""Lower modules to a program file that contains their weights, for fixed shapes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from server_export.library_errors import executorch_errors
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchBackendConfig
 
-# Operators of a piece, which is prepared while the engine's threads stay awake.
-_PIECE = 45
+# Most operators of a split delegate: preparing so many keeps the engine's threads awake.
+_SPLIT_OPERATORS = 45
 
 
 def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-    """Lower modules to the methods of one `.pte`, each for inputs of the shapes given.
+    """Lower modules to the methods of one `.pte`, for the shapes of the given inputs.
 
         write_program(Path("program.pte"), {"forward": (module, inputs)})
 
     Raises:
-        Refusal: torch.export can't trace one, or ExecuTorch refuses it.
+        Refusal: torch.export can't trace a module, or ExecuTorch refuses it.
     """
     programs = {}
     for name, (module, inputs) in methods.items():
@@ -49,47 +49,49 @@ def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch
 def lower_programs(
     programs: Mapping[str, ExportedProgram],
     config: ExecutorchBackendConfig | None = None,
-    facts: Mapping[str, Any] | None = None,
-    in_pieces: Collection[str] = (),
+    metadata: Mapping[str, Any] | None = None,
+    split_methods: Collection[str] = (),
 ) -> Any:
-    """ExecuTorch's program manager of the methods of one `.pte`, with all that XNNPACK takes in delegates.
+    """Lower the methods of one `.pte`, with delegates of XNNPACK, and return ExecuTorch's program manager.
 
     Args:
-        programs: in core operators, by method.
-        config: of what comes after delegation.
-        facts: what methods without inputs answer, by their names.
-        in_pieces: methods of small layers; see server_export.lower.partitioning.
+        programs: the methods by name, in core operators.
+        config: ExecuTorch's settings after delegation.
+        metadata: return values of methods without inputs, by name.
+        split_methods: methods of small layers, whose delegates are split; see
+            server_export.lower.partitioning.
 
     Raises:
-        Refusal: ExecuTorch refuses one.
+        Refusal: ExecuTorch refuses a method.
     """
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     from server_export.lower.xnnpack import BlockPartitioner
 
     refusal = refused_as(
-        "not-lower_programs",
+        "not-lowered",
         "ExecuTorch can't lower the program",
         executorch_errors(),
-        remedy="please report it with the name of the model",
+        remedy="Please report the problem with the name of the model.",
     )
     with refusal, _collector_paused(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own calls
         edge = to_edge_transform_and_lower(
             dict(programs),
             partitioner={
-                name: [BlockPartitioner(_PIECE if name in in_pieces else None)] for name in programs
+                name: [BlockPartitioner(_SPLIT_OPERATORS if name in split_methods else None)]
+                for name in programs
             },
-            # Both cost time: the program is checked by running it, and no tensor has an odd layout.
+            # Both checks take time; programs are verified in the engine, and all tensors are contiguous.
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-            constant_methods=None if facts is None else dict(facts),
+            constant_methods=None if metadata is None else dict(metadata),
         )
         return edge.to_executorch(config)
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from walking millions of live graph objects again and again."""
+    """Pause Python's garbage collector, which would visit millions of live graph objects repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A block's type as one program: a method for each role, of any size."""
+"""Lower a block type to one program with a dynamically sized method for each role."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ from server_export.lower.sizes import Size, SizedMethod
 
 @dataclass(frozen=True)
 class LoweredRoles:
-    """The program of a kind, its methods by role, its constants that no block has its own of, and which of
-    the shared values that its blocks take are keys and values."""
+    """The lowered program of a block type.
+
+    Attributes:
+        block_type: program and layout of weights files.
+        methods: the methods by role.
+        constants: constants that all blocks share, by name.
+        past: indices of the shared inputs that are keys and values of attention.
+    """
 
     block_type: LoweredBlockType
     methods: Mapping[str, SizedMethod]
@@ -33,11 +39,11 @@ class LoweredRoles:
     past: tuple[int, ...]
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights file of a block, from its kind's frozen tensors."""
+        """Write the weights file of a block from its frozen tensors."""
         self.block_type.weights.write(path, self.with_constants(tensors))
 
     def with_constants(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All constants of a block's programs, from its kind's frozen tensors."""
+        """Return all constants of a block's program, from the block's frozen tensors."""
         graphs = (method.block.graph_module for method in self.methods.values())
         names = {name for graph_module in graphs for name in _constants(graph_module)}
         return {**add_transposed_weights(tensors, names), **self.constants}
@@ -53,16 +59,16 @@ def lower_roles(
     done: Callable[[float], object] = lambda share: None,
     saves: bool = True,
 ) -> LoweredRoles:
-    """Lower a block's type for some roles.
+    """Lower a block type for some roles.
 
     Args:
-        block: traced with markers.
-        stored: names of its constants that differ from block to block.
-        roles: of ROLES.
-        bounds: sizes of one call.
-        cache: of programs; None: lower in any case.
-        done: is told which further share of this is done.
-        saves: whether `back` brings the roles along that save what it needs.
+        block: the block, traced with markers.
+        stored: names of its constants that differ between blocks.
+        roles: names of roles.
+        bounds: largest sizes of one call.
+        cache: cache of programs; None: lower in any case.
+        done: called with the share of the work that was done since its last call.
+        saves: whether the role `backward` also adds the roles with saved residuals.
 
     Raises:
         Refusal: an operator has no derivative, or ExecuTorch refuses a method.
@@ -71,13 +77,13 @@ def lower_roles(
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     methods = dict[str, SizedMethod]()
-    for role, of_role in derived.items():
-        graph_module = _with_own_constants(of_role.graph_module, role, shared)
+    for role, role_block in derived.items():
+        graph_module = _with_own_constants(role_block.graph_module, role, shared)
         constants |= {
             name: get_attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
         }
-        of_role = replace(of_role, graph_module=graph_module)
-        methods[role] = SizedMethod(of_role, sizes_of(role, bounds, is_head(block)))
+        role_block = replace(role_block, graph_module=graph_module)
+        methods[role] = SizedMethod(role_block, sizes_of(role, bounds, is_head(block)))
     lower = cache.lower if cache else lower_methods
     lowered = lower(methods, constants, {DECODE})
     done(1.0)
@@ -85,11 +91,12 @@ def lower_roles(
 
 
 def past_inputs(block: Block, roles: Collection[str]) -> tuple[int, ...]:
-    """Which of the values that a block takes are the keys and the values of its attention; none if it makes
-    its own, or goes on with no sequence.
+    """Return the indices of a block's shared inputs that are keys and values of its attention.
+
+    Empty if the block computes its own keys and values, or the roles include no generation.
 
     Raises:
-        Refusal: its attention reads some of them in a way that isn't known here.
+        Refusal: the attention reads shared inputs in an unknown way.
     """
     if not block.has_input(SHARED_IN) or not {PREFILL, DECODE}.intersection(roles):
         return ()
@@ -97,7 +104,13 @@ def past_inputs(block: Block, roles: Collection[str]) -> tuple[int, ...]:
 
 
 def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
-    """The sizes that a call of a block's method chooses."""
+    """Return the dynamic sizes of a block's method by name.
+
+    Args:
+        name: name of the role.
+        bounds: largest sizes of one call.
+        of_head: whether the block is the head.
+    """
     role = ROLE_OF[name]
     if role.view is View.TOKEN:
         return {
@@ -123,7 +136,7 @@ def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:
-    """The graph with names of its own for the constants that rules wrote: another role has others."""
+    """Return a copy of the graph in which constants of derivative rules have names with the role."""
     result = copy_graph_module(graph_module)
     for node in result.graph.find_nodes(op="get_attr"):
         name = str(node.target)
@@ -135,4 +148,5 @@ def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection
 
 
 def _constants(graph_module: GraphModule) -> set[str]:
+    """Return the names of a graph's constants."""
     return {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}

@@ -1,8 +1,8 @@
-"""Programs of any size, from graphs of one.
+"""Turn graphs of fixed sizes into programs with dynamic sizes.
 
-A model is traced and transformed with sizes that nothing else in it is a multiple of: large primes, its
-markers. Here every number of a graph that is made of markers becomes an expression of its inputs' shapes, and
-torch.export traces the graph once more with these unknown.
+A model is traced and transformed with large primes as sizes, its markers, of which nothing else in the model
+is a multiple. Here, numbers of a graph that are multiples of markers become expressions of the inputs'
+shapes, and torch.export traces the graph again with dynamic sizes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from server_export.library_errors import torch_export_errors
 
 aten = torch.ops.aten
 
-_REMEDY = "the architecture isn't supported; take another checkpoint, and please report it"
-# A float holds all whole numbers up to here.
+_REMEDY = "The architecture isn't supported. Use another checkpoint, and please report the problem."
+# A float represents all whole numbers up to this one.
 _LARGEST = 2.0**53
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size that every call chooses.
+    """A dynamic size.
 
     Attributes:
-        marker: the large prime that the graph has in its place.
-        example: what torch.export traces with: at least 2, and no width of the model.
-        minimum: the least that a call may choose.
-        maximum: the most; memory is planned for it.
-        after: marker of the size that follows it in one dimension, or 1, if any does: only values have it in
-            their shapes, no number of an operator.
+        marker: large prime that stands for the size in the graph.
+        example: size that torch.export traces with: at least 2, and no width of the model.
+        minimum: smallest size of a call.
+        maximum: largest size of a call, for which memory is planned.
+        after: marker of the size, or 1, that follows this one in a concatenated dimension; 0: none. The sum
+            of both may be in shapes of values, but not in numbers of operators.
     """
 
     marker: int
@@ -55,20 +55,20 @@ class Size:
 
 
 def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> ExportedProgram:
-    """The program of a graph that was traced with markers, for all sizes within their bounds.
+    """Return a program with dynamic sizes, of a graph that was traced with markers.
 
         dynamic_program(block, {"rows": Size(10007, 3, 1, 16), "tokens": Size(10009, 5, 1, 128)})
 
     Args:
-        graph_module: of functional operators; its nodes carry `meta["val"]`. Not changed.
-        sizes: by name; the graph needn't have all of them.
+        graph_module: graph of functional operators whose nodes have `meta["val"]`; not changed.
+        sizes: sizes by name; the graph may lack some of them.
 
     Returns:
-        A program of the same inputs, but for dimensions that are products of sizes: one of copies x batch
-        becomes two, in the order of `sizes`. What lies in memory stays the same.
+        A program with the same inputs, except that a dimension that is a product of sizes, such as copies x
+        batch, becomes several dimensions in the order of `sizes`. The layout in memory stays the same.
 
     Raises:
-        Refusal: a number can't be told by the inputs' shapes, or a constant has a size in its shape.
+        Refusal: a number doesn't follow from the shapes of the inputs, or a constant has a dynamic dimension.
     """
     markers = _Markers(sizes)
     dynamic = _DynamicGraph(markers)
@@ -97,36 +97,36 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
             examples,
             dynamic_shapes=dimensions,
             strict=False,
-            # Strides give rise to min(tokens, tokens^2) = tokens, which torch.export can't see to hold.
+            # Strides lead to min(tokens, tokens^2) = tokens, which torch.export can't prove.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
 
 
 @dataclass(frozen=True)
 class SizedMethod:
-    """A block's method: its graph in marker sizes, and the sizes that a call chooses, by name."""
+    """A method of a block: its graph with markers, and its dynamic sizes by name."""
 
     block: Block
     sizes: Mapping[str, Size]
 
     def program(self) -> ExportedProgram:
-        """The program for all sizes within their bounds; see `dynamic_program`."""
+        """Return the program with dynamic sizes; see `dynamic_program`."""
         return dynamic_program(self.block.graph_module, self.sizes)
 
     def interface(self) -> Interface:
-        """Names of inputs and outputs, and their specs in the largest call."""
+        """Return names, dtypes and largest shapes of inputs and outputs."""
         markers = _Markers(self.sizes)
         inputs = {
             port.name: _spec(markers, node.meta["val"].dtype, markers.split(node.meta["val"].shape))
             for port, node in self.block.inputs.items()
         }
-        answers = (node.meta["val"] for node in self.block.graph_module.graph.output_node().args[0])
-        outputs = tuple(_spec(markers, answer.dtype, answer.shape) for answer in answers)
+        values = (node.meta["val"] for node in self.block.graph_module.graph.output_node().args[0])
+        outputs = tuple(_spec(markers, value.dtype, value.shape) for value in values)
         names = tuple(port.name for port in self.block.outputs)
         return Interface(tuple(inputs), names, tuple(inputs.values()), outputs)
 
     def example_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs by name, at the sizes that the program is traced with."""
+        """Return the shapes of the inputs by name, for the sizes that the program is traced with."""
         markers = _Markers(self.sizes)
         return {
             port.name: tuple(map(markers.example, markers.split(node.meta["val"].shape)))
@@ -139,19 +139,19 @@ def _spec(markers: _Markers, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 
 
 def maxima_of(sizes: Iterable[Size]) -> dict[int, int]:
-    """The largest number that stands for each example.
+    """Return the maxima of sizes by their examples.
 
     Raises:
-        ValueError: two sizes of other maxima have the same example, by which they are told apart.
+        ValueError: two sizes with different maxima have the same example, which identifies a size.
     """
     maxima = {(size.example, size.maximum) for size in sizes}
     if len(dict(maxima)) < len(maxima):
-        raise ValueError(f"two sizes have the same example: {sorted(maxima)}")
+        raise ValueError(f"Two sizes have the same example: {sorted(maxima)}")
     return dict(maxima)
 
 
 def largest_of(graph: Graph, maxima: Mapping[int, int]) -> Callable[[Any], int]:
-    """What gives the number that an expression of a program's sizes is in the largest call."""
+    """Return a function that evaluates an expression of a program's sizes for the largest call."""
     symbols = {
         size.node.expr: maxima[int(size.node.hint)]
         for node in graph.find_nodes(op="placeholder")
@@ -166,7 +166,7 @@ def largest_of(graph: Graph, maxima: Mapping[int, int]) -> Callable[[Any], int]:
 
 
 class _Markers:
-    """What numbers that are made of markers stand for."""
+    """Evaluates numbers that are products or sums of markers."""
 
     def __init__(self, sizes: Mapping[str, Size]) -> None:
         self.names: dict[int, str] = {}
@@ -175,57 +175,60 @@ class _Markers:
         self._maxima: dict[int, int] = {}
         for name, size in sizes.items():
             self.names[size.marker] = name
-            # Without a maximum ExecuTorch tells XNNPACK of the example, and of no larger workspace.
+            # Without a maximum here, ExecuTorch plans XNNPACK's workspace for the example's sizes.
             self._dimensions[size.marker] = Dim(name, min=size.minimum)
             self._examples[size.marker] = size.example
             self._maxima[size.marker] = size.maximum
         self._sums = {size.marker + size.after: size for size in sizes.values() if size.after}
 
     def factors(self, number: int) -> tuple[list[int], int]:
-        """The markers in a number, each as often as it divides it, and the rest."""
-        found = []
-        # The largest number means "to the end".
+        """Return the markers in a number with their multiplicity, and the remaining factor."""
+        markers = []
+        # sys.maxsize means "to the end" in slices.
         if 0 < number < sys.maxsize:
             for marker in self.names:
                 while number % marker == 0:
-                    found.append(marker)
+                    markers.append(marker)
                     number //= marker
-        return found, number
+        return markers, number
 
     def example(self, number: int) -> int:
-        """The number at the example's sizes."""
+        """Return the number for the example's sizes."""
         if number in self._sums:
             size = self._sums[number]
             return size.example + self.example(size.after)
-        found, rest = self.factors(number)
-        return rest * prod(self._examples[marker] for marker in found)
+        markers, rest = self.factors(number)
+        return rest * prod(self._examples[marker] for marker in markers)
 
     def largest(self, number: int) -> int:
-        """The number in the largest call."""
-        found, rest = self.factors(number)
-        return rest * prod(self._maxima[marker] for marker in found)
+        """Return the number for the largest call."""
+        markers, rest = self.factors(number)
+        return rest * prod(self._maxima[marker] for marker in markers)
 
     def dimension(self, number: int) -> Any:
-        """What torch.export is told of a dimension with one marker in it; None of any other."""
-        found, rest = self.factors(number)
-        if len(found) != 1:
+        """Return torch.export's Dim for a number with one marker; None for any other number."""
+        markers, rest = self.factors(number)
+        if len(markers) != 1:
             return None
-        return self._dimensions[found[0]] if rest == 1 else rest * self._dimensions[found[0]]
+        return self._dimensions[markers[0]] if rest == 1 else rest * self._dimensions[markers[0]]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """A shape in which products of markers are dimensions of their own."""
+        """Return a shape in which each marker of a product is a dimension of its own."""
         result = []
         for number in shape:
-            found, rest = self.factors(number)
-            if len(found) < 2:
+            markers, rest = self.factors(number)
+            if len(markers) < 2:
                 result.append(number)
             else:
-                result += found if rest == 1 else [*found, rest]
+                result += markers if rest == 1 else [*markers, rest]
         return result
 
 
 class _DynamicGraph:
-    """A graph that computes its sizes; every node's value at the example's sizes is known, without memory."""
+    """A graph that computes its sizes from its inputs.
+
+    The value of each node for the example's sizes is known on the meta device.
+    """
 
     def __init__(self, markers: _Markers) -> None:
         self.graph = Graph()
@@ -236,7 +239,7 @@ class _DynamicGraph:
         self._sizes: dict[int, Node] = {}
 
     def add_inputs(self, placeholders: Sequence[Node], shapes: Sequence[Sequence[int]]) -> None:
-        """Placeholders of other shapes, and the nodes that stand for what the graph had."""
+        """Add placeholders with split shapes, and the nodes that read and rejoin their dimensions."""
         for node, shape in zip(placeholders, shapes, strict=True):
             copy = self.copies[node] = self.graph.node_copy(node)
             example = [self._markers.example(number) for number in shape]
@@ -252,33 +255,33 @@ class _DynamicGraph:
                 self.copies[node] = self._call(aten.reshape.default, self.copies[node], whole)
 
     def add_constant(self, node: Node, tensor: torch.Tensor) -> None:
-        """A constant, which has no sizes."""
+        """Add a constant; raises Refusal if it has a dynamic dimension."""
         for number in tensor.shape:
-            if found := self._markers.factors(number)[0]:
-                names = " x ".join(self._markers.names[marker] for marker in found)
+            if markers := self._markers.factors(number)[0]:
+                names = " x ".join(self._markers.names[marker] for marker in markers)
                 raise Refusal(
                     "constant-with-size",
-                    f"the constant {node.target} has a dimension of {names}, which only a call tells",
+                    f"The constant {node.target} has the dimension {names}, which differs between calls.",
                     remedy=_REMEDY,
                 )
         self.copies[node] = self.graph.node_copy(node)
         self._values[self.copies[node]] = to_meta(tensor)
 
     def add_call(self, node: Node) -> None:
-        """An operator, whose numbers are computed where they are made of markers."""
+        """Add an operator, with computed values for its numbers that contain markers."""
         copied = map_arg((node.args, node.kwargs), self.copies.__getitem__)
         arguments, named = map_aggregate(copied, lambda value: self._expression(value, node))
         expected = map_aggregate(to_meta(node.meta["val"]), self._shape)
         try:
             copy = self.copies[node] = self._call(node.target, *arguments, **named)
-            found = map_aggregate(self._values[copy], lambda value: tuple(value.shape))
+            shapes = map_aggregate(self._values[copy], lambda value: tuple(value.shape))
         except (RuntimeError, IndexError) as error:
-            found = str(error).strip().splitlines()[0]
-        if found != expected:
+            shapes = str(error).strip().splitlines()[0]
+        if shapes != expected:
             raise Refusal(
                 "number-not-of-input-sizes",
-                f"a number of {node.format_node()} can't be told by the sizes of inputs: it gives {found} "
-                f"where {expected} are due",
+                f"A number of {node.format_node()} doesn't follow from the sizes of the inputs: the shapes "
+                f"are {shapes}, but must be {expected}.",
                 remedy=_REMEDY,
             )
 
@@ -286,39 +289,42 @@ class _DynamicGraph:
         return tuple(self._markers.example(number) for number in value.shape)
 
     def _expression(self, value: Any, node: Node) -> Any:
-        """The node of a number that is made of markers; anything else as it is."""
+        """Return the node that computes a number with markers; any other value stays as it is."""
         if type(value) is float and value:
             self._refuse_float(value, node)
         if type(value) is not int:
             return value
-        found, rest = self._markers.factors(value)
-        if not found:
+        markers, rest = self._markers.factors(value)
+        if not markers:
             return value
-        for marker in found:
+        for marker in markers:
             if marker not in self._sizes:
                 raise Refusal(
                     "size-without-input",
-                    f"{node.format_node()} depends on {self._markers.names[marker]}, which no input tells",
+                    f"{node.format_node()} depends on {self._markers.names[marker]}, which is a dimension "
+                    "of no input.",
                     remedy=_REMEDY,
                 )
         if value not in self._sizes:
-            sizes = [self._sizes[marker] for marker in found]
-            whole = reduce(lambda product, size: self._call(operator.mul, product, size), sizes)
-            self._sizes[value] = whole if rest == 1 else self._call(operator.mul, whole, rest)
+            sizes = [self._sizes[marker] for marker in markers]
+            product = reduce(lambda left, size: self._call(operator.mul, left, size), sizes)
+            self._sizes[value] = product if rest == 1 else self._call(operator.mul, product, rest)
         return self._sizes[value]
 
     def _refuse_float(self, value: float, node: Node) -> None:
-        # As a scale or as a mean's share; far larger numbers stand for infinity.
+        """Raise Refusal if a float is a multiple of a marker, or the inverse of one, as in a mean."""
+        # Larger numbers stand for infinity.
         for number in (abs(value), abs(1 / value)):
             is_whole = number < _LARGEST and abs(number - round(number)) < 1e-9 * number
             if is_whole and self._markers.factors(round(number))[0]:
                 raise Refusal(
                     "size-in-fraction",
-                    f"{node.format_node()} has a size inside of a number that isn't whole",
+                    f"{node.format_node()} contains a number that was computed from a dynamic size.",
                     remedy=_REMEDY,
                 )
 
     def _call(self, target: Any, *arguments: Any, **named: Any) -> Node:
+        """Add a call of a function, and compute its value for the example's sizes."""
         node = self.graph.call_function(target, arguments, named)
         known, known_named = map_arg((arguments, named), self._values.__getitem__)
         if target is aten.sym_size.int:

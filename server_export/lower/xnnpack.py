@@ -1,4 +1,4 @@
-"""XNNPACK's partitioner as graphs of transformer blocks need it."""
+"""XNNPACK's partitioner for graphs of transformer blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from server_export.lower.partitioning import LevelPartitioner
 
 
 class BlockPartitioner(LevelPartitioner):
-    """Delegates by level, of programs in core operators.
+    """Partitions programs in core operators into delegates by level.
 
-    ExecuTorch traces a program three times to ask which linear layers are to stay whole, where all are.
+    Without this class, ExecuTorch traces a program three times to find out which linear layers to preserve.
+    Here, all of them are preserved.
     """
 
     def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[Any], None]:
-        """What stays whole, wherever it is: no function is returned that asks about every node."""
+        """Return the operators to preserve everywhere, without a filter function that visits every node."""
         operators, _ = super().ops_to_not_decompose(ep)
-        # Sizes are in the table too. A program that has nothing else of it isn't traced once more.
+        # With sym_size in the list, a program that has no other decomposable operator isn't traced again.
         sizes = [] if ep.dialect == "EDGE" else [torch.ops.aten.sym_size.int]
         return [*operators, *sizes], None

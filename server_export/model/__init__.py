@@ -1,1 +1,1 @@
-"""A model as a chain of blocks, and rows on their way through it."""
+"""A model as a chain of blocks, and sequences that are computed block by block."""

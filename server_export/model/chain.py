@@ -1,6 +1,6 @@
-"""A model as a chain of blocks, made of its configuration alone; weights are read when a block is written.
+"""A model as a chain of blocks, made from its configuration; weights are read when a block is written.
 
-server_export/pipeline.py makes it.
+server_export/pipeline.py builds it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BASE = ".base."
 
 
 def no_codes(number: int) -> Mapping[str, Int4Weight]:
-    """Codes of a block where nothing was calibrated."""
+    """Return no codes: the `rounded` of a chain that is not calibrated."""
     return {}
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """What all blocks of a type compute, in marker sizes, and how a block's weights become its tensors."""
+    """The graph of a block type, with marker sizes, and how a block's weights become the graph's tensors."""
 
     block: Block
     frozen: FrozenTensors
@@ -41,13 +41,20 @@ class ModelChain:
     """A model's blocks in order.
 
     Attributes:
-        type_of: the number of each block's type in `block_types`.
-        block_types: by the number of the first block of each.
+        blocks: the blocks.
+        type_of: for each block, the key of its type in `block_types`.
+        block_types: the block types by the number of the first block of the type.
+        tables: the model's tables of positions.
+        modules: the adapted layers.
+        weights: the model's weights.
         lora_a: frozen matrices f32 [rank, in] by adapted layer.
-        head_rows: the rows of a head's tensors that each of its blocks has: a shard of the vocabulary.
-        has_own_head: whether an encoder's states are what the last layer of its own head reads.
-        rounded: codes of a block's int4 layers by the names of their weights; others are rounded as they are
-            read.
+        head_rows: for each block of the head, the rows of the head's weight: its shard of the vocabulary.
+        head: the name of the head.
+        vocabulary_size: the number of tokens that the model knows.
+        scheme: the quantization of the frozen weights.
+        has_own_head: whether an encoder returns the inputs of its own classification head's last layer.
+        rounded: returns the codes of a block's int4 layers by weight; other layers are rounded to the
+            nearest.
     """
 
     blocks: list[ModelBlock]
@@ -66,42 +73,44 @@ class ModelChain:
 
     @property
     def classes(self) -> int:
-        """Tokens that a decoder's head answers among."""
+        """The number of tokens whose log-probabilities the head computes."""
         return sum(map(len, self.head_rows))
 
     @property
     def head_start(self) -> int:
-        """Number of the first block that answers no state."""
+        """The number of the first block of the head; without a head, the number of blocks."""
         return len(self.blocks) - len(self.head_rows)
 
     @property
     def shared(self) -> list[int]:
-        """The number of the block that makes each shared value."""
+        """For each shared value, the number of the block that produces it."""
         return [number for number, block in enumerate(self.blocks) for _ in block.shared_out]
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it has a head."""
+        """Whether the model has a vocabulary head."""
         return bool(self.head_rows)
 
     @property
     def can_generate(self) -> bool:
-        """Whether it has a head for the whole vocabulary."""
+        """Whether the head covers the whole vocabulary."""
         return self.classes == self.vocabulary_size
 
     @property
     def quantization(self) -> QuantizationReport:
-        """What is quantized and how."""
+        """The quantization of the layers and the embeddings."""
         if self.scheme == "fp32":
             return QuantizationReport()
         per_channel, embeddings = list[str](), list[str]()
-        for number, kind in enumerate(self.type_of):
-            frozen = self.block_types[kind].frozen
-            own = self.weight_names(number)
+        for number, first in enumerate(self.type_of):
+            frozen = self.block_types[first].frozen
+            names = self.weight_names(number)
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
                 per_channel += [
-                    layer_name(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
+                    layer_name(names.get(name, name))
+                    for name, is_int4 in frozen.layers.items()
+                    if not is_int4
                 ]
         return QuantizationReport(
             self.scheme,
@@ -111,43 +120,45 @@ class ModelChain:
         )
 
     def weight_names(self, number: int) -> dict[str, str]:
-        """The names of a block's weights by those that its kind's graph has for them."""
-        kind = self.blocks[self.type_of[number]]
-        return dict(zip(kind.weights, self.blocks[number].weights, strict=True))
+        """Return the names of a block's weights by the names that its block type's graph has for them."""
+        first = self.blocks[self.type_of[number]]
+        return dict(zip(first.weights, self.blocks[number].weights, strict=True))
 
     def hidden_widths(self, number: int) -> tuple[int, int]:
-        """Widths of what enters and leaves a block with a state."""
+        """Return the widths of the hidden states that enter and leave a block."""
         block = self.blocks[number]
         entering, leaving = block.inputs[Port(HIDDEN_STATES)].meta["val"], block.value(block.outputs[0])
         return entering.shape[-1], leaving.shape[-1]
 
     def block_groups(self, count: int) -> list[range]:
-        """The first blocks in order, the experts of a layer together."""
-        found: list[range] = []
+        """Return the first `count` blocks in order, as ranges that group the experts of each layer."""
+        groups: list[range] = []
         for number, block in enumerate(self.blocks[:count]):
-            starts = not block.is_expert or not self.blocks[number - 1].is_expert
-            found.append(range(number if starts else found.pop().start, number + 1))
-        return found
+            is_first = not block.is_expert or not self.blocks[number - 1].is_expert
+            groups.append(range(number if is_first else groups.pop().start, number + 1))
+        return groups
 
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors that a block's kind reads, made of the block's weights.
+        """Return the tensors that the graph of a block's type reads, made from the block's weights.
 
         Raises:
-            BundleError: the files lack a weight, or it isn't finite.
+            BundleError: the files lack a weight, or it is not finite.
         """
         rows = self.head_rows[number - self.head_start] if number >= self.head_start else None
         block = self.blocks[number]
         frozen = self.block_types[self.type_of[number]].frozen
-        names = [name.removeprefix(WHOLE_PREFIX) for name in block.weights]
+        weight_names = [name.removeprefix(WHOLE_PREFIX) for name in block.weights]
         read = [
             self.weights.iter_rows(name, ROWS_AT_ONCE)
-            if place in frozen.tables
+            if position in frozen.tables
             else self._read(name, rows, block.is_expert)
-            for place, name in enumerate(names)
+            for position, name in enumerate(weight_names)
         ]
-        own, rounded = self.weight_names(number), self.rounded(number)
+        names_in_model, rounded = self.weight_names(number), self.rounded(number)
         codes = {
-            name: rounded[own.get(name, name)] for name in frozen.layers if own.get(name, name) in rounded
+            name: rounded[names_in_model.get(name, name)]
+            for name in frozen.layers
+            if names_in_model.get(name, name) in rounded
         }
         return dict(frozen.tensors(read, codes))
 
@@ -161,5 +172,5 @@ class ModelChain:
 
 
 def layer_name(weight: str) -> str:
-    """The model's name of the layer that a block's weight belongs to."""
+    """Return the model's name of the layer that a block's weight belongs to."""
     return weight.removeprefix(WHOLE_PREFIX).replace(_BASE, ".").rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""One block of a chain in PyTorch, with its own weights, at the sizes of a call."""
+"""One block of a chain in eager PyTorch, with its own weights, for inputs of any size."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from server_export.model.chain import ModelChain
 class EagerBlock:
     """A block of a chain with its weights.
 
-    `tensors` are those of its graph by name; who changes one changes what the block computes.
-
     Args:
-        chain: in float32.
-        number: of the block.
+        chain: the chain, in float32.
+        number: the number of the block.
+
+    Attributes:
+        tensors: the tensors of the block's graph by name; changing one changes what the block computes.
 
     Raises:
-        BundleError: the files lack a weight, or it isn't finite.
+        BundleError: the files lack a weight, or it is not finite.
     """
 
     def __init__(self, chain: ModelChain, number: int) -> None:
@@ -46,24 +47,25 @@ class EagerBlock:
     def compute(
         self,
         state: torch.Tensor,
-        beside: torch.Tensor | None = None,
+        extra_input: torch.Tensor | None = None,
         shift: torch.Tensor | None = None,
         adapter: Mapping[str, torch.Tensor] = MappingProxyType({}),
         watch: InputObserver | None = None,
         shared: dict[int, torch.Tensor] | None = None,
         operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.Tensor:
-        """The state f32 [rows, tokens, width] after the block; of a head [rows, tokens, 2].
+        """Return the hidden states f32 [rows, tokens, width] after the block; for a head [rows, tokens, 2].
 
         Args:
-            state: before it, or tokens i64 [rows, tokens].
-            beside: an encoder's additive mask [rows, 1, 1, tokens], or targets i64 [rows, tokens] of a head.
-            shift: f32 [rows, tokens, 1] of a head.
-            adapter: f32 [1, rank, width] by names of inputs; zeros where there is none.
-            watch: as `Block.call` takes it; the weights' names are those of the block type's graph.
-            shared: values f32 [rows, tokens, width] of these rows by number; the block takes some of them and
-                adds others.
-            operators: as `Block.call` takes them.
+            state: the hidden states before the block, or tokens i64 [rows, tokens].
+            extra_input: an encoder's additive mask [rows, 1, 1, tokens], or a head's targets i64
+                [rows, tokens].
+            shift: a head's shift f32 [rows, tokens, 1].
+            adapter: f32 [1, rank, width] by names of inputs; zeros by default.
+            watch: as in `Block.call`; the names of weights are those of the block type's graph.
+            shared: shared values f32 [rows, tokens, width] of these rows by number; the block reads some of
+                them and adds others.
+            operators: as in `Block.call`.
         """
         shared = {} if shared is None else shared
         block, (rows, length) = self._chain.blocks[self.number], state.shape[:2]
@@ -77,46 +79,46 @@ class EagerBlock:
                 return self._chain.tables.all[block.tables[number]].of(length)
             if port.value == SHARED_IN:
                 return shared[block.shared_in[number]]
-            given = {
+            tensor = {
                 HIDDEN_STATES: state,
                 TOKENS: state,
-                PADDING_MASK: beside,
-                TARGETS: beside,
+                PADDING_MASK: extra_input,
+                TARGETS: extra_input,
                 SHIFT: shift,
             }[port.value]
-            assert given is not None
-            return given
+            assert tensor is not None
+            return tensor
 
         inputs = {port.name: value(port, node) for port, node in self._block.inputs.items()}
-        found = self._block.call(inputs, self.tensors, watch=watch, operators=operators)
-        answer, *given = (array.reshape(rows, length, -1) for array in found.values())
-        shared |= dict(zip(block.shared_out, given, strict=True))
-        return answer
+        outputs = self._block.call(inputs, self.tensors, watch=watch, operators=operators)
+        hidden_states, *tensor = (array.reshape(rows, length, -1) for array in outputs.values())
+        shared |= dict(zip(block.shared_out, tensor, strict=True))
+        return hidden_states
 
 
 def run_experts(
     chain: ModelChain,
     experts: range,
     states: Sequence[torch.Tensor],
-    prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda expert, given: None,
+    prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda expert, inputs: None,
 ) -> list[torch.Tensor]:
-    """States f32 [rows, tokens, width] behind the experts of a layer, with one in memory at a time.
+    """Return the hidden states f32 [rows, tokens, width] after a layer's experts, computed one at a time.
 
     Args:
-        chain: in float32.
-        experts: their numbers.
-        states: before them.
-        prepare: takes each expert and what it is given, f32 [1, tokens, in], before it answers.
+        chain: the chain, in float32.
+        experts: the numbers of the experts' blocks.
+        states: the hidden states before the experts.
+        prepare: is called with each expert and its inputs f32 [1, tokens, in] before the expert computes.
     """
-    first, behind = (chain.hidden_widths(number) for number in (experts.start, experts.stop))
+    first, after = (chain.hidden_widths(number) for number in (experts.start, experts.stop))
     flat = torch.cat([state.reshape(-1, state.shape[-1]) for state in states]).numpy()
-    routing = Routing(flat.shape[-1], behind[0], *first, len(experts))
+    routing = Routing(flat.shape[-1], after[0], *first, len(experts))
 
-    def run(expert: int, given: FloatArray) -> list[FloatArray]:
-        block, states = EagerBlock(chain, experts.start + expert), torch.from_numpy(given)[None]
+    def run(expert: int, inputs: FloatArray) -> list[FloatArray]:
+        block, states = EagerBlock(chain, experts.start + expert), torch.from_numpy(inputs)[None]
         prepare(block, states)
         return [block.compute(states)[0].numpy()]
 
-    (found,) = routing.forward(flat, run)
-    parts = torch.from_numpy(found).split([state.shape[0] * state.shape[1] for state in states])
+    (combined,) = routing.forward(flat, run)
+    parts = torch.from_numpy(combined).split([state.shape[0] * state.shape[1] for state in states])
     return [part.reshape(*state.shape[:2], -1) for part, state in zip(parts, states, strict=True)]

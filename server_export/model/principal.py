@@ -1,8 +1,8 @@
-"""Principal directions of what a layer sees: rows of a `lora_a` that come from data (EVA, arXiv 2410.07170).
+"""Principal directions of a layer's inputs, as rows of a `lora_a` that fits the data (EVA, arXiv 2410.07170).
 
-A random row of rank 1 catches 1 / width of a layer's input, the first principal directions catch most of it.
-They are those of the mean square, without centring: the mean of a layer's inputs is often what is largest in
-them, and along it `lora_b` is a bias that is learnt.
+A random `lora_a` of rank 1 keeps 1 / width of a layer's input, the first principal directions keep most of
+it. The directions are those of the second moment, without centering: the mean is often the largest component
+of a layer's inputs, and along it `lora_b` is a trained bias.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from dataclasses import dataclass
 
 import torch
 
-# PrincipalDirections that are kept between pieces, beside four times those that are asked for: what lies beyond is
-# forgotten, so a direction that rises late among them would lack its beginning.
+# Directions that are kept between chunks in addition to four times the requested ones. Other directions are
+# discarded, so a direction that becomes strong late lacks its first contributions.
 _SPARE = 128
-_PIECE = 256
-# A direction with less of the inputs' mean square is rounding.
+_CHUNK = 256
+# A direction with a smaller share of the inputs' mean square is a rounding error.
 _LEAST_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
 class PrincipalDirections:
-    """Leading directions of a layer's inputs.
+    """The leading principal directions of a layer's inputs.
 
-    `rows` f32 [count, in] are orthonormal, the strongest first; `shares` f64 [count] what each explains of
-    the inputs' mean square.
+    Attributes:
+        rows: f32 [count, in], orthonormal, the strongest direction first.
+        shares: f64 [count], the share of the inputs' mean square that each direction explains.
     """
 
     rows: torch.Tensor
     shares: torch.Tensor
 
     def lora_a(self, rank: int) -> torch.Tensor:
-        """The first `rank` directions f32 [rank, in], as long as a run at the usual rates needs them.
+        """Return the first `rank` directions f32 [rank, in], scaled for the usual learning rates.
 
-        Over the states that they were made of, each gives what a row of PEFT's random `lora_a`, uniform
-        within 1 / sqrt(in), gives on average: 1 / (3 in) of the mean square of the states. So a step of
-        `lora_b` changes the layer's output as much, and no direction drowns the others.
+        On the states that the directions were computed from, each row's output has a mean square of 1 / (3
+        in) of the states' mean square. That is the average for a row of PEFT's random `lora_a`, uniform
+        within 1 / sqrt(in). So a step of `lora_b` changes the layer's output as much as with PEFT's, and no
+        direction dominates.
         """
         rows = self.rows[:rank]
         lengths = (3 * rows.shape[1] * self.shares[:rank]).rsqrt()
@@ -45,17 +47,17 @@ class PrincipalDirections:
 
 
 class IncrementalSVD:
-    """Directions of states that come in pieces; memory doesn't grow with their number.
+    """Principal directions of states that are added in chunks, in constant memory.
 
-    The leading singular vectors of what came so far stand for it, each as long as its singular value
-    (incremental SVD: Ross et al. 2008). It is exact where no more than `kept` directions are used.
+    The states so far are represented by their leading singular vectors, scaled by the singular values
+    (incremental SVD: Ross et al. 2008). This is exact if the states have no more directions than are kept.
 
     Args:
-        width: numbers of a state.
-        count: directions that will be asked for.
+        width: the width of a state.
+        count: the number of directions to return.
 
     Attributes:
-        rows: f32 [held, width], what stands for the states so far.
+        rows: f32 [kept, width], the representation of the states so far.
     """
 
     def __init__(self, width: int, count: int) -> None:
@@ -65,26 +67,26 @@ class IncrementalSVD:
         self._square = 0.0
 
     def add(self, states: torch.Tensor) -> None:
-        """Take states f32 [n, width]."""
+        """Add states f32 [n, width]."""
         self._square += float(torch.linalg.vector_norm(states, dtype=torch.float64)) ** 2
-        for piece in states.split(_PIECE):
-            self.rows = torch.cat([self.rows, piece])
-            if len(self.rows) >= self._kept + _PIECE:
+        for chunk in states.split(_CHUNK):
+            self.rows = torch.cat([self.rows, chunk])
+            if len(self.rows) >= self._kept + _CHUNK:
                 self.rows = self._leading()[: self._kept]
 
     def directions(self) -> PrincipalDirections:
-        """The strongest of them; fewer than were asked for where the states have fewer."""
+        """Return the strongest directions: `count`, or fewer if the states have fewer."""
         rows = self._leading()[: self._count].double()
         squares = rows.square().sum(1)
         shares = squares / max(self._square, 1e-300)
         rows, shares, squares = (each[shares > _LEAST_SHARE] for each in (rows, shares, squares))
         rows = rows / squares.sqrt().unsqueeze(1)
-        # The sign of a singular vector is arbitrary: the same one on every machine.
+        # The sign of a singular vector is arbitrary; it is fixed so that all machines agree.
         signs = torch.where(rows.sum(1, keepdim=True) < 0, -1.0, 1.0)
         return PrincipalDirections((rows * signs).float(), shares)
 
     def _leading(self) -> torch.Tensor:
-        """Singular vectors of what is held, times their singular values, the strongest first."""
+        """Return the singular vectors times their singular values, the strongest first."""
         held = self.rows.double()
         if len(held) <= held.shape[1]:
             _, vectors = torch.linalg.eigh(held @ held.T)
@@ -96,30 +98,31 @@ class IncrementalSVD:
 def spread_ranks(
     shares: Mapping[str, Sequence[float]], outputs: Mapping[str, int], rank: int
 ) -> dict[str, int]:
-    """Ranks from 1 to 2 x `rank` that explain most with the trained numbers of `rank` in every layer.
+    """Return ranks from 1 to 2 x `rank` that explain most with the parameters of equal ranks.
 
-    The direction that explains most for each of its numbers comes first.
+    Ranks grow greedily by the direction that explains most per trainable parameter.
 
     Args:
-        shares: by layer, what its directions explain of its inputs' mean square, the most first.
-        outputs: by layer, the numbers that a direction trains.
-        rank: of a layer on average.
+        shares: by layer, the shares of its inputs' mean square that its directions explain, in descending
+            order.
+        outputs: by layer, the number of trainable parameters per direction.
+        rank: the average rank.
     """
     ranks = dict.fromkeys(shares, 1)
-    left = (rank - 1) * sum(outputs[name] for name in shares)
-    # Of equal gains the first layer's counts.
-    ahead = [
-        (-share[1] / outputs[name], place, name)
-        for place, (name, share) in enumerate(shares.items())
+    budget = (rank - 1) * sum(outputs[name] for name in shares)
+    # Of equal gains, the first layer's comes first.
+    candidates = [
+        (-share[1] / outputs[name], order, name)
+        for order, (name, share) in enumerate(shares.items())
         if len(share) > 1
     ]
-    heapq.heapify(ahead)
-    while ahead:
-        _, place, name = heapq.heappop(ahead)
-        if outputs[name] > left or ranks[name] == 2 * rank:
+    heapq.heapify(candidates)
+    while candidates:
+        _, order, name = heapq.heappop(candidates)
+        if outputs[name] > budget or ranks[name] == 2 * rank:
             continue
         ranks[name] += 1
-        left -= outputs[name]
+        budget -= outputs[name]
         if ranks[name] < len(shares[name]):
-            heapq.heappush(ahead, (-shares[name][ranks[name]] / outputs[name], place, name))
+            heapq.heappush(candidates, (-shares[name][ranks[name]] / outputs[name], order, name))
     return ranks

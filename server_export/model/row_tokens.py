@@ -1,4 +1,4 @@
-"""Tokens of a user's rows, as a run lays them out: what `--init eva` and calibration compute."""
+"""Tokens of a user's rows as a run builds them, for `--init eva` and for calibration."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def row_tokens(
     tokenizer: Tokenizer,
     model: ModelSpec,
 ) -> list[tuple[int, ...]]:
-    """Tokens of the sequences of a random choice of rows, `most` in all.
+    """Return the tokens of a random choice of rows, by sequence, at most `most` in total.
 
     Args:
-        paths: of the rows.
-        task: of the rows, as for `prge run --task`. Of preferences what is liked is taken.
-        most: tokens.
-        seed: of the choice.
-        tokenizer: the device's.
-        model: of a run of these rows.
+        paths: the files of the rows.
+        task: the task of the rows, as for `prge run --task`. Of preferences, the chosen answer is used.
+        most: the maximum number of tokens.
+        seed: the seed of the choice.
+        tokenizer: the device's tokenizer.
+        model: the model that a run of these rows trains.
 
     Raises:
         PrgeError: the rows or their task can't be used.
@@ -44,23 +44,23 @@ def row_tokens(
     options = BuildOptions(overflow, objective=None if loaded else "completion")
     source = read_source(paths, "train", task=loaded)
     rows = select_rows(source.rows, Selection(shuffle_seed=seed))
-    found: list[Example] = []
+    chosen: list[Example] = []
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
         examples, _ = build_examples(part, tokenizer, model, loaded, options, source=source.name)
-        found += examples
-        if token_count(found) >= most:
+        chosen += examples
+        if token_count(chosen) >= most:
             break
-    return _first(found, most)
+    return _first_tokens(chosen, most)
 
 
-def _first(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
-    """Tokens of the examples' sequences, the first `most` of all."""
-    found: list[tuple[int, ...]] = []
-    left = most
+def _first_tokens(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the examples' sequences up to `most` in total."""
+    sequences: list[tuple[int, ...]] = []
+    remaining = most
     for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
-        if left <= 0:
+        if remaining <= 0:
             break
-        found.append(tokens[:left])
-        left -= len(tokens)
-    return found
+        sequences.append(tokens[:remaining])
+        remaining -= len(tokens)
+    return sequences

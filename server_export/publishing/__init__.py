@@ -1,1 +1,1 @@
-"""What a trained adapter becomes: PEFT, GGUF, merged model, inference programs, model card."""
+"""Formats of a published adapter: PEFT, GGUF, merged model, inference programs; and the model card."""

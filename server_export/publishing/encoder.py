@@ -1,7 +1,7 @@
-"""A trained encoder as a plain inference program: tokens in, pooled states or class scores out.
+"""Publish a trained encoder as an inference program from tokens to pooled hidden states or class scores.
 
-The program is a model's chain of blocks, one after the other, for rows of one length. In float32 the adapter
-is merged into the weights; beside quantized layers it is constants of its own, as in training.
+The program runs the blocks of the model's chain one after another, for rows of one length. In float32, the
+adapter is merged into the weights; with quantized layers, it has constants of its own, as in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from server_export.lower.program import write_program
 from server_export.model.chain import ModelChain, layer_name
 from server_export.model.eager import EagerBlock
 from server_export.pipeline import build_chain, with_int8, with_scheme
-from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, check_exact, check_quantized
+from server_export.publishing.program import METHOD, PROGRAM, ROWS, BuiltProgram, check_exact, check_quantized
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers, Int4Weight, check_codes
 from server_export.trace.attention import padding_mask
 from server_export.trace.positions import resolve_sequence_length
@@ -46,14 +46,14 @@ Row = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What an encoder's program computes.
+    """Settings of an encoder's program.
 
     Attributes:
-        length: tokens of a row.
-        pooling: of the states; see server_export.trace.readout.
+        length: number of tokens of a row.
+        pooling: pooling of the hidden states; see server_export.trace.readout.
         scheme: quantization of the frozen layers.
-        head: `weight` [classes, width] and `bias` of a classification head.
-        layers: as the bundle has them that the adapter was trained with.
+        head: `weight` [classes, width] and `bias` of a classification head; None: there is none.
+        layers: the quantized layers of the bundle that the adapter was trained with.
     """
 
     length: int
@@ -64,11 +64,13 @@ class EncoderSpec:
 
 
 class EncoderProgram(nn.Module):
-    """(tokens, attention_mask), i64 [1, length] both -> pooled states [1, width], or class scores.
+    """A module from tokens and attention mask to pooled hidden states or class scores.
+
+    Tokens and mask are i64 [1, length]; outputs are f32 [1, width] or [1, classes].
 
     Args:
-        chain: of an encoder without experts.
-        spec: of the program.
+        chain: blocks of an encoder without experts.
+        spec: settings of the program.
         lora_b: f32 [rank, out] by the names of the chain's adapted layers.
     """
 
@@ -77,7 +79,7 @@ class EncoderProgram(nn.Module):
         self.pool = pooling_of(spec.pooling)
         self.head = None if spec.head is None else make_head(spec.head)
         self._blocks = [EagerBlock(chain, number) for number in range(len(chain.blocks))]
-        # Names of buffers, which torch.export takes for constants; of the same numbers there is one.
+        # torch.export turns buffers into constants; equal tensors share a buffer.
         buffers = GraphConstants(self)
         self._adapter = {f"{LORA_B}.{name}": buffers.name(matrix[None]) for name, matrix in lora_b.items()}
         self._tensors = [
@@ -86,7 +88,7 @@ class EncoderProgram(nn.Module):
         ]
 
     def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """Compute pooled hidden states or class scores; see the class."""
         return self.compute(tokens, attention_mask)
 
     def compute(
@@ -95,33 +97,33 @@ class EncoderProgram(nn.Module):
         attention_mask: torch.Tensor,
         operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.Tensor:
-        """What `forward` gives, with functions in the place of some operators of the blocks."""
+        """Compute the outputs of `forward`, with some operators of the blocks replaced by functions."""
         mask = attention_mask.to(torch.float32)
         padding, shared, state = padding_mask(mask), dict[int, torch.Tensor](), tokens
         adapter = {name: self.get_buffer(buffer) for name, buffer in self._adapter.items()}
         for block, names in zip(self._blocks, self._tensors, strict=True):
-            # Those of this call: while torch.export traces, buffers are others.
+            # Read in each call, since torch.export replaces buffers while it traces.
             block.tensors = {name: self.get_buffer(buffer) for name, buffer in names.items()}
             state = block.compute(
                 state,
                 padding,
                 adapter=adapter,
                 shared=shared,
-                operators={aten.expand.default: _repeated, **operators},
+                operators={aten.expand.default: _expand, **operators},
             )
         pooled = self.pool(state, mask)
         return pooled if self.head is None else self.head(pooled)
 
 
 class MergedWeights(CheckpointWeights):
-    """The weights of a checkpoint with a trained adapter merged into its layers."""
+    """Reads the weights of a checkpoint with a trained adapter merged into its layers."""
 
     def __init__(self, weights: CheckpointWeights, adapter: PeftAdapter) -> None:
         vars(self).update(vars(weights))
         self._adapter = adapter
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """See CheckpointWeights; an adapted layer's weight is read whole."""
+        """Read a weight; see CheckpointWeights. The weight of an adapted layer is always read whole."""
         weight, adapter = super().read(name, rows), self._adapter
         layer, _, part = name.rpartition(".")
         if part != "weight" or layer not in adapter.lora_a:
@@ -130,18 +132,18 @@ class MergedWeights(CheckpointWeights):
         return weight + lora_b @ lora_a * adapter.scale_of(layer)
 
 
-def build_encoder(folder: Path, merged: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -> Built:
+def build_encoder(folder: Path, merged: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -> BuiltProgram:
     """Lower an encoder to `program.pte` in `folder`, and compare the program with the model.
 
     Args:
-        folder: where to.
+        folder: folder of the program.
         merged: transformers' own model with the adapter merged into its weights.
-        adapter: the same, for the blocks, whose weights are read from the model's files.
-        spec: of the program.
+        adapter: the same adapter, for the blocks, whose weights are read from the model's files.
+        spec: settings of the program.
 
     Raises:
         ConfigError: the model has fewer positions than a row has tokens.
-        BundleError: it can't be lowered, or the program returns something else than the model.
+        BundleError: the model can't be lowered, or outputs of the program differ from the model's.
     """
     resolve_sequence_length(merged, spec.length)
     rows = [_row(merged.config, spec.length, seed) for seed in range(ROWS)]
@@ -150,44 +152,45 @@ def build_encoder(folder: Path, merged: LoadedModel, adapter: PeftAdapter, spec:
     lora_b = {module.name: torch.from_numpy(adapter.lora_b[module.name]).T for module in chain.modules}
     program = folder / PROGRAM
 
-    def answers_of(
+    def outputs_of(
         module: EncoderProgram, operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
     ) -> torch.Tensor:
         with torch.no_grad():
             return torch.stack([module.compute(*row, operators) for row in rows])
 
-    def answers_of_engine(module: EncoderProgram) -> torch.Tensor:
+    def engine_outputs_of(module: EncoderProgram) -> torch.Tensor:
         write_program(program, {METHOD: (module, rows[0])})
         return torch.stack([bind_method(program, METHOD, row)()[0] for row in rows])
 
     is_exact = spec.scheme == "fp32"
     module = EncoderProgram(chain if is_exact else with_scheme(chain, "fp32"), spec, lora_b)
-    exact = answers_of(module)
+    exact = outputs_of(module)
     check_exact("chain of blocks", exact, reference)
     if is_exact:
-        checks = check_exact("program", answers_of_engine(module), exact)
+        checks = check_exact("program", engine_outputs_of(module), exact)
     else:
         module = EncoderProgram(chain, spec, lora_b)
-        expected, smooth = answers_of(module), answers_of(module, without_rounding())
-        checks = check_quantized(answers_of_engine(module), expected, smooth, exact)
+        expected, unrounded = outputs_of(module), outputs_of(module, without_rounding())
+        checks = check_quantized(engine_outputs_of(module), expected, unrounded, exact)
     inputs = [
         {"name": name, "dtype": "int64", "shape": (1, spec.length)} for name in ("tokens", "attention_mask")
     ]
     name, shape = "pooled" if spec.head is None else "scores", tuple(reference.shape[1:])
     facts = {"inputs": inputs, "outputs": [{"name": name, "dtype": "float32", "shape": shape}]}
-    return Built("inference", facts, chain.quantization, checks)
+    return BuiltProgram("inference", facts, chain.quantization, checks)
 
 
 def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -> ModelChain:
-    """The blocks of an encoder for a program; layers are rounded as the bundle has them.
+    """Return the blocks of an encoder for a program, with layers rounded as in the bundle.
 
     Args:
-        model: tells which; its weights are read from its files.
-        adapter: merged into float32 weights; beside others its `lora_a` is frozen, and scaled.
-        spec: of the program.
+        model: the model, whose weights are read from its files.
+        adapter: the adapter, which is merged into float32 weights; with quantized weights, its `lora_a`
+            becomes a scaled constant.
+        spec: settings of the program.
 
     Raises:
-        Refusal: the model can't be written as blocks, or its blocks not as one program.
+        Refusal: the model can't be written as blocks, or the blocks can't be one program.
         BundleError: a layer of the bundle has another shape.
     """
     outline = load_meta_model(
@@ -196,8 +199,8 @@ def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -
         revision=model.revision,
         own_head=model.classifier is not None,
     )
-    # Computes shapes of a few tokens, as an export does that looks for layers to adapt: BigBird's attention
-    # is the whole one from then on.
+    # Runs the model on a few tokens, as an export does to find layers to adapt. As a side effect, BigBird
+    # switches to full attention.
     per_token_layers(outline.model, [])
     is_merged = spec.scheme == "fp32"
     adapted = [name for name, _ in outline.model.named_modules() if name in adapter.lora_a]
@@ -214,8 +217,8 @@ def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -
     if any(block.is_expert for block in chain.blocks):
         raise Refusal(
             "experts-in-one-program",
-            f"{model.name_or_path} can't be published as program: one program can't choose among experts",
-            remedy="publish it as peft or merged",
+            f"{model.name_or_path} can't be published as program, since a program can't route to experts.",
+            remedy="Publish it as peft or merged.",
         )
     if is_merged:
         return replace(chain, weights=MergedWeights(chain.weights, adapter))
@@ -223,14 +226,14 @@ def encoder_chain(model: LoadedModel, adapter: PeftAdapter, spec: EncoderSpec) -
 
 
 def with_layers(chain: ModelChain, layers: BundleLayers) -> ModelChain:
-    """The same blocks with layers that are rounded as a bundle has them.
+    """Return blocks whose layers are rounded as in a bundle.
 
     Args:
-        chain: of a scheme of integers.
-        layers: of the bundle.
+        chain: the blocks, in an integer scheme.
+        layers: the quantized layers of the bundle.
 
     Raises:
-        BundleError: a layer of the bundle has another shape; when the block's tensors are made.
+        BundleError: a layer of the bundle has another shape; raised when the block's tensors are read.
     """
     int8 = {
         number: names
@@ -239,24 +242,24 @@ def with_layers(chain: ModelChain, layers: BundleLayers) -> ModelChain:
     }
     if int8:
         chain = with_int8(chain, int8)
-    known, weights = frozenset(layers.int4), chain.weights
+    int4, weights = frozenset(layers.int4), chain.weights
 
     def codes_of(number: int) -> Mapping[str, Int4Weight]:
         names = {
             name: layer_name(name)
             for name in chain.blocks[number].weights
-            if layer_name(name) in known and name.endswith(".weight")
+            if layer_name(name) in int4 and name.endswith(".weight")
         }
         codes = {name: layers.int4[layer] for name, layer in names.items()}
         for name, each in codes.items():
             check_codes(names[name], each, weights.stored_shape(f"{names[name]}.weight") or ())
         return codes
 
-    return replace(chain, rounded=codes_of) if known else chain
+    return replace(chain, rounded=codes_of) if int4 else chain
 
 
 def make_head(head: Mapping[str, Array]) -> nn.Linear:
-    """The layer of a head with `weight` and `bias`."""
+    """Return the linear layer of a classification head with `weight` and `bias`."""
     weight, bias = (torch.from_numpy(np.array(head[name], np.float32)) for name in ("weight", "bias"))
     layer = nn.Linear(weight.shape[1], weight.shape[0])
     layer.weight, layer.bias = (nn.Parameter(value, requires_grad=False) for value in (weight, bias))
@@ -264,58 +267,64 @@ def make_head(head: Mapping[str, Array]) -> nn.Linear:
 
 
 def _tensors_of(chain: ModelChain, block: EagerBlock) -> dict[str, torch.Tensor]:
-    """All that the graph of a block reads, by name: the block's own tensors, and constants of its type."""
+    """Return all tensors that a block's graph reads, by name: its own, and constants of its block type."""
     graph_module = chain.block_types[chain.type_of[block.number]].block.graph_module
     names = {str(node.target): None for node in graph_module.graph.find_nodes(op="get_attr")}
     tensors = block.tensors
     return {
-        name: _apart(tensors[name] if name in tensors else get_attribute(graph_module, name))
+        name: _unshared(tensors[name] if name in tensors else get_attribute(graph_module, name))
         for name in names
     }
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is no part of another one's memory: XNNPACK stores what memory begins with."""
+def _unshared(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory of its own: XNNPACK would store the beginning of shared memory instead."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _repeated(source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A value that is repeated along other dimensions than the last two, such as a mask for each head, as a
-    sum: XNNPACK has no operator that repeats, which would part its delegate."""
-    repeated = source.expand(sizes)
-    is_mask = source.is_floating_point() and source.shape[-2:] == repeated.shape[-2:]
-    return source + torch.zeros(repeated.shape) if is_mask else repeated
+def _expand(source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Expand a tensor; a mask that is repeated for each head is expanded by an addition.
+
+    XNNPACK lacks the expand operator, which would split its delegate. An addition is possible if the last two
+    dimensions don't change.
+    """
+    expanded = source.expand(sizes)
+    is_mask = source.is_floating_point() and source.shape[-2:] == expanded.shape[-2:]
+    return source + torch.zeros(expanded.shape) if is_mask else expanded
 
 
 def without_rounding() -> dict[Any, Callable[..., Any]]:
-    """Operators of quantized blocks that leave activations as they are; weights keep their rounding."""
-    restore = torchao.dequantize_affine.default
+    """Return replacements of quantization operators that round no activations; weights stay rounded."""
+    dequantize = torchao.dequantize_affine.default
 
-    def keep(numbers: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return numbers
+    def keep(values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return values
 
-    def restored(codes: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        numbers: torch.Tensor = codes if codes.is_floating_point() else restore(codes, *given, **named)
-        return numbers
+    def dequantize_codes(codes: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        values: torch.Tensor = codes if codes.is_floating_point() else dequantize(codes, *arguments, **named)
+        return values
 
-    return {torchao.quantize_affine.default: keep, restore: restored}
+    return {torchao.quantize_affine.default: keep, dequantize: dequantize_codes}
 
 
 def _reference(
     model: LoadedModel, spec: EncoderSpec, tokens: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' own model answers of a row without its padding."""
+    """Return the output of transformers' own model for a row without its padding."""
     end = int(mask.sum())
     tokens, mask = tokens[:, :end], mask[:, :end]
     with torch.no_grad():
-        answer = model.model(input_ids=tokens, attention_mask=mask, return_dict=True)
-        states = hidden_states_of(answer, end)
+        output = model.model(input_ids=tokens, attention_mask=mask, return_dict=True)
+        states = hidden_states_of(output, end)
         pooled = pooling_of(spec.pooling)(states, mask.to(states.dtype))
         return pooled if spec.head is None else make_head(spec.head)(pooled)
 
 
 def _row(config: Any, length: int, seed: int) -> Row:
-    """Tokens and mask; the padding token stands where the mask is 0 alone: RoBERTa counts positions by it."""
+    """Return random tokens and their mask; seed 0 has no padding.
+
+    The padding token occurs only where the mask is 0, since RoBERTa computes positions from it.
+    """
     generator = torch.Generator().manual_seed(seed)
     end = length if seed == 0 else int(torch.randint(1, length + 1, (1,), generator=generator))
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=generator)

@@ -1,7 +1,8 @@
-"""A trained adapter as the GGUF file that llama.cpp loads beside a model: `--lora adapter.gguf`.
+"""Write a trained adapter as a GGUF file for llama.cpp's `--lora adapter.gguf`.
 
 Names, shapes and keys are those that llama.cpp's `convert_lora_to_gguf.py` writes and `llama-adapter.cpp`
-reads (https://github.com/ggml-org/llama.cpp). It multiplies the product of both matrices by alpha / rank.
+reads (https://github.com/ggml-org/llama.cpp). llama.cpp multiplies the product of both matrices by
+alpha / rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prge.errors import BundleError, PrgeError
 from prge.formats.peft import PeftAdapter
 from prge.system.packages import install_extra_command
 
-# transformers' name of an architecture, and llama.cpp's.
+# llama.cpp's names of architectures, by transformers' names.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -27,31 +28,36 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gpt2": "gpt2",
 }
-# llama.cpp turns pairs of neighbours in these, transformers a head's first half with its second one.
-_TURNED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# Layers with rotary embeddings: llama.cpp rotates pairs of neighbours, transformers the halves of a head.
+_ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
-    """Write the adapter of a model with the transformers configuration `config`.
+    """Write an adapter as GGUF.
+
+    Args:
+        path: the file.
+        adapter: the adapter.
+        config: configuration of the base model in transformers.
 
     Raises:
-        BundleError: llama.cpp has no such model, or no weights for one of the adapter's modules.
+        BundleError: llama.cpp lacks the architecture, or the weight of an adapted module.
         PrgeError: the package gguf is not installed.
     """
     try:
         import gguf
     except ModuleNotFoundError:
         raise PrgeError(
-            "writing GGUF needs the package gguf, which is not installed",
+            "Writing GGUF needs the package gguf, which is not installed.",
             remedy=install_extra_command("gguf"),
             code="package-missing",
         ) from None
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise BundleError(
-            f"an adapter of {config.model_type} can't be written as GGUF, those of "
-            f"{', '.join(ARCHITECTURES)} can",
-            remedy="publish it as peft or merged, and convert that with llama.cpp's own scripts",
+            f"Cannot write an adapter of {config.model_type} as GGUF. Supported are "
+            f"{', '.join(ARCHITECTURES)}.",
+            remedy="Publish it as peft or merged, and convert that with llama.cpp's own scripts.",
             code="no-gguf-architecture",
         )
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -64,15 +70,15 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
         name = names.get_name(module)
         if name is None or (name == "output" and config.tie_word_embeddings):
             raise BundleError(
-                f"llama.cpp has no weights for {module} of {config.model_type}",
-                remedy="publish the model as merged, and convert that with llama.cpp's own scripts",
+                f"llama.cpp has no weight for {module} of {config.model_type}.",
+                remedy="Publish the model as merged, and convert that with llama.cpp's own scripts.",
                 code="no-gguf-weight",
             )
         lora_b = adapter.lora_b[module]
         if architecture == "llama":
             lora_b = lora_b[row_order(module, len(lora_b), config)]
         writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(lora_a, np.float32))
-        # llama.cpp divides the one alpha by each tensor's own rank.
+        # The file has one alpha, which llama.cpp divides by each tensor's own rank.
         scale = adapter.scale_of(module) * len(lora_a) / adapter.alpha
         writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(lora_b * scale, np.float32))
     writer.write_header_to_file()
@@ -82,10 +88,16 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
 
 
 def row_order(module: str, rows: int, config: Any) -> Array:
-    """Which outputs of a Llama's layer follow each other in llama.cpp's weights."""
-    numbers = np.arange(rows)
-    heads_of = _TURNED.get(module.rpartition(".")[2])
-    if heads_of is None:
-        return numbers
-    heads = getattr(config, heads_of, None) or config.num_attention_heads
-    return numbers.reshape(heads, 2, -1).transpose(0, 2, 1).reshape(-1)
+    """Return the order of a Llama layer's output rows in llama.cpp's weights.
+
+    Args:
+        module: name of the layer.
+        rows: number of output rows.
+        config: configuration of the model in transformers.
+    """
+    order = np.arange(rows)
+    heads_name = _ROTATED.get(module.rpartition(".")[2])
+    if heads_name is None:
+        return order
+    heads = getattr(config, heads_name, None) or config.num_attention_heads
+    return order.reshape(heads, 2, -1).transpose(0, 2, 1).reshape(-1)

@@ -1,8 +1,8 @@
-"""A trained decoder as the program that ExecuTorch's LLM runner takes: tokens in, logits of the next one out.
+"""Publish a trained decoder as a program for ExecuTorch's LLM runner, from tokens to next-token logits.
 
-Made by transformers' own integration: keys and values of earlier calls are buffers of the program. A prompt
-is computed in one call, for the number of tokens is open. Python's `TextLLMRunner` runs it, and what apps of
-Android and iOS have; they read the metadata that is written here as methods without inputs.
+transformers' own integration makes the program: keys and values of earlier calls are buffers of the program.
+The number of tokens is dynamic, so a prompt is computed in one call. Python's `TextLLMRunner` and the runners
+of Android and iOS apps read the metadata that is written here as methods without inputs.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ from server_export.checkpoint.loading import LoadedModel
 from server_export.library_errors import TRANSFORMERS_ERRORS, torch_export_errors
 from server_export.lower.program import lower_programs
 from server_export.publishing.module_quantization import quantized_and_checked
-from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built
+from server_export.publishing.program import METHOD, PROGRAM, ROWS, BuiltProgram
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
 from server_export.trace.patterns import functions_of
 
-# Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
-# are hardly faster.
-MOST_AT_ONCE = 256
-# Tokens of the call that is traced.
+# Most tokens of one call: the runner splits longer prompts. Memory is planned for this number, and matrix
+# products of more rows are hardly faster.
+MAX_TOKENS_PER_CALL = 256
+# Tokens of the traced call.
 _EXAMPLE = 7
 
 
 @dataclass(frozen=True)
 class LlmSpec:
-    """Tokens of prompt and answer together; quantization of the frozen layers; tokens that begin and end.
+    """Settings of a decoder's program.
+
+    Attributes:
+        length: most tokens of prompt and completion together.
+        scheme: quantization of the frozen layers.
+        bos: id of the token that begins a text; None: there is none.
+        eos: ids of the tokens that end a text.
 
     Raises:
-        ConfigError: there are too few tokens.
+        ConfigError: `length` is too small.
     """
 
     length: int
@@ -54,20 +60,20 @@ class LlmSpec:
     def __post_init__(self) -> None:
         if self.length < _EXAMPLE:
             raise ConfigError(
-                "the program can't be made:",
-                [f"sequence_length is {self.length}, at least {_EXAMPLE} are needed"],
+                "Cannot build the program:",
+                [f"sequence_length is {self.length}, must be at least {_EXAMPLE}"],
                 code="sequence-too-short",
             )
 
     @property
-    def at_once(self) -> int:
-        """The most tokens of a call."""
-        return min(self.length, MOST_AT_ONCE)
+    def tokens_per_call(self) -> int:
+        """Most tokens of a call."""
+        return min(self.length, MAX_TOKENS_PER_CALL)
 
-    def facts(self, vocabulary: int) -> dict[str, Any]:
-        """What the runner asks a program for."""
-        known = {
-            "get_max_seq_len": self.at_once,
+    def metadata(self, vocabulary: int) -> dict[str, Any]:
+        """Return the metadata that the runner reads from a program; `vocabulary` is the number of tokens."""
+        values = {
+            "get_max_seq_len": self.tokens_per_call,
             "get_max_context_len": self.length,
             "get_vocab_size": vocabulary,
             "use_kv_cache": True,
@@ -76,37 +82,39 @@ class LlmSpec:
             "get_bos_id": self.bos,
             "get_eos_ids": list(self.eos) or None,
         }
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class TanhGelu(nn.Module):
-    """GELU in its tanh form, spelled out: XNNPACK takes the operator for the exact form."""
+    """The tanh approximation of GELU in elementary operators.
+
+    XNNPACK would compute the operator as the exact GELU.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x of any shape."""
+        """Compute the activation of a tensor of any shape."""
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
 
 
 def check_can_generate(loaded: LoadedModel) -> None:
-    """Raise BundleError unless a model writes."""
+    """Raise BundleError unless ExecuTorch's LLM runner can generate text with a model."""
     if not loaded.is_decoder:
         raise BundleError(
-            f"{loaded.name_or_path} can't be published for a runner that generates: it is an encoder",
-            remedy="publish it as program instead",
+            f"{loaded.name_or_path} can't be published as llm: it is an encoder.",
+            remedy="Publish it as program instead.",
             code="llm-of-encoder",
         )
     if functions_of(loaded.model):
         raise BundleError(
-            f"{loaded.name_or_path} can't be published for a runner that generates: it has recurrences or "
-            "short convolutions, and the runner keeps nothing but keys and values between calls",
-            remedy="write with prge generate, or publish the adapter or the merged model",
+            f"{loaded.name_or_path} can't be published as llm: it has recurrences or short convolutions, and "
+            "the program keeps only keys and values between calls.",
+            remedy="Use prge generate, or publish the adapter or the merged model.",
             code="llm-of-recurrence",
         )
     if expert_layers(loaded.model):
         raise BundleError(
-            f"{loaded.name_or_path} can't be published for a runner that generates: one program can't "
-            "choose among experts",
-            remedy="publish it as peft or merged, or write with `prge generate`",
+            f"{loaded.name_or_path} can't be published as llm: a program can't route to experts.",
+            remedy="Publish it as peft or merged, or use `prge generate`.",
             code="experts-in-one-program",
         )
 
@@ -114,10 +122,12 @@ def check_can_generate(loaded: LoadedModel) -> None:
 def bos_and_eos_ids(
     model: Any, tokenizer: Any, stops: Sequence[int] = ()
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The token that begins a text, and those that end one.
+    """Return the id of the token that begins a text, and the ids of the tokens that end one.
 
-    The model's settings of generation may know more of them than the tokenizer; `stops` are those that the
-    bundle stops at.
+    Args:
+        model: model of transformers, whose generation config may have more such tokens than the tokenizer.
+        tokenizer: tokenizer of transformers.
+        stops: further tokens that the bundle stops at.
     """
     settings = model.generation_config
     bos = settings.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -126,18 +136,20 @@ def bos_and_eos_ids(
     return bos, tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
-def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLayers = NO_LAYERS) -> Built:
-    """Lower a decoder, changed in place, to `program.pte` in `folder`, and compare the program with it.
+def build_llm(
+    folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLayers = NO_LAYERS
+) -> BuiltProgram:
+    """Lower a decoder to `program.pte` in `folder`, and compare the program with the decoder.
 
     Args:
-        folder: where to.
-        loaded: the decoder.
-        spec: of the program.
-        layers: as the bundle has them that the adapter was trained with.
+        folder: folder of the program.
+        loaded: the decoder, which is changed in place.
+        spec: settings of the program.
+        layers: the quantized layers of the bundle that the adapter was trained with.
 
     Raises:
-        BundleError: transformers' integration or ExecuTorch doesn't take the architecture, or the program
-            returns something else than the model.
+        BundleError: transformers' integration or ExecuTorch doesn't support the architecture, or outputs of
+            the program differ from the decoder's.
     """
     from executorch.exir import ExecutorchBackendConfig
 
@@ -151,17 +163,17 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLa
         with torch.no_grad():
             return _last_two(rows, spec, lambda tokens, start: exportable(tokens, None, start))
 
-    facts = spec.facts(model.config.vocab_size)
+    metadata = spec.metadata(model.config.vocab_size)
 
     def lower() -> torch.Tensor:
         program = folder / PROGRAM
-        # New keys and values go into the buffers themselves, instead of copies of them.
+        # With this pass, new keys and values are written to the buffers in place.
         config = ExecutorchBackendConfig(run_reinplace_pass=True)
         exported = _exported(exportable, spec)
         with warnings.catch_warnings():
-            # A cache begins as zeros: so does all memory of ExecuTorch's module. Positions come with a call.
+            # Initial values of buffers are lost, but a cache begins with zeros, like ExecuTorch's memory.
             warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
-            executorch = lower_programs({METHOD: exported}, config, facts)
+            executorch = lower_programs({METHOD: exported}, config, metadata)
         with program.open("wb") as stream:
             executorch.write_to_file(stream)
         call = load_method(program, METHOD)
@@ -170,14 +182,14 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLa
     quantization, checks = quantized_and_checked(
         exportable.model, spec.scheme, reference, eager, lower, layers
     )
-    return Built("llm", {"runner": facts}, quantization, checks)
+    return BuiltProgram("llm", {"runner": metadata}, quantization, checks)
 
 
 def _exportable(model: Any, spec: LlmSpec) -> Any:
-    """transformers' module of a model with a cache.
+    """Return transformers' exportable module of a model with a static cache.
 
-    It takes tokens i64 [1, n], None and the position of the first [1]; gives logits [1, 1, vocabulary] of the
-    last token.
+    Its inputs are tokens i64 [1, n], None, and the position i64 [1] of the first token. Its output are the
+    logits [1, 1, vocabulary] of the last token.
     """
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -195,12 +207,12 @@ def _exportable(model: Any, spec: LlmSpec) -> Any:
 
 
 def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
-    """The module as a graph of any number of tokens."""
+    """Export the module with a dynamic number of tokens."""
     example = _tokens(0, _EXAMPLE, exportable.model.config.vocab_size)
-    tokens = torch.export.Dim("tokens", min=1, max=spec.at_once)
+    tokens = torch.export.Dim("tokens", min=1, max=spec.tokens_per_call)
     with _refused(torch_export_errors()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Not traced by Dynamo, the buffers of the cache would be constants.
+        # Without strict, the buffers of the cache would become constants.
         return torch.export.export(
             exportable,
             (),
@@ -211,28 +223,32 @@ def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
 
 
 def _refused(errors: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+    """Return a context manager that turns these exceptions of transformers or torch into Refusals."""
     return refused_as(
         "no-program-with-cache",
         "transformers can't make a program with a cache of this architecture",
         errors,
-        remedy="publish it as merged instead",
+        remedy="Publish it as merged instead.",
     )
 
 
 def _last_two(
     rows: Sequence[torch.Tensor], spec: LlmSpec, call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Logits [rows, 2, vocabulary] after all but one token of a row, in calls as the runner makes them, and
-    after that token."""
-    answers = []
+    """Compute the logits [rows, 2, vocabulary] of the last two tokens of each row.
+
+    The last token has a call of its own; the tokens before it are split as the runner splits a prompt.
+    """
+    outputs = []
     for row in rows:
         start, logits = 0, []
-        for part in (*row[:, :-1].split(spec.at_once, 1), row[:, -1:]):
+        for part in (*row[:, :-1].split(spec.tokens_per_call, 1), row[:, -1:]):
             logits.append(call(part.contiguous(), torch.tensor([start])).reshape(-1).clone())
             start += part.shape[1]
-        answers.append(torch.stack(logits[-2:]))
-    return torch.stack(answers)
+        outputs.append(torch.stack(logits[-2:]))
+    return torch.stack(outputs)
 
 
 def _tokens(seed: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Return random tokens i64 [1, length]."""
     return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The README.md of a published folder: what it is, how it was trained, how it is used."""
+"""The model card of a published folder: what it contains, how it was trained, how to use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHAT = {
     "program": "ExecuTorch inference program of {base} with a trained LoRA adapter",
     "llm": "{base} with a trained LoRA adapter for ExecuTorch's LLM runner",
 }
-# Settings of a run that a card tells; all others are somebody's files, or say nothing of the result.
+# Settings of a run that a card shows; others name files of the user, or don't affect the result.
 _SETTINGS = (
     *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
     *("weight_decay", "batch_size", "calls", "loss_normalisation", "clip", "patience"),
@@ -37,15 +37,31 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells.
+    """The content of a model card.
 
-    `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
-    `has_own_classes` says that it is for the classes of that head.
-    `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
-    that is known; `num_bos` is how many tokens begin a prompt; `begin` is the token that texts began with in
-    training and that the tokenizer doesn't put there. `source` describes the GGUF file that the base model's
-    weights were dequantized from. `weights` are those of a merged model, `scheme` is the quantization of a
-    program, `trained_scheme` that of the bundle that the adapter was trained with, where there is one.
+    Attributes:
+        name: name of the folder.
+        format: format that the adapter is published in.
+        base: the base model.
+        is_encoder: whether the base model is an encoder.
+        pooling: pooling of an encoder's hidden states.
+        has_head: whether the folder has a trained classification head.
+        head_layer: layer of the base model's own classification head that the trained head replaces, or whose
+            input the trained head reads; empty: there is none.
+        has_own_classes: whether the trained head is for the classes of the base model's own head.
+        adapter: the adapter's `adapter_config.json`.
+        run: the run's `run.json`; empty if there is none.
+        bundle_sha256: hash of the bundle, if there is one.
+        step: step of the adapter, if it is known.
+        num_bos: number of tokens that begin a prompt.
+        bos_token: token that texts began with in training, if the tokenizer doesn't add it.
+        has_chat_template: whether the folder has a chat template.
+        is_text_part: whether the adapter is for the text part of a multimodal model.
+        key_mapping: names of weights for loading the text part.
+        source: description of the GGUF file that the base model's weights were dequantized from.
+        weights: which frozen weights a merged model has.
+        scheme: quantization of a program.
+        trained_scheme: quantization of the bundle that the adapter was trained with, if there is one.
     """
 
     name: str
@@ -72,11 +88,11 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """The text of README.md, from `card.md`."""
+    """Return the text of README.md, rendered from `card.md`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    told: dict[str, str] = {}
+    table: dict[str, str] = {}
     for name, value in _facts(facts):
-        told.setdefault(_text(name), value)
+        table.setdefault(_text(name), value)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         {each.name: getattr(facts, each.name) for each in fields(facts)}
         | {
@@ -87,20 +103,20 @@ def model_card(facts: CardFacts) -> str:
             "file": _text(facts.source.get("file", "")),
             "precision": _precision(facts),
             "chat_template": CHAT_TEMPLATE_FILE,
-            "facts": told,
+            "facts": table,
         }
     )
 
 
 def _base(base: BaseModel) -> str:
-    """The base model as all can find it: its hub id, or its content's hash; a folder's name says nothing."""
+    """Return the base model's hub id, or else the hash of its content; paths mean nothing to others."""
     if base.on_hub:
         return base.name
     return f"the model with the SHA-256 {base.sha256}" if base.sha256 else "a model that was not recorded"
 
 
 def _trainer(run: Mapping[str, Any]) -> str:
-    """What trained the adapter, where its run tells."""
+    """Return text that names what trained the adapter; empty if the run doesn't record it."""
     method = mapping(run.get("run")).get("method")
     if isinstance(method, str) and method:
         return f", trained in PyTorch by `prge baseline --method {_text(method)}`"
@@ -108,28 +124,28 @@ def _trainer(run: Mapping[str, Any]) -> str:
 
 
 def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
-    """How it was trained: what its estimator means, and how much went into it."""
-    stretches = _estimators(run)
-    for since, estimator in stretches:
+    """Yield paragraphs about training: estimators, objective, amount of training, and scores."""
+    periods = _estimators(run)
+    for since, estimator in periods:
         meaning = ESTIMATORS[estimator].meaning
-        yield f"From step {since:,} on: {meaning}" if len(stretches) > 1 else meaning
+        yield f"From step {since:,} on: {meaning}" if len(periods) > 1 else meaning
     train, block = mapping(run.get("train")), mapping(run.get("run"))
-    told = []
+    amounts = []
     objective = mapping(block.get("objective"))
     if (name := str(objective.get("name"))) in PREFERENCES:
-        yield f"It learnt what is preferred, by {name.upper()} with beta {_text(objective.get('beta'))}."
+        yield f"It was trained on preferences, by {name.upper()} with beta {_text(objective.get('beta'))}."
     if steps := _whole(train.get("steps")):
         rows = _whole(train.get("training_rows"))
-        told.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))
+        amounts.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))
         if step is not None and step != steps:
-            told[-1] += f", of which the adapter is that after step {step:,}"
+            amounts[-1] += f", of which the adapter is that after step {step:,}"
     if computed := _whole(train.get("rows")):
-        told.append(f"{computed:,} sequences computed, where a way back counts as two")
+        amounts.append(f"{computed:,} sequences computed, where a backward pass counts as two")
     scheme = mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):
-        told.append(f"frozen weights in {_text(scheme)}")
-    if told:
-        yield f"{'; '.join(told)}."
+        amounts.append(f"frozen weights in {_text(scheme)}")
+    if amounts:
+        yield f"{'; '.join(amounts)}."
     before, best = mapping(train.get("before")), mapping(train.get("best"))
     if _is_scored(before) and _is_scored(best):
         (name, start), (_, end) = score_of(before), score_of(best)
@@ -137,19 +153,19 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
 
 
 def _dequantized(facts: CardFacts) -> Iterator[str]:
-    """That the base model is what a GGUF file stands for."""
+    """Yield a paragraph about the GGUF file that the base model comes from, if there is one."""
     if facts.source:
         weights = "The weights here are" if facts.format == "merged" else "The base model is"
-        kinds = f", in {_text(facts.source['description'])}," if "description" in facts.source else ""
+        types = f", in {_text(facts.source['description'])}," if "description" in facts.source else ""
         yield (
-            f"{weights} what the GGUF file {_text(facts.source.get('file'))} stands for: its weights{kinds} "
-            "were dequantized, and the adapter was trained with them. With the weights that the file was "
-            "made of answers can differ."
+            f"{weights} what the GGUF file {_text(facts.source.get('file'))} stands for: its weights{types} "
+            "were dequantized, and the adapter was trained with them. With the original weights, outputs can "
+            "differ."
         )
 
 
 def _precision(facts: CardFacts) -> str:
-    """What the adapter was trained against, and how far answers of this folder may be from that; or empty."""
+    """Return text on how this folder's weights differ from those in training; empty if they don't."""
     scheme = facts.trained_scheme
     if scheme is None:
         scheme = mapping(mapping(facts.run.get("run")).get("quantization")).get("scheme")
@@ -162,8 +178,7 @@ def _precision(facts: CardFacts) -> str:
     if facts.format == "merged" and facts.weights == "trained" and facts.trained_scheme is not None:
         return (
             f"{trained} The weights here are those, as floats, with the adapter added. The inputs of layers "
-            "are rounded in the engine alone, so that answers can still differ a little from those that were "
-            "scored."
+            "are rounded in the engine alone, so outputs can still differ slightly from those in training."
         )
     if facts.format == "merged":
         return f"{trained} Here it is merged into the original weights, with which answers can differ."
@@ -176,21 +191,21 @@ def _precision(facts: CardFacts) -> str:
 
 
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
-    """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
-    stretches = mapping(run.get("run")).get("estimators")
-    if not isinstance(stretches, list):
-        stretches = [{"since": 0, "estimator": _settings(run).get("estimator")}]
-    told = [(each.get("since"), each.get("estimator")) for each in stretches if isinstance(each, Mapping)]
+    """Return the known estimators of the run's steps, each with its first step."""
+    periods = mapping(run.get("run")).get("estimators")
+    if not isinstance(periods, list):
+        periods = [{"since": 0, "estimator": _settings(run).get("estimator")}]
+    pairs = [(each.get("since"), each.get("estimator")) for each in periods if isinstance(each, Mapping)]
     return [
         (since, name)
-        for since, told_name in told
+        for since, recorded_name in pairs
         for name in ESTIMATORS
-        if name == told_name and isinstance(since, int)
+        if name == recorded_name and isinstance(since, int)
     ]
 
 
 def _is_scored(record: Mapping[str, Any]) -> bool:
-    """Whether an evaluation has a loss, and nothing but numbers."""
+    """Whether an evaluation has a loss, and only numbers as values."""
     return "loss" in record and all(isinstance(value, int | float) for value in record.values())
 
 
@@ -203,6 +218,7 @@ def _settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    """Yield names and values for the card's table."""
     if facts.base.on_hub:
         yield "base model", facts.base.name
         if facts.base.revision:
@@ -224,7 +240,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
             yield name, _text(run[name])
     if estimators:
         yield "estimator", ", then ".join(estimators)
-    # Settings are those of the last one.
+    # run.json has the settings of the last estimator.
     for name in (*_SETTINGS, *(ESTIMATORS[estimators[-1]].settings if estimators else ())):
         if settings.get(name) is not None:
             yield name.replace("_", " "), _text(settings[name])
@@ -232,7 +248,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """The numbers of a nested mapping: its texts may be files of the user's."""
+    """Yield the numbers of a nested mapping, whose texts may name files of the user."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _numbers(part, f"{name} {str(key).replace('_', ' ')}".strip())
@@ -241,6 +257,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text that is safe in a table of Markdown."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -248,7 +265,7 @@ def _text(value: Any) -> str:
 
 
 def read_run_summary(folder: Path | None) -> dict[str, Any]:
-    """A run folder's `run.json`, empty where there is none that can be read."""
+    """Read the `run.json` of a run folder; empty if there is no readable one."""
     try:
         content = read_json(folder / SUMMARY) if folder is not None else {}
     except (OSError, DocumentError):
@@ -257,7 +274,7 @@ def read_run_summary(folder: Path | None) -> dict[str, Any]:
 
 
 def read_adapter_step(folder: Path, run: Mapping[str, Any]) -> int | None:
-    """The step that an adapter's folder is of: a checkpoint's, or that of `final/`, as `run.json` has it."""
+    """Return the step of an adapter's folder, from a checkpoint's state, or from `run.json` for `final/`."""
     try:
         return TrainingProgress.read(folder / STATE).step
     except (OSError, ValueError, TypeError):

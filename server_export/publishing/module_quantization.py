@@ -1,6 +1,6 @@
-"""Quantization of a transformers model as one module, which a program for ExecuTorch's LLM runner needs.
+"""Quantize a transformers model as one module, for a program for ExecuTorch's LLM runner.
 
-That program is made by transformers' own integration, and not of a chain's blocks.
+transformers' own integration makes this program, so it has no blocks of a chain.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from server_export.quantize.quantization import (
 
 
 class Int8Embedding(nn.Module):
-    """An embedding table of int8 codes with a scale per row.
+    """An embedding table of int8 codes with one scale per row.
 
     Args:
-        vectors: f32 [some tokens, width] in order, what the replaced module gives; taken one after the other,
-            so that a large table never is in memory twice.
-        count: how many vectors.
+        vectors: outputs f32 [some tokens, width] of the replaced module, in order; read one after another, so
+            that a large table is never in memory twice.
+        count: number of rows.
     """
 
     codes: torch.Tensor
@@ -47,16 +47,16 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table as float32, for what looks at a model's input embeddings."""
+        """The table as float32, for code that reads a model's input embeddings."""
         return self.codes.to(self.scales.dtype) * self.scales
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens i64 [rows, length] -> f32 [rows, length, width]."""
+        """Look up tokens i64 [rows, length]; returns f32 [rows, length, width]."""
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
 
 
 class FixedLoraLinear(nn.Module):
-    """A frozen linear layer with one adapter that no longer changes; `lora_a` carries alpha / rank."""
+    """A frozen linear layer with a constant adapter, whose `lora_a` is scaled by alpha / rank."""
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
@@ -68,12 +68,12 @@ class FixedLoraLinear(nn.Module):
         self.register_buffer("lora_b", lora_b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer and its adapter to x [..., in]; returns [..., out]."""
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 def attach_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
-    """Put a trained adapter beside the layers that it names."""
+    """Replace the layers that a trained adapter names by layers with this adapter, in place."""
     convert_conv1d(model)
     for name in adapter.lora_a:
         lora_a = torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name)
@@ -102,38 +102,41 @@ def quantized_and_checked(
     lower: Callable[[], torch.Tensor],
     layers: BundleLayers = NO_LAYERS,
 ) -> tuple[QuantizationReport, dict[str, float]]:
-    """Quantize a model in place, lower it, and compare model, module and program; returns what was found.
+    """Quantize a model in place, lower it, and compare outputs of model, module and program.
 
     Args:
-        model: as it is in the module that is lowered.
+        model: the model inside the module that is lowered.
         scheme: quantization of the frozen weights.
-        reference: what the untouched model answers to some rows, a row first.
-        eager: what the module answers to them as it is then.
-        lower: writes the program; returns what it answers to them in the engine.
-        layers: as the bundle has them that the adapter was trained with.
+        reference: outputs of the original model for some rows, with rows as the first dimension.
+        eager: computes outputs of the module in its present state for these rows.
+        lower: writes the program, and returns its outputs in the engine for these rows.
+        layers: the quantized layers of the bundle that the adapter was trained with.
+
+    Returns:
+        The quantization, and differences and tolerances for the manifest.
 
     Raises:
-        BundleError: they differ by more than is allowed.
+        BundleError: outputs differ by more than the tolerance.
     """
     exact = eager()
     check_exact("module", exact, reference)
     quantization = quantize(model, scheme, layers)
     expected = eager()
-    answers = lower()
+    outputs = lower()
     if scheme == "fp32":
-        return quantization, check_exact("program", answers, expected)
+        return quantization, check_exact("program", outputs, expected)
     dequantize_layers(model)
-    return quantization, check_quantized(answers, expected, eager(), exact)
+    return quantization, check_quantized(outputs, expected, eager(), exact)
 
 
 def _quantize_embedding(model: nn.Module) -> str:
-    """Replace a large token embedding by int8 rows; returns what the table is now."""
+    """Replace a large token embedding by int8 rows, in place, and return the table's scheme."""
     embedding = model.get_input_embeddings()
     table = embedding.weight
     if not is_large(table):
         return "fp32"
     name = next(name for name, layer in model.named_modules() if layer is embedding)
-    # Gemma's embedding scales its vectors: ask the module instead of reading its weight.
+    # Gemma's embedding module scales its vectors, so its outputs are quantized, not its weight.
     vectors = (
         embedding(tokens).detach().float() for tokens in torch.arange(table.shape[0]).split(ROWS_AT_ONCE)
     )

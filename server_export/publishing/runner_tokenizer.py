@@ -1,8 +1,8 @@
-"""A model's tokenizer as the file that ExecuTorch's LLM runner reads.
+"""Write a model's tokenizer as a file for ExecuTorch's LLM runner.
 
-The runner has a reader of its own for `tokenizer.json`. It knows byte pairs, and few kinds of what comes
-before and after. It writes an answer token by token: what a decoder does to the first token of a text, such
-as taking its space away, it does to every one.
+The runner has its own reader of `tokenizer.json`, which supports byte pairs and a few types of normalizers,
+splitters and decoders. The runner decodes a completion token by token, so it applies to every token what a
+decoder does to the first one of a text, such as removing its space.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from prge.data.tokenization.tokenizer import TOKENIZER_FILE
 from prge.errors import BundleError
 from server_export.checkpoint.tokenization import SAMPLES, adds_bos, write_tokenizer
 
-_REMEDY = "publish it as merged or as program instead"
+_REMEDY = "Publish it as merged or as program instead."
 _SPACE = {"String": " "}
 
 
 def write_runner_tokenizer(tokenizer: Any, folder: Path, begins: bool) -> dict[str, Any]:
-    """Write the files of `write_tokenizer` so that the runner reads and writes what the model's own does.
+    """Write the files of a tokenizer so that the runner encodes and decodes like the model's own tokenizer.
 
     Args:
-        begins: whether every text begins with the token for that, though the tokenizer itself adds none.
+        tokenizer: tokenizer of transformers.
+        folder: folder of the files.
+        begins: whether every text begins with the begin-of-sequence token, even if the tokenizer doesn't add
+            it.
 
     Returns:
-        The manifest's `tokenizer` block. `num_bos` is what a prompt's `GenerationConfig` needs;
-        `different_ids` counts samples, of rarer signs, that the runner reads as other tokens.
+        The manifest's `tokenizer` block. `num_bos` is the value for a prompt's `GenerationConfig`;
+        `different_ids` is the number of samples with rare characters that the runner encodes differently.
 
     Raises:
-        BundleError: the runner can't read it, or reads and writes plain text in another way.
+        BundleError: the runner can't read the tokenizer, or encodes or decodes plain text differently.
     """
     write_tokenizer(tokenizer, folder)
     path = folder / TOKENIZER_FILE
@@ -46,7 +49,7 @@ def write_runner_tokenizer(tokenizer: Any, folder: Path, begins: bool) -> dict[s
 
 
 def _split_in_normalizer(content: dict[str, Any]) -> None:
-    """Write a splitter that only marks spaces, which the runner doesn't know, as the same normalizer."""
+    """Replace a splitter that only marks spaces, which the runner lacks, by an equivalent normalizer."""
     splitter = content.get("pre_tokenizer") or {}
     if splitter.get("type") != "Metaspace" or splitter.get("split", True):
         return
@@ -59,7 +62,7 @@ def _split_in_normalizer(content: dict[str, Any]) -> None:
 
 
 def _decoder(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A decoder without what it does at the beginning of a text: an answer goes on with one."""
+    """Return a decoder without its special treatment of a text's beginning: a completion continues a text."""
     if decoder is None:
         return None
     if decoder["type"] == "Metaspace":
@@ -72,7 +75,7 @@ def _decoder(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _prepends(token: str, number: int) -> dict[str, Any]:
-    """The last step of a tokenizer that begins every text with a token."""
+    """Return a post-processor that begins every text with a token."""
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
@@ -84,6 +87,7 @@ def _prepends(token: str, number: int) -> dict[str, Any]:
 
 
 def _different(tokenizer: Any, path: Path, prepended: bool, num_bos: int) -> int:
+    """Return the number of samples that the runner encodes differently; raises BundleError for plain text."""
     from pytorch_tokenizers import CppHFTokenizer
 
     from server_export.quiet_libraries import quiet_engine
@@ -94,28 +98,29 @@ def _different(tokenizer: Any, path: Path, prepended: bool, num_bos: int) -> int
             reader.load(str(path))
     except RuntimeError:
         raise BundleError(
-            f"ExecuTorch's LLM runner can't read the tokenizer ({type(tokenizer).__name__}, {_kinds(path)})",
+            f"ExecuTorch's LLM runner can't read the tokenizer ({type(tokenizer).__name__}, {_types(path)}).",
             remedy=_REMEDY,
             code="tokenizer-unreadable",
         ) from None
     first = [tokenizer.bos_token_id] if prepended else []
-    seen = [(list(reader.encode(text, num_bos, 0)), first + tokenizer.encode(text)) for text in SAMPLES]
-    (ours, theirs), plain = seen[0], SAMPLES[0]
-    pieces = "".join(reader.decode(token) for token in ours[num_bos:])
-    text = tokenizer.decode(theirs[num_bos:])
-    # Without a decoder no text is right.
-    written = pieces.lstrip() == text.lstrip() or tokenizer.backend_tokenizer.decoder is None
-    if ours != theirs or not written:
+    pairs = [(list(reader.encode(text, num_bos, 0)), first + tokenizer.encode(text)) for text in SAMPLES]
+    (runner_ids, expected_ids), plain = pairs[0], SAMPLES[0]
+    runner_text = "".join(reader.decode(token) for token in runner_ids[num_bos:])
+    expected_text = tokenizer.decode(expected_ids[num_bos:])
+    # A tokenizer without a decoder has no correct text to compare with.
+    is_equal = runner_text.lstrip() == expected_text.lstrip() or tokenizer.backend_tokenizer.decoder is None
+    if runner_ids != expected_ids or not is_equal:
         raise BundleError(
-            f"ExecuTorch's LLM runner takes the tokenizer for another: {plain!r} is {theirs} and {text!r}, "
-            f"for the runner it is {ours} and {pieces!r}",
+            f"ExecuTorch's LLM runner tokenizes differently: {plain!r} is {expected_ids} and "
+            f"{expected_text!r}, but for the runner it is {runner_ids} and {runner_text!r}.",
             remedy=_REMEDY,
             code="tokenizer-differs",
         )
-    return sum(ours != theirs for ours, theirs in seen)
+    return sum(runner_ids != expected_ids for runner_ids, expected_ids in pairs)
 
 
-def _kinds(path: Path) -> str:
+def _types(path: Path) -> str:
+    """Return the types of a tokenizer's parts, for an error message."""
     content = json.loads(path.read_text(encoding="utf-8"))
     parts = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     return ", ".join(f"{part} {content[part]['type']}" for part in parts if content.get(part))

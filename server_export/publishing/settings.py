@@ -15,7 +15,7 @@ Weights = Literal["trained", "original"]
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Give a trained adapter to PEFT or llama.cpp, merge it, or make a program for ExecuTorch."""
+    """Publish a trained adapter for PEFT or llama.cpp, as a merged model, or as a program for ExecuTorch."""
 
     source: AdapterInput
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""
@@ -24,40 +24,40 @@ class PublishConfig:
     """Folder to write."""
 
     bundle: BundleInput | None = None
-    """Bundle that the adapter was trained with; without it the one that the run's config.yaml names."""
+    """Bundle that the adapter was trained with; default: the bundle that the run's config.yaml names."""
 
     model: str | None = None
-    """Folder, GGUF file or hub id of the base model; without it the one that the bundle records, if it is
-    still there."""
+    """Folder, GGUF file or hub id of the base model; default: the model that the bundle records, if it still
+    exists."""
 
     revision: str | None = None
-    """Revision of a hub model; without it the one that the bundle names."""
+    """Revision of a hub model; default: the revision that the bundle records."""
 
     format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
     """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
-    encoder as an ExecuTorch program; llm: a decoder as one, for ExecuTorch's LLM runner and its apps."""
+    encoder as an ExecuTorch program; llm: a decoder as a program for ExecuTorch's LLM runner and its apps."""
 
     weights: Weights | None = None
-    """merged: the frozen weights that the adapter is merged into. trained: the values that the bundle's
-    quantization leaves of them, as floats, which training and scores have seen; original: those of the base
-    model. Default: trained."""
+    """merged: the frozen weights that the adapter is merged into. trained: the bundle's quantized weights as
+    floats, which the adapter was trained and scored with; original: the weights of the base model. Default:
+    trained."""
 
     sequence_length: int | None = None
-    """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an
-    llm at least 512 if the model has as many positions."""
+    """program, llm: most tokens of a row, or of prompt and completion together; default: the bundle's length,
+    and for llm at least 512 if the model has so many positions."""
 
     quantize: str | None = None
-    """program, llm: quantization of the frozen weights; without it the bundle's."""
+    """program, llm: quantization of the frozen weights; default: the bundle's."""
 
     overwrite: bool = False
-    """Replace the folder if it was published before; with --push also commit to a repository that exists."""
+    """Replace a folder that was published before; with --push, also commit to an existing repository."""
 
     push: str | None = None
-    """OWNER/NAME on Hugging Face's hub: upload the folder there too, with the token of HF_TOKEN. A repository
-    is made if there is none, private unless --public is given."""
+    """OWNER/NAME on Hugging Face's hub: also upload the folder, with the token of HF_TOKEN. A repository is
+    created if there is none, private unless you give --public."""
 
     public: bool = False
-    """With --push: let all read the repository."""
+    """With --push: let everybody read the repository."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)

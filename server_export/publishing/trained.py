@@ -1,4 +1,4 @@
-"""A trained adapter and its base model, found and checked before anything is published."""
+"""Find and check a trained adapter and its base model before publishing."""
 
 from __future__ import annotations
 
@@ -49,10 +49,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """A trained adapter with what is known of it.
+    """A trained adapter with its bundle and base model.
 
-    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`. The base
-    model is the recorded one, if the user named no other.
+    Attributes:
+        folder: PEFT folder of the adapter.
+        run: run folder of the adapter, if there is one.
+        bundle: bundle that the adapter was trained with, if it is known.
+        adapter: the adapter.
+        config: the adapter's `adapter_config.json`.
+        base: the base model: the recorded one, unless the user named another.
+        recorded: the base model that the bundle or the adapter records.
     """
 
     folder: Path
@@ -65,47 +71,47 @@ class TrainedAdapter:
 
     @property
     def is_encoder(self) -> bool | None:
-        """Whether the base model is an encoder, None where nothing tells."""
+        """Whether the base model is an encoder; None if it isn't known."""
         if self.bundle is not None:
             return self.bundle.chain.is_encoder
         return {"CAUSAL_LM": False, "FEATURE_EXTRACTION": True}.get(str(self.config.get("task_type")))
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the layers of the checkpoint's own classification head belong to the model."""
+        """Whether the model includes the layers of the checkpoint's own classification head."""
         if self.bundle is not None:
             return self.bundle.pooling == OWN_HEAD
         return self.is_encoder is not True
 
     @property
     def scale(self) -> float:
-        """What the product of the matrices of modules that no pattern names is multiplied by."""
+        """Factor of the product of both matrices, for modules without a scale of their own."""
         alpha, rank = float(self.config["lora_alpha"]), int(self.config["r"])
         return lora_scale(alpha, rank, bool(self.config.get("use_rslora")))
 
     @property
     def chat_template(self) -> Path | None:
-        """The template of the messages that it was trained on, where its bundle or its folder has one."""
+        """File of the chat template that the adapter was trained with; None if there is none."""
         folders = [self.bundle.tokenizer] if self.bundle is not None else []
         paths = [folder / CHAT_TEMPLATE_FILE for folder in (*folders, self.folder)]
         return next((path for path in paths if path.is_file()), None)
 
     @property
     def head(self) -> Path | None:
-        """The classification head of a trained encoder."""
+        """File of a trained encoder's classification head; None if there is none."""
         path = self.folder / HEAD
         return path if path.is_file() else None
 
     @property
     def head_layer(self) -> str:
-        """The layer of the checkpoint's own head that a trained one takes the place of, if it has one."""
+        """Layer of the checkpoint's own head that a trained head replaces; empty if there is none."""
         block = mapping(self.bundle.manifest.get("head")) if self.bundle is not None else {}
         saved = self.config.get("modules_to_save") or [block.get("layer") or ""]
         return str(saved[0])
 
     @property
     def own_head(self) -> dict[str, Array] | None:
-        """The trained head, if it is one for the classes of the checkpoint's own."""
+        """The trained head, if it is for the classes of the checkpoint's own head; else None."""
         if self.head is None or not self.head_layer:
             return None
         head = read_arrays(self.head)
@@ -114,50 +120,50 @@ class TrainedAdapter:
 
 
 def read_trained(config: PublishConfig) -> TrainedAdapter:
-    """Find and check the adapter, and its bundle where there is one.
+    """Find and check the adapter, and its bundle if there is one.
 
     Raises:
-        PrgeError: there is no adapter, it is damaged, or not of the bundle.
+        PrgeError: there is no adapter, it is damaged, or it doesn't fit the bundle.
     """
     folder = find_adapter(Path(config.source))
     run = find_run(folder)
-    check_links(run or folder)  # what lies there is given away
+    check_links(run or folder)  # published files must not lead to private ones
     tuning = find_tuning(Path(config.source))
     bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
-    found = read_lora(folder)
+    adapter = read_lora(folder)
     if bundle is not None:
-        # Whether it fits; published is what the folder holds.
+        # Only checks that the adapter fits: the folder's own values are published.
         read_compatible_adapter(folder, bundle.chain.modules, bundle.adapter, generates=True)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
     recorded = base_from_manifest(model) or base_from_peft(settings)
     base = recorded
-    # A hub id that is the recorded one means the recorded commit.
+    # The hub id of the recorded model means its recorded commit.
     if config.model and not (recorded and recorded.revision and recorded.name == config.model):
         base = BaseModel(config.model)
     if base is None:
         raise ConfigError(
-            "the base model isn't known:",
+            "The base model isn't known:",
             [f"neither a bundle nor {folder / CONFIG} names it"],
-            remedy="give --model or --bundle",
+            remedy="Give --model or --bundle.",
             code="base-unknown",
         )
     if config.revision is not None:
         base = BaseModel(base.name, config.revision)
-    return TrainedAdapter(folder, run, bundle, found, settings, base, recorded)
+    return TrainedAdapter(folder, run, bundle, adapter, settings, base, recorded)
 
 
 def load_base(trained: TrainedAdapter) -> LoadedModel:
-    """Load the base model in float32 and check that it is the one that the adapter was trained on.
+    """Load the base model in float32, and check that the adapter was trained on it.
 
     Raises:
-        BundleError: it isn't there, or is another model.
+        BundleError: the model doesn't exist, or is another one.
     """
     from server_export.checkpoint.loading import load_model
     from server_export.quiet_libraries import quiet_libraries
 
     quiet_libraries()
-    remedy = "give the base model with --model"
+    remedy = "Give the base model with --model."
     base, pooled = trained.base, trained.is_encoder
     try:
         if base is trained.recorded:
@@ -168,7 +174,7 @@ def load_base(trained: TrainedAdapter) -> LoadedModel:
             )
     except BundleError as error:
         raise BundleError(
-            f"the base model can't be loaded: {error.what}", remedy=remedy, code="base-not-loadable"
+            f"Cannot load the base model: {error.what}", remedy=remedy, code="base-not-loadable"
         ) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
@@ -187,7 +193,7 @@ def load_base(trained: TrainedAdapter) -> LoadedModel:
 
 
 def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
-    """Adapted layers that the model lacks, or has in another shape."""
+    """Return a sentence for each adapted layer that the model lacks, or has in another shape."""
     layers = dict(model.named_modules())
     problems = []
     for module in modules:
@@ -203,20 +209,20 @@ def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
 
 
 def _record_problems(loaded: LoadedModel, trained: TrainedAdapter) -> list[str]:
-    """Whether a model is the one that a bundle was exported from, by hash, or by the revision of one name."""
+    """Return why a model is not the one that a bundle was exported from; empty if it is or may be."""
     recorded = trained.recorded
     if recorded is None or trained.base == recorded:
         return []
     if recorded.sha256 is None or loaded.sha256 is None:
-        return [f"nothing tells that it is {recorded.name}: their contents have no hashes to compare"]
+        return [f"it can't be compared with {recorded.name}, since there are no hashes of both"]
     return content_problems(loaded, recorded.sha256)
 
 
 def load_peft(loaded: LoadedModel, trained: TrainedAdapter) -> Any:
-    """The base model with the adapter on it, loaded by PEFT itself and compared number by number.
+    """Load the adapter onto the base model with PEFT, and check that all its values are there.
 
     Raises:
-        AdapterError: PEFT puts the adapter on other layers, or leaves some of its values out.
+        AdapterError: PEFT adapts other layers, or loads other values.
     """
     from peft import PeftModel
 
@@ -240,23 +246,23 @@ def load_peft(loaded: LoadedModel, trained: TrainedAdapter) -> Any:
         raise AdapterError(
             f"PEFT doesn't load {trained.folder} as it was trained:",
             problems,
-            remedy="please report it with the name of the model",
+            remedy="Please report the problem with the name of the model.",
             code="peft-differs",
         )
     return model.eval()
 
 
-def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
-    """The bundle that was named, or the run's own where it still is."""
-    if given is not None:
-        return open_bundle(given)
+def _find_bundle(named: Path | None, run: Path | None) -> Bundle | None:
+    """Open the bundle that the user named, or else the run's own bundle; None if that doesn't exist."""
+    if named is not None:
+        return open_bundle(named)
     if run is None:
         return None
     try:
         path = read_bundle_path(run / RUN_CONFIG)
     except (OSError, DocumentError):
         return None
-    with suppress(RunError):  # a tuning that has no bundle yet
+    with suppress(RunError):  # the folder of a tuning may have no bundle yet
         if path is not None and (resolve_bundle(path) / MANIFEST).is_file():
             return open_bundle(path)
     return None

@@ -1,1 +1,1 @@
-"""Rounding of frozen weights: layers, tables of embeddings, and what a bundle holds of them."""
+"""Quantization of frozen weights: linear layers, embedding tables, and the quantized layers of a bundle."""

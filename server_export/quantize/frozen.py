@@ -1,8 +1,9 @@
-"""The frozen tensors of a kind of block: which its graph reads, and how they are made of a block's weights.
+"""The frozen tensors of a block type, and how they are made from a block's weights.
 
-    a block's weights -> what the graph computes of them alone, such as 1 + weight -> codes and scales
+    a block's weights -> what the graph computes from weights alone, such as 1 + weight -> codes and scales
 
-The graph of a kind has tensors without memory in their places. Blocks of the kind fill them one at a time.
+The graph of a block type has tensors without memory in their place, which the blocks of the type fill in
+turn.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ ADAPTER_WEIGHT = "lora_a"
 
 @dataclass
 class FrozenTensors:
-    """How a block's weights become the tensors that its kind's graph reads.
+    """How a block's weights become the tensors that the graph of its type reads.
 
-    `computed` takes the weights in order and gives the tensors of `names`; `layers` and `embeddings` are
-    those of them that are kept as codes, a layer's with whether these are int4. `tables` are the places among
-    the weights of embeddings that nothing is computed of, with their rows.
+    Attributes:
+        computed: takes the weights in order and returns the tensors of `names`.
+        names: the names of these tensors.
+        layers: those that are stored as codes of linear layers, and whether the codes are int4.
+        embeddings: those that are stored as codes of embedding tables, and their number of rows.
     """
 
     computed: GraphModule
@@ -57,7 +60,7 @@ class FrozenTensors:
 
     @property
     def stored(self) -> set[str]:
-        """Names of the tensors that differ from block to block."""
+        """The names of the tensors that differ from block to block."""
         parts = (codes_name, scale_name, zero_point_name)
         quantized = {part(name) for name in self.layers for part in parts}
         quantized |= {part(name) for name in self.embeddings for part in parts[:2]}
@@ -65,22 +68,26 @@ class FrozenTensors:
 
     @property
     def tables(self) -> set[int]:
-        """Places among the weights of embeddings that are kept as codes and that nothing is computed of."""
+        """The positions among the weights of embedding tables that are quantized as they are stored."""
         graph = self.computed.graph
         output = graph.output_node()
-        kept = dict(zip(self.names, output.args[0], strict=True))
-        tables = {kept[name] for name in self.embeddings if {*kept[name].users} == {output}}
-        return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node in tables}
+        by_name = dict(zip(self.names, output.args[0], strict=True))
+        tables = {by_name[name] for name in self.embeddings if {*by_name[name].users} == {output}}
+        return {
+            position for position, node in enumerate(graph.find_nodes(op="placeholder")) if node in tables
+        }
 
     def tensors(
         self,
         weights: Sequence[torch.Tensor | Iterable[torch.Tensor]],
         rounded: Mapping[str, Int4Weight] = MappingProxyType({}),
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own.
+        """Yield the names and tensors of the graph, made from a block's weights.
 
-        `tables` may come some rows at a time, so that none is in memory as a whole. Int4 layers in `rounded`
-        have its codes.
+        Args:
+            weights: the block's weights f32 in its own order. Those of `tables` may be iterables over parts
+                of the rows, so that none of them is in memory as a whole.
+            rounded: the codes of int4 layers; other layers are rounded here.
         """
         with torch.no_grad():
             for name, tensor in zip(self.names, self.computed(*weights), strict=True):
@@ -95,8 +102,8 @@ class FrozenTensors:
                     yield zero_point_name(name), torch.zeros(scale.shape, dtype=torch.int8)
                 elif name in self.embeddings:
                     is_whole = isinstance(tensor, torch.Tensor)
-                    pieces = tensor.split(ROWS_AT_ONCE) if is_whole else tensor
-                    codes, scales = int8_table(pieces, self.embeddings[name])
+                    parts = tensor.split(ROWS_AT_ONCE) if is_whole else tensor
+                    codes, scales = int8_table(parts, self.embeddings[name])
                     yield codes_name(name), codes
                     yield scale_name(name), scales
                 else:
@@ -104,43 +111,43 @@ class FrozenTensors:
 
 
 def codes_name(name: str) -> str:
-    """Name of a quantized tensor's codes."""
-    return _plain(f"{name}_codes")
+    """Return the name of a quantized tensor's codes."""
+    return _without_dots(f"{name}_codes")
 
 
 def scale_name(name: str) -> str:
-    """Name of a quantized tensor's scales."""
-    return _plain(f"{name}_scale")
+    """Return the name of a quantized tensor's scales."""
+    return _without_dots(f"{name}_scale")
 
 
 def zero_point_name(name: str) -> str:
-    """Name of a quantized tensor's zero points."""
-    return _plain(f"{name}_zero_point")
+    """Return the name of a quantized tensor's zero points."""
+    return _without_dots(f"{name}_zero_point")
 
 
-def _plain(name: str) -> str:
-    """A name that a module can have for a tensor of its own."""
+def _without_dots(name: str) -> str:
+    """Return a name without dots, as a module requires for its own tensors."""
     return name.replace(".", "_")
 
 
 def freeze(
     block: ModelBlock, scheme: str, is_head: bool = False, int8: Collection[str] = ()
 ) -> tuple[GraphModule, FrozenTensors]:
-    """The graph of a block's kind, quantized, and how its tensors are made.
+    """Return the quantized graph of a block's type, and how its tensors are made.
 
     Args:
-        block: any of the kind.
-        scheme: `fp32`, `8da8w` or `8da4w`; a head's layers have int8 weights in the last one too.
-        is_head: whether the block answers log-probabilities.
-        int8: names of weights that are int8 in `8da4w` too.
+        block: any block of the type.
+        scheme: `fp32`, `8da8w` or `8da4w`; a head's layers are int8 in the last one too.
+        is_head: whether the block computes log-probabilities.
+        int8: names of weights that are int8 in `8da4w`.
     """
     graph_module = copy_graph_module(block.graph_module)
     remove_identities(graph_module.graph)
     _add_biases(graph_module.graph)
-    frozen = _computed(graph_module, block.weights)
+    frozen = _extract_computed(graph_module, block.weights)
     if scheme != "fp32":
         for node in list(graph_module.graph.nodes):
-            if node.target is aten.linear.default and _is_frozen_layer(node) and not _chooses(node):
+            if node.target is aten.linear.default and _is_frozen_layer(node) and not _is_router(node):
                 is_int4 = scheme == "8da4w" and not is_head and str(node.args[1].target) not in int8
                 _quantize_layer(graph_module, node, frozen, is_int4)
             elif node.target is aten.embedding.default and _is_large(node.args[0]):
@@ -152,10 +159,10 @@ def freeze(
 
 
 def _add_biases(graph: Graph) -> None:
-    """Add a layer's bias after it, in place: tangents are the same layer without it.
+    """Move the biases of linear layers into additions after the layers.
 
-    XNNPACK knows a packed quantized layer by its weight alone, so that one with a bias would take the place
-    of the other.
+    The tangents of a layer use the same weight without a bias. XNNPACK identifies a packed quantized layer by
+    its weight alone, so it would confuse the two.
     """
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         source, weight, *bias = node.args
@@ -167,48 +174,50 @@ def _add_biases(graph: Graph) -> None:
             node.args = (source, weight)
 
 
-def _computed(graph_module: GraphModule, weights: Sequence[str]) -> FrozenTensors:
-    """Take what depends on weights alone out of a graph."""
+def _extract_computed(graph_module: GraphModule, weights: Sequence[str]) -> FrozenTensors:
+    """Move what depends on weights alone out of a graph."""
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
         sources = node.all_input_nodes
         is_computed = node.op == "call_function" and sources and constant.issuperset(sources)
-        if node.op == "get_attr" or (is_computed and not _has_a_call_s_size(node)):
+        if node.op == "get_attr" or (is_computed and not _depends_on_call(node)):
             constant.add(node)
     read = [node for node in graph_module.graph.nodes if node in constant and set(node.users) - constant]
     graph = Graph()
     values: dict[Node, Node] = {}
-    given = {name: graph.placeholder(f"weight_{number}") for number, name in enumerate(weights)}
+    placeholders = {name: graph.placeholder(f"weight_{number}") for number, name in enumerate(weights)}
     for node in graph_module.graph.nodes:
         if node in constant:
             is_weight = node.op == "get_attr"
-            values[node] = given[str(node.target)] if is_weight else graph.node_copy(node, values.__getitem__)
+            values[node] = (
+                placeholders[str(node.target)] if is_weight else graph.node_copy(node, values.__getitem__)
+            )
     names: dict[str, Node] = {}
     for number, node in enumerate(read):
         name = str(node.target) if node.op == "get_attr" else f"computed_{number}"
         names[name] = values[node]
         if node.op != "get_attr":
-            _read_instead(graph_module, node, name, constant)
+            _replace_by_tensor(graph_module, node, name, constant)
     graph.output(tuple(names.values()))
     graph.eliminate_dead_code()
     return FrozenTensors(make_graph_module(graph_module, graph), tuple(names))
 
 
-def _has_a_call_s_size(node: Node) -> bool:
-    """Whether a value is as large as a call, such as a weight that is repeated for each row."""
+def _depends_on_call(node: Node) -> bool:
+    """Return whether a value's shape depends on the call, such as a weight that is repeated for each row."""
     value = node.meta.get("val")
     shape = value.shape if isinstance(value, torch.Tensor) else ()
     return any(size and size % marker == 0 for size in shape for marker in (BATCH, TOKENS, COPIES))
 
 
-def _read_instead(graph_module: GraphModule, node: Node, name: str, constant: set[Node]) -> None:
+def _replace_by_tensor(graph_module: GraphModule, node: Node, name: str, constant: set[Node]) -> None:
     with graph_module.graph.inserting_before(node):
         new = _tensor(graph_module, name, tuple(node.meta["val"].shape), node.meta["val"].dtype)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in constant)
 
 
 def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
-    """A get_attr node of a tensor without memory, at the place where the graph is written."""
+    """Return a get_attr node of a tensor without memory, at the insertion point of the graph."""
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     if not hasattr(graph_module, name):
         graph_module.register_buffer(name, tensor)
@@ -218,9 +227,9 @@ def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype:
 
 
 def _is_frozen_layer(node: Node) -> bool:
-    """Whether it is one of the model's layers whose weights are many enough to be rounded.
+    """Return whether a layer belongs to the model and is large enough to be quantized.
 
-    One with a single output isn't; nor is what turns pairs of complex numbers, which rules wrote.
+    A layer with a single output is not, and neither is one that a pass inserted, such as a rotation.
     """
     weight = node.args[1]
     if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
@@ -228,10 +237,10 @@ def _is_frozen_layer(node: Node) -> bool:
     return not _is_of_adapter(str(weight.target)) and not str(weight.target).startswith(CONSTANT_PREFIX)
 
 
-def _chooses(layer: Node) -> bool:
-    """Whether experts are chosen by what a layer says: rounded, a router would choose others."""
-    reached = descendants(layer.users, until=lambda node: node.target is aten.linear.default)
-    return any(node.target is aten.topk.default for node in reached)
+def _is_router(layer: Node) -> bool:
+    """Return whether a layer is a router: rounding its weights would choose other experts."""
+    dependents = descendants(layer.users, until=lambda node: node.target is aten.linear.default)
+    return any(node.target is aten.topk.default for node in dependents)
 
 
 def _is_of_adapter(name: str) -> bool:
@@ -256,23 +265,23 @@ def _quantize_layer(graph_module: GraphModule, node: Node, frozen: FrozenTensors
         scale = _tensor(
             graph_module, scale_name(name), scales, torch.bfloat16 if in_groups else torch.float32
         )
-        zero = _tensor(graph_module, zero_point_name(name), scales, torch.int8)
-        chosen = _call(
+        zero_point = _tensor(graph_module, zero_point_name(name), scales, torch.int8)
+        qparams = _call(
             torchao.choose_qparams_affine.default, source, "ASYMMETRIC", row, *_BYTE, None, None, torch.int8
         )
-        parameters = [_call(operator.getitem, chosen, index) for index in range(2)]
+        parameters = [_call(operator.getitem, qparams, index) for index in range(2)]
         rounded = _call(torchao.quantize_affine.default, source, row, *parameters, *_BYTE)
-        back = _call(torchao.dequantize_affine.default, rounded, row, *parameters, *_BYTE)
+        dequantized = _call(torchao.dequantize_affine.default, rounded, row, *parameters, *_BYTE)
         limits = _NIBBLE if in_groups else _BYTE
-        floats = _call(torchao.dequantize_affine.default, codes, block, scale, zero, *limits)
-    node.args = (back, floats, *bias)
+        weight_values = _call(torchao.dequantize_affine.default, codes, block, scale, zero_point, *limits)
+    node.args = (dequantized, weight_values, *bias)
 
 
 def _call(target: Any, source: Node, *arguments: Any, **named: Any) -> Node:
-    """One operator, at the place where the graph is written."""
+    """Call an operator at the insertion point of the graph."""
     node = source.graph.call_function(target, (source, *arguments), named)
-    known, known_named = torch.fx.node.map_arg(((source, *arguments), named), lambda n: n.meta["val"])
-    node.meta["val"] = to_meta(target(*known, **known_named))
+    values, named_values = torch.fx.node.map_arg(((source, *arguments), named), lambda n: n.meta["val"])
+    node.meta["val"] = to_meta(target(*values, **named_values))
     return node
 
 

@@ -1,12 +1,12 @@
 """Quantization of the frozen base: linear layers by torchao, a large embedding table by rows.
 
     8da8w   int8 weights per output channel, int8 dynamic activations per token
-    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token; what rounding
-            loses is compensated on rows (server_export/calibrate), or a group's scale is fitted to its
-            weights alone (HQQ, Badri and Shaji 2023, without its zero points); a vocabulary head is int8:
-            its errors reach the answer undamped, and it runs on the asked positions only
+    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token. Rounding errors
+            are compensated on calibration rows (server_export/calibrate), or the scale of a group is fitted
+            to its weights (HQQ, Badri and Shaji 2023, without zero points). A vocabulary head is int8: its
+            errors reach the outputs undamped, and it computes few positions
 
-Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
+XNNPACK computes both with integers. `lora_a` and `lora_b` stay float32.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from prge.errors import BundleError
 from server_export.adapter.layers import conv1d_names, convert_conv1d, replace_module
 
 GROUP_SIZE = 32
-# Below this an int8 table saves nothing that anybody would notice.
+# An int8 table of fewer bytes would save nothing noticeable.
 EMBEDDING_BYTES = 1 << 20
 ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What was quantized and how; `per_channel` names layers that are int8 where others are int4: too narrow
-    or ragged for groups, too sensitive, or the vocabulary head. `rounding` says how int4 layers were rounded
-    on how many tokens, where they were."""
+    """What was quantized, and how.
+
+    Attributes:
+        scheme: `fp32`, `8da8w` or `8da4w`.
+        group_size: the group size of int4 weights.
+        per_channel: names of layers that are int8 in an int4 scheme: their width does not fit groups, they
+            are too sensitive, or they are the vocabulary head.
+        embedding: the type of the embedding table.
+        rounding: the method that rounded int4 layers, with its number of tokens, if they were calibrated.
+    """
 
     scheme: str = "fp32"
     group_size: int | None = None
@@ -40,12 +47,12 @@ class QuantizationReport:
     rounding: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's `quantization` block."""
+        """Return the manifest's `quantization` entry."""
         block = {**asdict(self), "per_channel": list(self.per_channel)}
         return block if self.rounding else {name: block[name] for name in block if name != "rounding"}
 
     def describe(self) -> str:
-        """One phrase for people."""
+        """Return a short description for messages."""
         count = len(self.per_channel)
         exceptions = f", {count} layer{'s' * (count > 1)} per channel" if count else ""
         table = ", int8 embedding" if self.embedding == "int8" else ""
@@ -60,34 +67,36 @@ class Int4Weight:
     scale: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        """The weight f32 [out, in] that the codes stand for."""
+        """Return the weight f32 [out, in] that the codes represent."""
         groups = self.codes.float().view(*self.scale.shape, GROUP_SIZE)
         return (groups * self.scale.float().unsqueeze(2)).view(self.codes.shape)
 
 
 def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes i8 [tokens, width] and scales f32 [tokens, 1] of some vectors."""
+    """Quantize vectors f32 [tokens, width] to codes i8 [tokens, width] and scales f32 [tokens, 1]."""
     scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return torch.round(rows / scales).to(torch.int8), scales
 
 
 def int8_table(vectors: Iterable[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes i8 [tokens, width] and scales f32 [tokens, 1] of so many vectors f32 that come some at a time."""
+    """Quantize `count` vectors that come in parts to codes i8 [count, width] and scales f32 [count, 1]."""
     codes, scales, start = torch.empty(0), list[torch.Tensor](), 0
     for rows in vectors:
-        found, scale = int8_rows(rows)
+        row_codes, scale = int8_rows(rows)
         if not scales:
             codes = torch.empty(count, rows.shape[1], dtype=torch.int8)
-        codes[start : (start := start + len(rows))] = found
+        codes[start : (start := start + len(rows))] = row_codes
         scales.append(scale)
     return codes, torch.cat(scales)
 
 
 @dataclass(frozen=True)
 class BundleLayers:
-    """How a bundle rounded a model's layers, where that can't be made again of their weights.
+    """A bundle's quantized layers whose rounding can't be recomputed from the model's weights.
 
-    `int8` names layers that are so in `8da4w` too; `int4` has the codes of others, by name.
+    Attributes:
+        int8: names of layers that are int8 in `8da4w`.
+        int4: the codes of other layers by name.
     """
 
     int8: Collection[str] = ()
@@ -98,7 +107,7 @@ NO_LAYERS = BundleLayers()
 
 
 def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LAYERS) -> list[str]:
-    """Quantize all linear layers of a model in place; returns those that stay int8 in an int4 scheme.
+    """Quantize all linear layers of a model in place; return the names of int8 layers in an int4 scheme.
 
     Raises:
         BundleError: a layer of `rounded` has another shape.
@@ -108,16 +117,16 @@ def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LA
         _quantize_linear(model, set(layers), torch.int8, None)
         return []
     head = _vocabulary_head(model)
-    # XNNPACK takes int4 in groups only.
+    # XNNPACK supports int4 in groups only.
     per_channel = [
         name
         for name, layer in layers.items()
         if layer.in_features % GROUP_SIZE or layer is head or _in_model(name) in rounded.int8
     ]
-    known = {name for name in layers if _in_model(name) in rounded.int4}.difference(per_channel)
-    _quantize_linear(model, set(layers) - set(per_channel) - known, torch.int4, GROUP_SIZE)
+    from_bundle = {name for name in layers if _in_model(name) in rounded.int4}.difference(per_channel)
+    _quantize_linear(model, set(layers) - set(per_channel) - from_bundle, torch.int4, GROUP_SIZE)
     _quantize_linear(model, set(per_channel), torch.int8, None)
-    for name in known:
+    for name in from_bundle:
         codes, layer = rounded.int4[_in_model(name)], model.get_submodule(name)
         check_codes(_in_model(name), codes, layer.weight.shape)
         layer.weight = nn.Parameter(int4_tensor(codes), requires_grad=False)
@@ -125,39 +134,39 @@ def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LA
 
 
 def check_codes(layer: str, codes: Int4Weight, shape: Sequence[int]) -> None:
-    """Raise BundleError, `layer-of-another-shape`, if a bundle's codes aren't of a weight of this shape."""
+    """Raise BundleError, `layer-of-another-shape`, unless a bundle's codes have the shape of the weight."""
     if tuple(codes.codes.shape) != tuple(shape):
         raise BundleError(
-            f"{layer} is {[*codes.codes.shape]} in the bundle, {[*shape]} in the model",
-            remedy="give the model that the bundle was exported from with --model",
+            f"{layer} is {[*codes.codes.shape]} in the bundle, {[*shape]} in the model.",
+            remedy="Give the model that the bundle was exported from with --model.",
             code="layer-of-another-shape",
         )
 
 
 def _in_model(name: str) -> str:
-    """A layer's name where no adapter is beside it."""
+    """Return a layer's name in the model without adapters."""
     return name.removesuffix(".base")
 
 
 def _vocabulary_head(model: nn.Module) -> nn.Module | None:
-    """The layer that returns logits, if the model has one."""
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if find is not None else None
+    """Return the layer that computes logits, if the model has one."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    return get_head() if get_head is not None else None
 
 
 def round_base(model: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -> None:
-    """Give a model's layers and embedding table the values that a bundle has of them, as floats, in place.
+    """Replace a model's weights in place by the rounded values that a bundle has, as floats.
 
-    A head that shared its weight with the table has its own afterwards: they are rounded differently. GPT-2's
-    Conv1D layers stay what they are.
+    A head that is tied to the embedding table gets a weight of its own, since the two are rounded
+    differently. GPT-2's Conv1D layers remain Conv1D.
     """
     if scheme == "fp32":
         return
-    convolutions = {name: model.get_submodule(name) for name in conv1d_names(model)}
+    conv1d_layers = {name: model.get_submodule(name) for name in conv1d_names(model)}
     convert_conv1d(model)
     quantize_layers(model, scheme, layers)
     dequantize_layers(model)
-    for name, layer in convolutions.items():
+    for name, layer in conv1d_layers.items():
         layer.weight.data = model.get_submodule(name).weight.detach().t().contiguous()
         replace_module(model, name, layer)
     embedding = model.get_input_embeddings()
@@ -168,9 +177,9 @@ def round_base(model: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) 
 
 
 def dequantize_layers(model: nn.Module) -> None:
-    """Give a model's quantized linear layers their weights as floats, in place.
+    """Replace the weights of a model's quantized linear layers in place by their rounded values as floats.
 
-    Weights keep their rounding, activations lose theirs: what is left is smooth and has derivatives.
+    Activations are no longer rounded then, so the model is differentiable.
     """
     for _, layer in _linear_layers(model):
         restore = getattr(layer.weight, "dequantize", None)
@@ -185,40 +194,40 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def int8_weight(weight: torch.Tensor) -> torch.Tensor:
-    """torchao's tensor for a weight [out, in], int8 per output: `qdata`, `scale`, `zero_point`."""
+    """Quantize a weight [out, in] to torchao's int8 tensor per output: `qdata`, `scale`, `zero_point`."""
     return _quantized(weight, _settings(torch.int8, None))
 
 
 def int4_weight(weight: torch.Tensor) -> torch.Tensor:
-    """torchao's tensor for a weight [out, in], int4 in groups of inputs; see `int8_weight`."""
+    """Quantize a weight [out, in] to torchao's int4 tensor in groups of inputs; see `int8_weight`."""
     return _quantized(weight, _settings(torch.int4, GROUP_SIZE))
 
 
 def int4_tensor(weight: Int4Weight) -> torch.Tensor:
-    """torchao's tensor of codes that are given; see `int4_weight`."""
-    like: Any = int4_weight(torch.zeros(1, GROUP_SIZE))
-    _, facts = like.__tensor_flatten__()
+    """Return torchao's tensor for existing codes; see `int4_weight`."""
+    template: Any = int4_weight(torch.zeros(1, GROUP_SIZE))
+    _, metadata = template.__tensor_flatten__()
     tensors = {
         "qdata": weight.codes,
         "scale": weight.scale,
         "zero_point": torch.zeros(weight.scale.shape, dtype=torch.int8),
     }
-    whole: torch.Tensor = type(like).__tensor_unflatten__(
-        tensors, facts, weight.codes.shape, weight.codes.stride()
+    tensor: torch.Tensor = type(template).__tensor_unflatten__(
+        tensors, metadata, weight.codes.shape, weight.codes.stride()
     )
-    return whole
+    return tensor
 
 
 def _quantize_linear(model: nn.Module, names: set[str], dtype: torch.dtype, group_size: int | None) -> None:
     settings = _settings(dtype, group_size)
     for name in names:
-        # A new parameter: the head shares its weight with the embedding in many models.
+        # A new parameter, because many models share the head's weight with the embedding.
         layer = model.get_submodule(name)
         layer.weight = nn.Parameter(_quantized(layer.weight.detach(), settings), requires_grad=False)
 
 
 def _settings(dtype: torch.dtype, group_size: int | None) -> Any:
-    """torchao's settings of a layer."""
+    """Return torchao's configuration for a layer."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig
     from torchao.quantization.granularity import PerAxis, PerGroup
     from torchao.quantization.quantize_.workflows import IntxChooseQParamsAlgorithm
@@ -228,18 +237,17 @@ def _settings(dtype: torch.dtype, group_size: int | None) -> Any:
     return Int8DynamicActivationIntxWeightConfig(
         weight_dtype=dtype,
         weight_granularity=PerGroup(group_size),
-        # XNNPACK stores the scales of groups so: the eager model is to have the same.
+        # XNNPACK stores the scales of groups in bfloat16, and the eager model should agree with it.
         weight_scale_dtype=torch.bfloat16,
-        # Scales fitted to the weights instead of spanning the largest: int4 then costs stories260K 4 %
-        # in perplexity instead of 26 %.
+        # Fitted scales: int4 costs stories260K 4 % in perplexity, and 26 % if scales span the largest weight.
         intx_choose_qparams_algorithm=IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY,
     )
 
 
 def _quantized(weight: torch.Tensor, settings: Any) -> torch.Tensor:
-    """torchao's tensor for a weight [out, in], made of some rows after the other.
+    """Quantize a weight [out, in] to torchao's tensor, a few rows at a time.
 
-    Rows don't depend on each other, and a few stay in the processor's cache: ten times as fast.
+    Rows are independent, and a few of them stay in the processor's cache, which is ten times as fast.
     """
     from torchao.quantization import quantize_
 
@@ -249,12 +257,14 @@ def _quantized(weight: torch.Tensor, settings: Any) -> torch.Tensor:
         layer.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
         quantize_(layer, settings)
         parts.append(layer.weight)
-    names, facts = parts[0].__tensor_flatten__()
+    names, metadata = parts[0].__tensor_flatten__()
     tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    whole: torch.Tensor = type(parts[0]).__tensor_unflatten__(tensors, facts, weight.shape, weight.stride())
-    return whole
+    tensor: torch.Tensor = type(parts[0]).__tensor_unflatten__(
+        tensors, metadata, weight.shape, weight.stride()
+    )
+    return tensor
 
 
 def is_large(table: torch.Tensor) -> bool:
-    """Whether a table of embeddings is worth rounding."""
+    """Return whether an embedding table is large enough to be quantized."""
     return table.numel() * 4 >= EMBEDDING_BYTES

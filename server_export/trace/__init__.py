@@ -1,1 +1,1 @@
-"""A model without weights becomes blocks: traced, rewritten and cut."""
+"""Tracing: a model without weights is traced, rewritten and cut into blocks."""

@@ -1,8 +1,9 @@
-"""Attention as transformers calls it, in operators that stay in one delegate.
+"""Attention with the interface of transformers, in operators that stay in one delegate.
 
-Registered under a name that transformers has no mask function for, so that it builds no mask at all: causal
-masks and windows are tables, which modules have as `tables`, and an encoder gets its padding as an additive
-mask. Keys and values of grouped heads aren't repeated: the queries of a group are rows of one matrix product.
+It is registered under a name for which transformers has no mask function, so transformers builds no mask.
+Causal masks and windows are tables, which modules have as `tables`; an encoder gets its padding as an
+additive mask. Keys and values of grouped heads aren't repeated: the queries of a group are rows of one matrix
+product.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import nn
 from prge.formats.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
-# What a token has at least of padding's additive mask, and padding hasn't.
+# The smallest value of the additive mask at a token; at padding it is smaller.
 LEAST_SEEN = -1
 
 
 def register() -> None:
-    """Make the attentions known to transformers: `prge`, and over a cache `prge_cached`."""
+    """Register the attention functions with transformers: `prge`, and `prge_cached` over a cache."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -30,7 +31,7 @@ def register() -> None:
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens before."""
+    """Returns an additive mask [length, length]: a token sees itself and `window` - 1 tokens before it."""
     mask = torch.full((length, length), MASKED, dtype=dtype).triu(1)
     if window is not None and window < length:
         mask = mask + torch.full((length, length), MASKED, dtype=dtype).tril(-window)
@@ -38,12 +39,12 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Te
 
 
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Mask float [rows, length], 1 for a token and 0 for padding -> additive mask [rows, 1, 1, length]."""
+    """Returns an additive mask [rows, 1, 1, length] from a mask float [rows, length] that is 1 at tokens."""
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
 
 
 def seen_tokens(padding: torch.Tensor) -> torch.Tensor:
-    """Which tokens an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
+    """Returns the tokens that an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
     return (padding >= LEAST_SEEN).reshape(padding.shape[0], padding.shape[-1])
 
 
@@ -64,12 +65,12 @@ def grouped_attention(
     """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
 
     Args:
-        s_aux: sinks [heads], if there are any; see `_share`.
-        is_causal: whether a token sees those before alone; None: as `module` says.
-        position_bias: [1, heads, length, length], of how far tokens are apart.
+        s_aux: sinks [heads], if the attention has any; see `_share_beside_sink`.
+        is_causal: whether a token only sees tokens before it; None: as `module` says.
+        position_bias: [1, heads, length, length], depending on the distance of tokens.
 
     Returns:
-        [rows, length, heads, width], and None in the place of the attention weights.
+        [rows, length, heads, width], and None instead of the attention weights.
     """
     rows, heads, length, width = query.shape
     groups, value_width = key.shape[1], value.shape[-1]
@@ -80,32 +81,33 @@ def grouped_attention(
         scores = scores + position_bias.expand(rows, heads, length, length).reshape(scores.shape)
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     tables: Any = getattr(module, "tables", None)
-    # Of unknown sizes a reshape of the scores would leave the delegate: masks have their shape instead, once
-    # for each query of a group, or once for each group.
+    # A reshape of scores of dynamic size would leave the delegate. Masks have the shape of the scores
+    # instead, with a row for each query of a group, or one for each group.
     if is_causal:
         scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
     elif sliding_window is not None and sliding_window < tables.longest:
         scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
     if attention_mask is not None:
-        own = (heads, length) if attention_mask.shape[2] == length else (groups, 1)
-        scores = scores + attention_mask.expand(rows, *own, length).reshape(rows * groups, -1, length)
+        mask_rows = (heads, length) if attention_mask.shape[2] == length else (groups, 1)
+        scores = scores + attention_mask.expand(rows, *mask_rows, length).reshape(rows * groups, -1, length)
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     mixed = mixed.reshape(rows, heads, length, value_width)
     if s_aux is not None:
-        mixed = mixed * _share(scores, s_aux, (rows, heads, length))
-    # Laid out as transformers' own attention has it: some models view it otherwise.
+        mixed = mixed * _share_beside_sink(scores, s_aux, (rows, heads, length))
+    # The memory layout of transformers' own attention, which some models rely on in a view.
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def cached_mask(*, config: Any, **given: Any) -> torch.Tensor:
-    """transformers' additive mask of a program's one row, for a group: [1, members x length, cached].
+def cached_mask(*, config: Any, **arguments: Any) -> torch.Tensor:
+    """Returns the additive mask of transformers for one row and one group: [1, members x length, cached].
 
-    Made once for all layers: a reshape of unknown sizes would leave their delegates.
+    It is computed once for all layers, because a reshape of dynamic size would leave the delegates of the
+    layers.
     """
     from transformers.masking_utils import eager_mask
 
-    mask = eager_mask(config=config, **given)
+    mask = eager_mask(config=config, **arguments)
     heads = config.num_attention_heads
     members = heads // (getattr(config, "num_key_value_heads", None) or heads)
     return mask.expand(1, members, *mask.shape[2:]).reshape(1, -1, mask.shape[3])
@@ -122,11 +124,11 @@ def cached_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `grouped_attention`, of one row, over all that a cache of fixed size has room for.
+    """Attention of one row over all slots of a cache of fixed size; see `grouped_attention`.
 
     Args:
         query: [1, heads, length, width]; keys and values are [1, groups, cached, width].
-        attention_mask: of `cached_mask`.
+        attention_mask: the result of `cached_mask`.
     """
     heads, length, width = query.shape[1:]
     groups, cached = key.shape[1:3]
@@ -135,14 +137,16 @@ def cached_attention(
     mixed = torch.bmm(torch.softmax(scores, dim=-1), value.reshape(groups, cached, value.shape[-1]))
     mixed = mixed.reshape(1, heads, length, value.shape[-1])
     if s_aux is not None:
-        mixed = mixed * _share(scores, s_aux, (1, heads, length))
+        mixed = mixed * _share_beside_sink(scores, s_aux, (1, heads, length))
     return mixed.transpose(1, 2), None
 
 
-def _share(scores: torch.Tensor, sinks: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-    """What a sink of each head, one more score that has no value, leaves to the tokens of these scores.
+def _share_beside_sink(
+    scores: torch.Tensor, sinks: torch.Tensor, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """Returns the share of attention that a head's sink, a score without a value, leaves to the tokens.
 
-    With exp(sink) in the sum of a softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink).
+    With exp(sink) in the sum of the softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink).
 
     Args:
         scores: [rows x groups, members x length, tokens].
@@ -162,6 +166,6 @@ def _scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """[groups, queries, keys] of queries and keys [groups, ..., width]."""
+    """Returns scores [groups, queries, keys] from queries and keys [groups, ..., width]."""
     scores = torch.bmm(query, key.transpose(1, 2))
     return scores if softcap is None else torch.tanh(scores * (1.0 / softcap)) * softcap

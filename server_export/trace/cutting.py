@@ -1,14 +1,17 @@
-"""A model's graph, cut into blocks where one value alone is alive, and the types of these blocks.
+"""Cut a model's graph into blocks where a single value is live, and group the blocks by type.
 
-    embedding   tokens -> state        block   state -> state        head   state -> answer
+    embedding   tokens -> hidden states
+    block       hidden states -> hidden states
+    head        hidden states -> output
 
-The points are found in the graph, not in the model's code. Stretches between them that come again and again,
-such as attention and what follows it, are one block. What is before the first of these is the embedding,
-what is after the last one the head. Blocks of the same operators and shapes are of one type, whatever
-weights they read, and whatever tables and adapters they are given.
+The cuts are found in the graph, not in the model's code. Stretches between cuts that repeat, such as
+attention and the MLP after it, are one block. Everything before the first of these is the embedding,
+everything after the last one the head. Blocks with the same operators and shapes have the same type, whatever
+weights, tables and adapters they read.
 
-Where several values are alive, layers are blocks; server_export/trace/layers.py tells what crosses. A layer
-is parted at its experts, which are blocks of their own; server_export/trace/experts.py tells where.
+Where several values are live, the layers are the blocks, and server_export/trace/layers.py determines what
+crosses their boundaries. Layers are split at their experts, which are blocks of their own; see
+server_export/trace/experts.py.
 """
 
 from __future__ import annotations
@@ -42,29 +45,29 @@ from server_export.ir.operators import Category, members
 from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.walks import ancestors, descendants, readers
-from server_export.trace.experts import parted_at_experts
-from server_export.trace.layers import Stretch, Values, ends_of_layers, of_layers
+from server_export.trace.experts import split_at_experts
+from server_export.trace.layers import Stretch, Values, ends_of_layers, stretches_of_layers
 
 _STATE_DIMENSIONS = 3
-# Of a model that is cut: an embedding, a block, and what is behind.
-_LEAST = 3
+# An embedding, one block and a head.
+_FEWEST_BLOCKS = 3
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ModelBlock(Block):
-    """A block of a model, and what its ports are in the model.
+    """A block of a model, with the meaning of its ports in the model.
 
     Blocks of one type use their weights in the same order.
 
     Attributes:
-        signature: equal for blocks that compute the same of their inputs and weights.
-        tables: numbers of the model's tables by the index of their ports.
-        modules: names of the adapted layers by the index of their matrices' ports.
-        shared_in, shared_out: numbers of the model's shared values f32 [rows, tokens, width] by the index of their
-            ports.
-        experts: the number of the layer whose experts come after the block.
-        is_expert: whether it is one of a layer's experts.
+        signature: equal for blocks that compute the same function of their inputs and weights.
+        tables: indices of the model's tables, by the index of their ports.
+        modules: names of the adapted layers, by the index of their matrices' ports.
+        shared_in, shared_out: numbers of the model's shared values f32 [rows, tokens, width], by the index of
+            their ports.
+        experts: the number of the layer whose experts follow the block.
+        is_expert: whether the block is an expert.
     """
 
     signature: tuple[Any, ...] = ()
@@ -77,115 +80,121 @@ class ModelBlock(Block):
 
 
 def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) -> list[ModelBlock]:
-    """The blocks of a model's graph in order; a graph without points to cut at is one block.
+    """Returns the blocks of a model's graph in order; a graph without a place to cut is one block.
 
     Args:
-        graph_module: its first placeholder is what all blocks depend on; its nodes carry `meta["val"]`.
-        adapter: matrices of the adapter by their placeholders.
-        table: the operator that stands for a table; its first argument is its number.
+        graph_module: all blocks depend on its first placeholder; its nodes have `meta["val"]`.
+        adapter: matrices of the adapter by placeholder.
+        table: the operator that stands for a table; its first argument is the index of the table.
     """
     nodes = list(graph_module.graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     source = next(node for node in nodes if node.op == "placeholder")
     flow = descendants([source])
-    answer = output.args[0][0]
-    stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
-    if len(stretches) < _LEAST:
-        stretches = of_layers([*graph_module.graph.nodes], flow, answer, all_read=True) or stretches
-    stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
-    given = [value for stretch in stretches for value in stretch.shared_out]
-    shared = {value: number for number, value in enumerate(given)}
-    blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
-    # A block that takes what no adapter changes computes other derivatives.
-    lowest = next((number for number, block in enumerate(blocks) if block.modules), len(blocks))
-    changes = [number >= lowest for number, block in enumerate(blocks) for _ in block.shared_out]
-    return [_with_changes(block, [changes[value] for value in block.shared_in]) for block in blocks]
+    result = output.args[0][0]
+    stretches = stretches_of_layers(nodes, flow, result) or _cut_at_single_values(
+        nodes, flow, source, result, adapter
+    )
+    if len(stretches) < _FEWEST_BLOCKS:
+        stretches = stretches_of_layers([*graph_module.graph.nodes], flow, result, all_read=True) or stretches
+    stretches = [*split_at_experts(list(graph_module.graph.nodes), flow, stretches)]
+    shared_values = [value for stretch in stretches for value in stretch.shared_out]
+    number_of = {value: number for number, value in enumerate(shared_values)}
+    blocks = [_block(graph_module, stretch, adapter, table, source, number_of) for stretch in stretches]
+    # Blocks after the first adapted one get inputs that depend on the adapter, so they need other
+    # derivatives.
+    first_adapted = next((number for number, block in enumerate(blocks) if block.modules), len(blocks))
+    is_adapted = [number >= first_adapted for number, block in enumerate(blocks) for _ in block.shared_out]
+    return [_mark_differentiable(block, [is_adapted[value] for value in block.shared_in]) for block in blocks]
 
 
-def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
-    """The block whose ports say which of the values that it takes an adapter may change."""
+def _mark_differentiable(block: ModelBlock, is_differentiable: Sequence[bool]) -> ModelBlock:
+    """Returns the block with ports that say which shared inputs depend on the adapter."""
     for port, node in block.inputs.items():
         if port.value == SHARED_IN and port.index is not None:
-            node.meta[PORT] = replace(port, is_differentiable=changes[port.index])
-    return replace(block, signature=(tuple(changes), *block.signature))
+            node.meta[PORT] = replace(port, is_differentiable=is_differentiable[port.index])
+    return replace(block, signature=(tuple(is_differentiable), *block.signature))
 
 
-def _where_one_is_alive(
-    nodes: Sequence[Node], flow: set[Node], source: Node, answer: Node, adapter: Collection[str]
+def _cut_at_single_values(
+    nodes: Sequence[Node], flow: set[Node], source: Node, result: Node, adapter: Collection[str]
 ) -> list[Stretch]:
-    points = [point for point in _points(nodes, source, flow) if point is not answer]
-    # Logits are alone alive too, and no head begins behind them.
-    while points and not _frozen_shapes(answer, points[-1], adapter):
-        points.pop()
-    stretches = list(zip([source, *points], [*points, answer], strict=True))
+    cuts = [node for node in _single_live_values(nodes, source, flow) if node is not result]
+    # Logits are the only live value too, but no head starts after them.
+    while cuts and not _frozen_shapes(result, cuts[-1], adapter):
+        cuts.pop()
+    stretches = list(zip([source, *cuts], [*cuts, result], strict=True))
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
-    has_head = answer.target is SOFTMAX_PARTS
+    has_head = result.target is SOFTMAX_PARTS
     adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
-    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
-    ends = [stretches[number][1] for number in last]
-    by_layer = _at_layers(nodes, points)
+    last_stretches = _separate_adapted(_last_stretches(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last_stretches]
+    by_layer = _ends_at_layers(nodes, cuts)
     if not {*by_layer} <= {*ends}:
-        # As where attention and a recurrence take turns.
-        ends = [*by_layer, answer]
+        # For example a model that alternates attention and recurrences.
+        ends = [*by_layer, result]
     return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
 
 
-def _at_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
-    """The points where the embedding and the model's layers end; none if a layer ends at no point."""
-    places = ends_of_layers(nodes)
-    first = places[0] if places else 0
-    before = [point for point in points if point in nodes[: first + 1]]
-    ends = [nodes[place] for place in places[1:]]
-    return [before[-1], *ends] if before and {*ends} <= {*points} else []
+def _ends_at_layers(nodes: Sequence[Node], cuts: Sequence[Node]) -> list[Node]:
+    """Returns the cuts where the embedding and each layer end, or none if a layer ends where no cut is."""
+    indices = ends_of_layers(nodes)
+    first = indices[0] if indices else 0
+    before = [node for node in cuts if node in nodes[: first + 1]]
+    ends = [nodes[index] for index in indices[1:]]
+    return [before[-1], *ends] if before and {*ends} <= {*cuts} else []
 
 
 def block_types(blocks: Sequence[ModelBlock]) -> list[int]:
-    """The number of each block's type: that of the first block of the same signature."""
+    """Returns the type of each block: the number of the first block with the same signature."""
     first: dict[Any, int] = {}
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
 
 
-def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
-    """States float32 [rows, tokens, width] that are alone alive of what depends on the source."""
-    place = {node: index for index, node in enumerate(nodes)}
+def _single_live_values(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
+    """Returns hidden states f32 [rows, tokens, width] that are the only live value of the flow."""
+    index_of = {node: index for index, node in enumerate(nodes)}
     rows, tokens = source.meta["val"].shape
     ends: dict[int, int] = {}
-    alive, points = 0, []
+    live, single_values = 0, []
     for index, node in enumerate(nodes):
-        users = [place[user] for user in node.users] if node in flow else []
+        users = [index_of[user] for user in node.users] if node in flow else []
         if users:
-            alive += 1
+            live += 1
             ends[max(users)] = ends.get(max(users), 0) + 1
-        alive -= ends.pop(index, 0)
+        live -= ends.pop(index, 0)
         value = node.meta.get("val")
         if (
-            alive == 1
+            live == 1
             and users
             and isinstance(value, torch.Tensor)
             and value.dtype == torch.float32
             and value.dim() == _STATE_DIMENSIONS
             and tuple(value.shape[:2]) == (rows, tokens)
         ):
-            points.append(node)
-    return points
+            single_values.append(node)
+    return single_values
 
 
 def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
-    """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
+    """Returns the shapes of the frozen weights that a stretch reads, in order of use."""
     needed = ancestors([end], without=[start])
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes, reshapes = [], members(Category.RESHAPE)
     for node in end.graph.nodes:
-        met = {each for user in readers(node, reshapes) for each in user.all_input_nodes}
-        if node in needed and not by_adapter & met:
-            shapes += [tuple(n.meta["val"].shape) for n in node.all_input_nodes if n.op == "get_attr"]
+        combined = {each for user in readers(node, reshapes) for each in user.all_input_nodes}
+        if node in needed and not by_adapter & combined:
+            shapes += [
+                tuple(source.meta["val"].shape) for source in node.all_input_nodes if source.op == "get_attr"
+            ]
     return tuple(shapes)
 
 
-def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
-    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it.
+def _last_stretches(shapes: Sequence[Any], has_head: bool) -> list[int]:
+    """Returns the last stretch of each block, from the longest run of repetitions with the shortest period.
 
-    Without any run all between the first stretch, and the last one if that is a head, is one block.
+    Without repetitions, one block covers everything between the first stretch and the head, if the model has
+    one.
     """
     count = len(shapes)
     best = (0, 0, 0)  # stretches that repeat, minus the period, minus the start
@@ -212,16 +221,16 @@ def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
     return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
 
 
-def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
-    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
+def _separate_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """Returns the last stretches of blocks such that neither the embedding nor the head has an adapter.
 
-    Some models have a layer before or after the others that isn't like them.
+    Some models have a layer before or after the others that differs from them.
     """
     numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
     before = [number - 1 for number in numbers if 0 < number <= last[0]]
     head = last[-2] if has_head and len(last) > 1 else last[-1]
-    behind = [number for number in numbers if head < number < last[-1]]
-    return sorted({*last, *before[:1], *behind[-1:]})
+    after = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *after[-1:]})
 
 
 def _block(
@@ -236,53 +245,53 @@ def _block(
     graph = Graph()
     values: dict[Node, Node] = {}
     packing = _Packing(graph, tuple(source.meta["val"].shape))
-    order = [node for node in graph_module.graph.nodes if node in needed]
-    given = [node for node in order if node.op == "placeholder"]
-    trained = {node: adapter[str(node.target)] for node in given if str(node.target) in adapter}
-    packed = []
+    nodes = [node for node in graph_module.graph.nodes if node in needed]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    matrices = {node: adapter[str(node.target)] for node in placeholders if str(node.target) in adapter}
+    concatenated = []
     if stretch.starts == (source,):
         values[source] = new_input(graph, Port(TOKENS), source.meta["val"])
     else:
-        packed.append(
+        concatenated.append(
             (packing.input(Port(HIDDEN_STATES, is_differentiable=True), stretch.starts), stretch.starts)
         )
-    for node in given:
-        if node not in trained:
-            values[node] = new_input(graph, _own_port(node), node.meta["val"])
-    tables: dict[int, Node] = {}
-    for node in order:
+    for node in placeholders:
+        if node not in matrices:
+            values[node] = new_input(graph, _port_of_model_input(node), node.meta["val"])
+    table_inputs: dict[int, Node] = {}
+    for node in nodes:
         if node.target is table:
             number = node.args[0]
             assert isinstance(number, int)
-            if number not in tables:
-                tables[number] = new_input(graph, Port(TABLE, len(tables)), node.meta["val"])
-            values[node] = tables[number]
-    for number, taken in enumerate(stretch.shared_in):
-        packed.append((packing.input(Port(SHARED_IN, number), (taken,)), (taken,)))
-    modules = list(dict.fromkeys(matrix.module for matrix in trained.values()))
-    for node, matrix in trained.items():
+            if number not in table_inputs:
+                table_inputs[number] = new_input(graph, Port(TABLE, len(table_inputs)), node.meta["val"])
+            values[node] = table_inputs[number]
+    for number, value_in in enumerate(stretch.shared_in):
+        concatenated.append((packing.input(Port(SHARED_IN, number), (value_in,)), (value_in,)))
+    modules = list(dict.fromkeys(matrix.module for matrix in matrices.values()))
+    for node, matrix in matrices.items():
         value = LORA_A if matrix.letter == "a" else LORA_B
         port = Port(value, modules.index(matrix.module), is_differentiable=True)
         values[node] = new_input(graph, port, node.meta["val"])
-    for whole, parts in packed:
-        values |= packing.taken_apart(whole, parts)
-    _copy(graph, order, values)
+    for whole, parts in concatenated:
+        values |= packing.split(whole, parts)
+    _copy(graph, nodes, values)
     (end, *_) = stretch.ends
     is_last = end in graph_module.graph.output_node().args[0]
-    answers = [values[end]] if is_last else [packing.side_by_side(stretch.ends, values)]
-    answers += [packing.side_by_side((value,), values) for value in stretch.shared_out]
-    graph.output(tuple(answers))
+    outputs = [values[end]] if is_last else [packing.concatenate(stretch.ends, values)]
+    outputs += [packing.concatenate((value,), values) for value in stretch.shared_out]
+    graph.output(tuple(outputs))
     shared_in, shared_out = (
         tuple(map(shared.__getitem__, each)) for each in (stretch.shared_in, stretch.shared_out)
     )
-    answer = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
+    output_value = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
     return replace(
         whole_block(make_graph_module(graph_module, graph)),
         outputs=(
-            Port(answer, is_differentiable=True),
+            Port(output_value, is_differentiable=True),
             *(Port(SHARED_OUT, n, is_differentiable=True) for n in range(len(shared_out))),
         ),
-        tables=tuple(tables),
+        tables=tuple(table_inputs),
         modules=tuple(modules),
         shared_in=shared_in,
         shared_out=shared_out,
@@ -290,15 +299,15 @@ def _block(
     )
 
 
-def _own_port(node: Node) -> Port:
-    """The port of what a model's graph takes besides its tokens and its adapter."""
-    if str(node.target) != "beside":
+def _port_of_model_input(node: Node) -> Port:
+    """Returns the port of an input of the model's graph other than tokens and adapter."""
+    if str(node.target) != "mask_or_targets":
         return Port(str(node.target))
     return Port(PADDING_MASK if node.meta["val"].is_floating_point() else TARGETS)
 
 
 def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None:
-    """Copy what computes values, and the weights it reads, behind a graph; `values` has it afterwards."""
+    """Append nodes and the weights that they read to a graph, and add the copies to `values`."""
     for node in order:
         if node not in values and node.op != "get_attr":
             for weight in node.all_input_nodes:
@@ -308,7 +317,7 @@ def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None
 
 
 def whole_block(graph_module: GraphModule) -> ModelBlock:
-    """A graph that is a block as it is, without tables and adapter; an input without a port is its state."""
+    """Returns a graph as one block without tables and adapter; inputs without a port are hidden states."""
     graph = graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
         node.meta.setdefault(PORT, Port(HIDDEN_STATES, is_differentiable=True))
@@ -319,43 +328,43 @@ def whole_block(graph_module: GraphModule) -> ModelBlock:
 
 @dataclass(frozen=True)
 class _Packing:
-    """Values of a model side by side, f32 [rows, tokens, width], in the graph of a block."""
+    """Concatenates values of a model to f32 [rows, tokens, width] in the graph of a block, or splits them."""
 
     graph: Graph
     sizes: tuple[int, ...]
 
     def input(self, port: Port, values: Values) -> Node:
-        """An input of some values."""
+        """Add an input with the concatenation of some values."""
         width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
         return new_input(self.graph, port, torch.empty(*self.sizes, width, device="meta"))
 
-    def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
-        """What is made of the copies of some values."""
+    def concatenate(self, values: Values, copies: Mapping[Node, Node]) -> Node:
+        """Concatenate the copies of some values."""
         parts = []
         for value in values:
-            order, shape = self._tokens_first(value)
-            turned = self._call(aten.permute.default, copies[value], order)
-            parts.append(self._call(aten.reshape.default, turned, [*self.sizes, prod(shape[2:])]))
+            order, shape = self._rows_and_tokens_first(value)
+            permuted = self._call(aten.permute.default, copies[value], order)
+            parts.append(self._call(aten.reshape.default, permuted, [*self.sizes, prod(shape[2:])]))
         return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts, 2)
 
-    def taken_apart(self, whole: Node, values: Values) -> dict[Node, Node]:
-        """The values that an input was made of."""
-        found: dict[Node, Node] = {}
+    def split(self, whole: Node, values: Values) -> dict[Node, Node]:
+        """Split a concatenation into the values."""
+        split_values: dict[Node, Node] = {}
         start = 0
         for value in values:
-            order, shape = self._tokens_first(value)
-            known = [*value.meta["val"].shape]
+            order, shape = self._rows_and_tokens_first(value)
+            model_shape = [*value.meta["val"].shape]
             end = start + prod(shape[2:])
             part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
-            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else known)
-            found[value] = self._call(
+            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else model_shape)
+            split_values[value] = self._call(
                 aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
             )
             start = end
-        return found
+        return split_values
 
-    def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
-        """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+    def _rows_and_tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
+        """Returns the permutation that puts rows and tokens first, and the resulting shape."""
         shape = list(value.meta["val"].shape)
         if shape[0] == prod(self.sizes):
             return list(range(len(shape))), [*self.sizes, *shape[1:]]
@@ -364,7 +373,7 @@ class _Packing:
         return order, [shape[dim] for dim in order]
 
     def _call(self, target: Any, source: Any, argument: Any, *more: Any) -> Node:
-        """A change of order or shape, if it changes anything, or another call."""
+        """Write an operator, unless it is a permutation or reshape that changes nothing."""
         value = source.meta["val"] if isinstance(source, Node) else None
         is_same = value is not None and argument == [*value.shape] and target is aten.reshape.default
         if is_same or (target is aten.permute.default and argument == sorted(argument)):
@@ -376,7 +385,7 @@ class _Packing:
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
-    """What two graphs have in common exactly if they compute the same of their inputs and weights."""
+    """Returns a value that is equal exactly for graphs that compute the same of their inputs and weights."""
     numbers: dict[Node, int] = {}
     weights: dict[str, int] = {}
     lines: list[tuple[Any, ...]] = []
@@ -384,8 +393,8 @@ def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
         numbers[node] = len(numbers)
         if node.op == "get_attr":
             tensor = get_attribute(graph_module, str(node.target))
-            place = weights.setdefault(str(node.target), len(weights))
-            lines.append(("weight", place, tuple(tensor.shape), tensor.dtype))
+            position = weights.setdefault(str(node.target), len(weights))
+            lines.append(("weight", position, tuple(tensor.shape), tensor.dtype))
         elif node.op == "placeholder":
             lines.append(("input", node.meta[PORT], tuple(node.meta["val"].shape), node.meta["val"].dtype))
         else:

@@ -1,11 +1,12 @@
-"""The experts of a layer as one operator of a graph, which is cut there: every expert is a block of its own.
+"""The experts of a layer as one operator, where the graph is cut: every expert becomes a block.
 
     experts(states [..., in], shares [..., chosen], index f32 [..., chosen], number, out) -> [..., out]
 
-A token's answer is the sum of what its chosen experts make of it, each times its share. The operator is
-traced and never run: `prge.numerics.expert_routing` brings tokens to experts and adds up what they answer.
+The output of a token is the sum of the outputs of its selected experts, weighted by the shares. The operator
+is traced and never run: `prge.numerics.expert_routing` distributes the tokens to experts and adds up their
+outputs.
 
-    block   state -> [what experts see, shares, index, rest]     next block   [what they say, rest] -> ...
+    block   hidden states -> [expert inputs, shares, index, rest]    next block   [outputs, rest] -> ...
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from server_export.trace.layers import Stretch, Values
 def experts(
     states: torch.Tensor, shares: torch.Tensor, index: torch.Tensor, number: int, out: int
 ) -> torch.Tensor:
-    """The experts of the layer of that number."""
-    raise NotImplementedError("experts are traced and become blocks, they are never run")
+    """Returns the output of the experts of the layer with this number."""
+    raise NotImplementedError("Experts are traced and become blocks; the operator is never run.")
 
 
 @experts.register_fake
@@ -36,18 +37,18 @@ def _(states: torch.Tensor, shares: torch.Tensor, index: torch.Tensor, number: i
 EXPERTS = torch.ops.prge.experts.default
 
 
-def parted_at_experts(
+def split_at_experts(
     nodes: Sequence[Node], flow: set[Node], stretches: Sequence[Stretch]
 ) -> Iterator[Stretch]:
-    """Stretches that end before experts or begin behind them, where a layer's rest joins the next one.
+    """Yields stretches that end before experts and start after them; a layer's rest joins the next layer.
 
     Args:
-        nodes: of the graph.
-        flow: those that depend on its first placeholder.
-        stretches: whose ends no experts lie across.
+        nodes: the nodes of the graph.
+        flow: the nodes that depend on the first placeholder.
+        stretches: the layers of the model; no experts lie across their ends.
 
     Raises:
-        Refusal: a layer with experts has shared values.
+        Refusal: the layers have both experts and shared values.
     """
     experts = [node for node in nodes if node.target is EXPERTS]
     if not experts:
@@ -56,27 +57,29 @@ def parted_at_experts(
     if any(stretch.shared_in or stretch.shared_out for stretch in stretches):
         raise Refusal(
             "experts-with-shared-values",
-            "the model's layers share values, and have experts",
+            "The model has both experts and values that layers share.",
             operator=str(EXPERTS),
-            remedy="take a checkpoint of another type",
+            remedy="Use a checkpoint of another model type.",
         )
-    place = {node: index for index, node in enumerate(nodes)}
+    position_of = {node: index for index, node in enumerate(nodes)}
     starts, end = stretches[0].starts, -1
     for stretch in stretches:
-        begin, end = end, max(place[node] for node in stretch.ends)
-        while experts and place[experts[0]] <= end:
+        begin, end = end, max(position_of[node] for node in stretch.ends)
+        while experts and position_of[experts[0]] <= end:
             states, shares, index, number, _ = experts[0].args
-            rest = _beside(nodes, flow, experts)
+            rest = _bypassing(nodes, flow, experts)
             yield Stretch(starts, (states, shares, index, *rest), experts=number)
             starts = (experts.pop(0), *rest)
-        # What a layer's experts say joins the next layer.
-        if starts[0].target is not EXPERTS or place[starts[0]] <= begin or stretch is stretches[-1]:
+        # The outputs of a layer's experts are added in the first block of the next layer.
+        if starts[0].target is not EXPERTS or position_of[starts[0]] <= begin or stretch is stretches[-1]:
             yield Stretch(starts, stretch.ends)
             starts = stretch.ends
 
 
-def _beside(nodes: Sequence[Node], flow: set[Node], experts: Sequence[Node]) -> Values:
-    """What passes by the first of some experts: needed behind them, and computed without any of them."""
-    behind = descendants(experts)
-    before = flow - behind
-    return tuple(node for node in nodes if node in before and behind.intersection(node.users) - {experts[0]})
+def _bypassing(nodes: Sequence[Node], flow: set[Node], experts: Sequence[Node]) -> Values:
+    """Returns the values that bypass the first experts: used after them, and independent of all experts."""
+    after = descendants(experts)
+    independent = flow - after
+    return tuple(
+        node for node in nodes if node in independent and after.intersection(node.users) - {experts[0]}
+    )

@@ -1,8 +1,8 @@
-"""A traced graph whose operators change nothing that is there, and whose known numbers are numbers.
+"""Make a traced graph functional, and replace tensors that are known numbers by numbers.
 
-x[1:] += y          of what was there and what is new side by side
-x @ weight.T        a layer
-tensor(0.9) * 2     1.8
+x[1:] += y          becomes a concatenation of the old and the new elements
+x @ weight.T        becomes a linear layer
+tensor(0.9) * 2     becomes 1.8
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server_export.ir.writer import apply_rules
 
 aten = torch.ops.aten
 
-# What has the shape of something else, and one number everywhere.
+# Operators that fill the shape of another tensor with one number; None: the number is their last argument.
 _FILLS: dict[Any, Any] = {
     aten.zeros_like.default: 0,
     aten.new_zeros.default: 0,
@@ -36,53 +36,53 @@ _STACK = "nn_module_stack"
 
 
 def functional_graph(program: ExportedProgram) -> GraphModule:
-    """The graph of a traced program; all its nodes carry `meta["val"]`, and what module they belong to."""
-    changes_values = any(_changes_a_value(node) for node in program.graph.nodes)
+    """Returns the functional graph of a traced program; its nodes have `meta["val"]` and their module."""
+    changes_values = any(_mutates(node) for node in program.graph.nodes)
     if changes_values:
         with warnings.catch_warnings():
-            # Of names inside of torch that torch itself no longer likes.
+            # torch warns about its own deprecated names.
             warnings.simplefilter("ignore", FutureWarning)
-            # No operator has to be taken apart: only those that change what is there are written otherwise.
+            # With an empty table only in-place operators are replaced; no operator is decomposed.
             program = program.run_decompositions({})
     graph_module: GraphModule = program.module(check_guards=False)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.to.device):
-        # It was traced on one that has no memory; a cast is left.
+        # The program was traced on the meta device; only the cast remains.
         node.target, node.args = aten.to.dtype, (node.args[0], *node.args[2:])
     graph = graph_module.graph
     for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    _drop_empty(graph)
-    _write_fills(graph)
-    _fold_numbers(graph_module)
-    _write_layers(graph_module)
+    _remove_empty_parts(graph)
+    _write_full(graph)
+    _fold_scalars(graph_module)
+    _write_linear(graph_module)
     if changes_values:
         remove_identities(graph_module.graph)
         apply_rules(graph_module, rules("functional"))
         stack: Any = {}
         for node in graph_module.graph.nodes:
-            # What rules wrote stands behind what it is made of.
+            # New nodes belong to the module of the node before them.
             stack = node.meta.setdefault(_STACK, stack)
     return graph_module
 
 
-def _changes_a_value(node: Node) -> bool:
+def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
 
 
-def _drop_empty(graph: Graph) -> None:
-    """Take out empty tensors that others are appended to, such as those of a cache, in place."""
+def _remove_empty_parts(graph: Graph) -> None:
+    """Remove empty tensors from concatenations, such as those of an empty cache, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        kept = [part for part in node.args[0] if part.meta["val"].numel()]
-        if len(kept) < len(node.args[0]):
-            node.args = (kept, *node.args[1:])
-            if len(kept) == 1:
-                node.replace_all_uses_with(kept[0])
+        parts = [part for part in node.args[0] if part.meta["val"].numel()]
+        if len(parts) < len(node.args[0]):
+            node.args = (parts, *node.args[1:])
+            if len(parts) == 1:
+                node.replace_all_uses_with(parts[0])
                 graph.erase_node(node)
 
 
-def _write_fills(graph: Graph) -> None:
-    """Write what doesn't depend on the value whose shape it has without that value, in place."""
+def _write_full(graph: Graph) -> None:
+    """Write tensors that only take their shape from another value without this value, in place."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _FILLS:
             number, value = _FILLS[node.target], node.meta["val"]
@@ -91,8 +91,8 @@ def _write_fills(graph: Graph) -> None:
             node.kwargs = {"dtype": value.dtype, "device": torch.device("meta")}
 
 
-def _fold_numbers(graph_module: GraphModule) -> None:
-    """Write what is computed of known single numbers as a number, in place."""
+def _fold_scalars(graph_module: GraphModule) -> None:
+    """Replace nodes that are computed from known scalars by numbers, in place."""
     values: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
@@ -105,7 +105,7 @@ def _fold_numbers(graph_module: GraphModule) -> None:
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*arguments, **named)
     for node, value in values.items():
-        # Only tensors are chosen from.
+        # where takes tensors only.
         users = [user for user in node.users if user not in values and user.target is not aten.where.self]
         for user in users:
             user.args = torch.fx.node.map_arg(
@@ -115,12 +115,12 @@ def _fold_numbers(graph_module: GraphModule) -> None:
         graph_module.graph.eliminate_dead_code()
 
 
-def _write_layers(graph_module: GraphModule) -> None:
-    """Write products with a weight that is transposed as layers, in place."""
+def _write_linear(graph_module: GraphModule) -> None:
+    """Write products with a transposed weight as linear layers, in place."""
     orders = members(Category.PERMUTE)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.matmul.default):
-        states, turned = node.args
-        source: Any = turned.args[0] if turned.target in orders else None
+        states, transposed = node.args
+        source: Any = transposed.args[0] if transposed.target in orders else None
         if source is not None and source.op == "get_attr" and source.meta["val"].dim() == _MATRIX:
             node.target, node.args = aten.linear.default, (states, source)
     graph_module.graph.eliminate_dead_code()

@@ -1,11 +1,12 @@
-"""Where a model's layers begin and end, and what crosses there if several values are alive.
+"""The boundaries of a model's layers, and the values that cross them if several values are live.
 
-    state     what a layer makes for the next one alone
-    shared    what several layers read, and what the layer that makes it reads beside what it makes for the
-              next one: keys and values that later layers use again, or inputs that every layer has a part of
+    hidden states   values that a layer computes for the next one only
+    shared          values that several layers read, and values that their own layer reads too although it
+                    also passes hidden states on: keys and values that later layers reuse, or inputs of which
+                    every layer takes a part
 
-The state is all values of the first sort side by side. One of the second sort is a value of its own, which
-goes from the block that makes it to those that read it.
+The hidden states are the concatenation of all values of the first sort. A value of the second sort stays
+separate, and goes from the block that computes it to the blocks that read it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ Values: TypeAlias = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Nodes that become a block: what its state is made of before and behind it, which shared values it takes
-    and gives, and the number of the experts behind it."""
+    """Nodes that become a block.
+
+    Attributes:
+        starts: the values that make up the hidden states before the block.
+        ends: the values that make up the hidden states after the block.
+        shared_in: shared values that the block reads.
+        shared_out: shared values that the block computes.
+        experts: the number of the layer whose experts follow the block.
+    """
 
     starts: Values
     ends: Values
@@ -40,60 +48,68 @@ class Stretch:
     experts: int | None = None
 
 
-def of_layers(
-    nodes: Sequence[Node], flow: set[Node], answer: Node, all_read: bool = False
+def stretches_of_layers(
+    nodes: Sequence[Node], flow: set[Node], result: Node, all_read: bool = False
 ) -> list[Stretch] | None:
-    """The stretches of a graph whose layers have several values alive where they end; None of any other.
+    """Returns the stretches of a graph if several values are live where its layers end, else None.
 
-    What each layer takes its own part of is parted where it is made: nodes are moved.
+    Parts that layers take of a value are computed where the value is: their nodes are moved.
 
     Args:
-        nodes: of the graph.
-        flow: those that depend on its first placeholder.
-        answer: what the graph returns.
-        all_read: what several layers read may be the state of the first of them too, if there is none else.
+        nodes: the nodes of the graph.
+        flow: the nodes that depend on the first placeholder.
+        result: the output of the graph.
+        all_read: whether a value that several layers read may be the hidden states of the first of them, if
+            there are no others.
     """
     source = next(node for node in nodes if node.op == "placeholder")
     ends = ends_of_layers(nodes)
-    if all(len(values) == 1 for values in _alive(nodes, flow, ends)):
+    if all(len(values) == 1 for values in _live_at(nodes, flow, ends)):
         return None
-    parts = _part_where_made(nodes, flow, ends)
-    _lay_out_where_read(nodes, flow, ends)
-    nodes = list(answer.graph.nodes)
+    parts = _move_parts_to_source(nodes, flow, ends)
+    _move_reshapes_to_reader(nodes, flow, ends)
+    nodes = list(result.graph.nodes)
     ends = ends_of_layers(nodes)
-    (behind,) = _alive(nodes, flow, ends[-1:])
-    if not _is_plain(behind, source):
-        ends += _first_alone(nodes, flow, source, ends[-1])
-    block_of = _numbers(nodes, ends)
+    (live_after,) = _live_at(nodes, flow, ends[-1:])
+    if not _is_hidden_state(live_after, source):
+        ends += _first_single_state(nodes, flow, source, ends[-1])
+    block_of = _stretch_of_nodes(nodes, ends)
     state, shared_in, shared_out = ([list[Node]() for _ in range(len(ends) + 1)] for _ in range(3))
     crossing = [
         node for node in nodes if node in flow and {*map(block_of.get, node.users)} - {block_of[node]}
     ]
     if not all(_may_cross(node, source) for node in crossing):
         return None
-    for number, found in groupby(crossing, block_of.__getitem__):
-        made = [*found]
-        readers = {node: {block_of[user] for user in node.users} - {number} for node in made}
-        ahead = [node for node in made if readers[node] == {number + 1} and node not in parts]
-        ends_here = [node for node in ahead if number not in map(block_of.get, node.users)]
-        both = [node for node in made if number + 1 in readers[node] and _is_plain([node], source)]
-        state[number] = ends_here or ahead or both[:all_read]
-        for node in made:
-            others = readers[node] - ({number + 1} if node in state[number] else set())
-            shared_out[number] += [node] if others else []
-            for reader in others:
+    for number, group in groupby(crossing, block_of.__getitem__):
+        computed = [*group]
+        readers = {node: {block_of[user] for user in node.users} - {number} for node in computed}
+        only_next = [node for node in computed if readers[node] == {number + 1} and node not in parts]
+        last_use_here = [node for node in only_next if number not in map(block_of.get, node.users)]
+        read_by_next = [
+            node for node in computed if number + 1 in readers[node] and _is_hidden_state([node], source)
+        ]
+        state[number] = last_use_here or only_next or read_by_next[:all_read]
+        for node in computed:
+            other_readers = readers[node] - ({number + 1} if node in state[number] else set())
+            shared_out[number] += [node] if other_readers else []
+            for reader in other_readers:
                 shared_in[reader].append(node)
-    if not all(state[:-1]) or not _is_plain(state[-2], source) or shared_in[-1]:
+    if not all(state[:-1]) or not _is_hidden_state(state[-2], source) or shared_in[-1]:
         return None
     starts = [[source], *state[:-1]]
-    state[-1] = [answer]
-    every = zip(starts, state, shared_in, shared_out, strict=True)
-    return [Stretch(tuple(a), tuple(b), tuple(taken), tuple(given)) for a, b, taken, given in every]
+    state[-1] = [result]
+    sides = zip(starts, state, shared_in, shared_out, strict=True)
+    return [
+        Stretch(tuple(a), tuple(b), tuple(shared_inputs), tuple(shared_outputs))
+        for a, b, shared_inputs, shared_outputs in sides
+    ]
 
 
 def ends_of_layers(nodes: Sequence[Node]) -> list[int]:
-    """The last nodes before the model's list of layers and of each of its members; of several lists, of that
-    which most nodes belong to."""
+    """Returns the indices of the last nodes before the model's list of layers and within each layer.
+
+    If a model has several lists of layers, the one with the most nodes counts.
+    """
     members: dict[str, dict[str, list[int]]] = {}
     for index, node in enumerate(nodes):
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
@@ -104,34 +120,34 @@ def ends_of_layers(nodes: Sequence[Node]) -> list[int]:
     sizes = {name: sum(map(len, layers.values())) for name, layers in members.items()}
     layers = list(members[max(sizes, key=sizes.__getitem__)].values()) if sizes else []
     starts, ends = [layer[0] for layer in layers], [layer[-1] for layer in layers]
-    # A layer that is called again isn't in one piece.
+    # The nodes of a layer that is called repeatedly aren't contiguous.
     in_order = all(end < start for end, start in zip(ends, starts[1:], strict=False))
     return [starts[0] - 1, *ends] if layers and in_order else []
 
 
-def _alive(nodes: Sequence[Node], flow: set[Node], places: Sequence[int]) -> list[list[Node]]:
-    """What of the flow is needed behind each place."""
-    place = {node: index for index, node in enumerate(nodes)}
-    last = {node: max(map(place.__getitem__, node.users), default=-1) for node in flow}
-    return [[node for node in nodes[: end + 1] if last.get(node, -1) > end] for end in places]
+def _live_at(nodes: Sequence[Node], flow: set[Node], indices: Sequence[int]) -> list[list[Node]]:
+    """Returns the values of the flow that are used after each index."""
+    index_of = {node: index for index, node in enumerate(nodes)}
+    last = {node: max(map(index_of.__getitem__, node.users), default=-1) for node in flow}
+    return [[node for node in nodes[: end + 1] if last.get(node, -1) > end] for end in indices]
 
 
-def _is_plain(values: Sequence[Node], source: Node) -> bool:
-    """Whether they are one state f32 [rows, tokens, width]."""
+def _is_hidden_state(values: Sequence[Node], source: Node) -> bool:
+    """Returns whether the values are a single tensor f32 [rows, tokens, width]."""
     sizes = tuple(source.meta["val"].shape)
     return len(values) == 1 and tuple(values[0].meta["val"].shape[:-1]) == sizes
 
 
-def _first_alone(nodes: Sequence[Node], flow: set[Node], source: Node, start: int) -> list[int]:
-    """Where behind a place one plain state alone is alive for the first time."""
-    behind = range(start + 1, len(nodes) - 1)
-    found = zip(behind, _alive(nodes, flow, behind), strict=True)
-    return [place for place, values in found if _is_plain(values, source)][:1]
+def _first_single_state(nodes: Sequence[Node], flow: set[Node], source: Node, start: int) -> list[int]:
+    """Returns the first index after `start` where hidden states are the only live value, if there is one."""
+    indices = range(start + 1, len(nodes) - 1)
+    live = zip(indices, _live_at(nodes, flow, indices), strict=True)
+    return [index for index, values in live if _is_hidden_state(values, source)][:1]
 
 
-def _part_where_made(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> set[Node]:
-    """Move the parts that layers take of a value to where it is made; returns them."""
-    block_of, moved = _numbers(nodes, ends), set[Node]()
+def _move_parts_to_source(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> set[Node]:
+    """Move the parts that layers take of a value to where it is computed; returns the moved nodes."""
+    block_of, moved = _stretch_of_nodes(nodes, ends), set[Node]()
     for node in nodes:
         users = list(node.users)
         if node not in flow or len({block_of[user] for user in users}) < 2:
@@ -144,9 +160,9 @@ def _part_where_made(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]
     return moved
 
 
-def _lay_out_where_read(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> None:
-    """Move another shape of a value, that is read in the next layer alone as the value is too, to there."""
-    block_of, place = _numbers(nodes, ends), {node: index for index, node in enumerate(nodes)}
+def _move_reshapes_to_reader(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> None:
+    """Move a reshape into the next layer if only this layer reads it and it also reads the reshaped value."""
+    block_of, index_of = _stretch_of_nodes(nodes, ends), {node: index for index, node in enumerate(nodes)}
     for node in reversed(nodes):
         if node not in flow or node.target not in _SHAPES or not node.users:
             continue
@@ -157,22 +173,22 @@ def _lay_out_where_read(nodes: Sequence[Node], flow: set[Node], ends: Sequence[i
             and max(readers) > block_of[node]
             and readers & {*map(block_of.get, value.users)}
         ):
-            first = min(node.users, key=place.__getitem__)
-            first.prepend(node)
-            node.meta["nn_module_stack"] = first.meta.get("nn_module_stack", {})
+            first_user = min(node.users, key=index_of.__getitem__)
+            first_user.prepend(node)
+            node.meta["nn_module_stack"] = first_user.meta.get("nn_module_stack", {})
 
 
-def _numbers(nodes: Sequence[Node], ends: Sequence[int]) -> dict[Node, int]:
-    """How many of some places come before each node."""
-    found, number = dict[Node, int](), 0
+def _stretch_of_nodes(nodes: Sequence[Node], ends: Sequence[int]) -> dict[Node, int]:
+    """Returns how many of the given end indices precede each node."""
+    numbers, number = dict[Node, int](), 0
     for index, node in enumerate(nodes):
-        found[node] = number
+        numbers[node] = number
         number += number < len(ends) and index == ends[number]
-    return found
+    return numbers
 
 
 def _may_cross(node: Node, source: Node) -> bool:
-    """Whether a value is numbers of each token."""
+    """Returns whether a value is a float tensor with one row of numbers per token."""
     value, (rows, tokens) = node.meta.get("val"), source.meta["val"].shape
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return False

@@ -1,4 +1,4 @@
-"""What passes over the whole model share: the model that is traced, and its graph."""
+"""What passes over the whole model share: the traced model and its graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from server_export.trace.known_positions import Positions
 from server_export.trace.tables import ModelTables
 
-# What a graph's names of weights have before transformers' own.
+# Prefix of weight names in a graph, before the names of transformers.
 WHOLE_PREFIX = "model."
 
 
@@ -21,10 +21,10 @@ class TracedModel:
     """A model that is about to be traced.
 
     Args:
-        model: on the meta device, with its adapter inserted.
-        tables: of its blocks.
-        is_decoder: whether it answers what it reads of logits; an encoder answers states.
-        has_classes: whether an encoder has the layers of its own classification head, but for the last.
+        model: the model on the meta device, with its adapter inserted.
+        tables: the tables of its blocks.
+        is_decoder: whether the model returns parts of log-probabilities; an encoder returns hidden states.
+        has_classes: whether an encoder has its own classification head, without the last layer of it.
     """
 
     model: Any
@@ -34,7 +34,7 @@ class TracedModel:
 
     @property
     def base(self) -> Any:
-        """The part that takes tokens and masks: the encoder within a model of classes, or the model."""
+        """The module that takes tokens and masks: the encoder of a classification model, or the model."""
         return getattr(self.model, self.model.base_model_prefix) if self.has_classes else self.model
 
 
@@ -43,9 +43,10 @@ class ModelGraph:
     """The graph of a whole model.
 
     Args:
-        graph_module: as it was traced; all its nodes carry `meta["val"]`.
-        traced: the model that it is of.
-        buffers: values of tensors that no file has, by the model's names; passes add constants.
+        graph_module: the traced graph; all its nodes have `meta["val"]`.
+        traced: the model that was traced.
+        buffers: values of tensors that no checkpoint file has, by their names in the model; passes add
+            constants.
     """
 
     graph_module: GraphModule
@@ -54,11 +55,11 @@ class ModelGraph:
 
     @property
     def tables(self) -> ModelTables:
-        """Of the model; passes ask for more."""
+        """The tables of the model; passes may add tables."""
         return self.traced.tables
 
     @cached_property
     def positions(self) -> Positions:
-        """What depends on positions alone, found when a pass asks first."""
+        """Values that depend on positions alone, computed at first use."""
         buffers = {WHOLE_PREFIX + name: buffer for name, buffer in self.buffers.items()}
         return Positions(self.graph_module, self.tables, buffers)

@@ -1,7 +1,7 @@
-"""Passes over a graph, and what each of them changed.
+"""Passes over a graph, and a record of what each of them changed.
 
-A pass rewrites a graph in place. Whoever wants to know what it did compares the nodes before and after: no
-pass keeps count itself.
+A pass rewrites a graph in place. The record compares the nodes before and after a pass, so passes don't count
+their changes themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ G = TypeVar("G")
 
 ALL = "all models"
 _STACK = "nn_module_stack"
-# What paths of a traced model begin with.
+# Prefix of module paths in a traced graph.
 _WHOLE = "model."
 _MOST_NAMES = 4
 
@@ -31,8 +31,8 @@ class Pass(Generic[G]):
 
     Args:
         name: a few words that `prge export --explain` prints.
-        serves: the models that it is for; `ALL`, or what they have in common.
-        run: rewrites what it is given, which has a `graph_module` or is one.
+        serves: the models that need the pass: `ALL`, or what they have in common.
+        run: rewrites its argument, which has a `graph_module` or is one.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Pass(Generic[G]):
 
 @dataclass
 class Change:
-    """What one pass, or one pattern, changed: nodes of graphs by operator, and names of what it is about."""
+    """What one pass or pattern changed: nodes by operator, and the modules or parts that are affected."""
 
     name: str
     serves: str
@@ -53,28 +53,28 @@ class Change:
 
     @property
     def count(self) -> int:
-        """Nodes that went or came, whichever are more, and parts of the model that were replaced."""
+        """The number of removed or added nodes, whichever is larger, plus the replaced parts of the model."""
         return max(self.removed.total(), self.added.total()) + self.replaced.total()
 
     def describe(self) -> str:
-        """One line: the name, what changed and how often, and in which modules."""
+        """Returns one line with the name of the pass, the changes and the affected modules."""
         parts = []
         if self.replaced:
-            parts.append(f"replaces {_counted(self.replaced)} of the model")
+            parts.append(f"replaces {_format_counts(self.replaced)} of the model")
         if self.removed and self.added:
-            parts.append(f"{_counted(self.removed)} -> {_counted(self.added)}")
+            parts.append(f"{_format_counts(self.removed)} -> {_format_counts(self.added)}")
         elif self.removed:
-            parts.append(f"removes {_counted(self.removed)}")
+            parts.append(f"removes {_format_counts(self.removed)}")
         elif self.added:
-            parts.append(f"adds {_counted(self.added)}")
+            parts.append(f"adds {_format_counts(self.added)}")
         names = [*self.modules]
-        more = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
-        where = f" [{', '.join(names[:_MOST_NAMES])}{more}]" if names else ""
-        return f"{self.name}: {'; '.join(parts)}{where}"
+        ellipsis = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
+        location = f" [{', '.join(names[:_MOST_NAMES])}{ellipsis}]" if names else ""
+        return f"{self.name}: {'; '.join(parts)}{location}"
 
 
 class Changes:
-    """What passes changed, in their order; a pass that runs for several block types is one entry."""
+    """The changes of all passes in order; a pass that runs for several block types is one entry."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Change] = {}
@@ -84,15 +84,15 @@ class Changes:
 
     @property
     def names(self) -> list[str]:
-        """Names of what changed something, in order."""
+        """The names of the passes and patterns that changed something, in order."""
         return [change.name for change in self]
 
     @contextmanager
     def of_graph(self, name: str, serves: str, graph_module: GraphModule) -> Iterator[None]:
-        """Note what happens to a graph meanwhile."""
-        before = _nodes(graph_module)
+        """Record the changes of a graph within the context."""
+        before = _operators_by_node(graph_module)
         yield
-        after = _nodes(graph_module)
+        after = _operators_by_node(graph_module)
         removed = [node for node, target in before.items() if after.get(node) != target]
         added = [node for node, target in after.items() if before.get(node) != target]
         if removed or added:
@@ -100,20 +100,20 @@ class Changes:
             change.removed.update(before[node] for node in removed)
             change.added.update(after[node] for node in added)
             paths = (module_of(node).removeprefix(_WHOLE) for node in removed or added)
-            change.modules.update(dict.fromkeys(_without_numbers(path) for path in paths if path))
+            change.modules.update(dict.fromkeys(_mask_layer_numbers(path) for path in paths if path))
 
     @contextmanager
     def of_model(self, name: str, serves: str, model: nn.Module) -> Iterator[None]:
-        """Note which modules, tensors and settings of a model are others afterwards."""
-        before = _parts(model)
+        """Record which modules, tensors and settings of a model are replaced within the context."""
+        before = _identities(model)
         yield
         self.of_parts(
-            name, serves, [part for part, value in _parts(model).items() if before.get(part) != value]
+            name, serves, [part for part, value in _identities(model).items() if before.get(part) != value]
         )
 
     def of_parts(self, name: str, serves: str, parts: Iterable[str]) -> None:
-        """Note that a model's parts of these names, such as functions, have been replaced."""
-        if replaced := Counter(map(_without_numbers, parts)):
+        """Record that parts of a model with these names, such as functions, have been replaced."""
+        if replaced := Counter(map(_mask_layer_numbers, parts)):
             self._of(name, serves).replaced.update(replaced)
 
     def _of(self, name: str, serves: str) -> Change:
@@ -123,7 +123,7 @@ class Changes:
 def run_passes(
     passes: Iterable[Pass[G]], graph: G, graph_module: GraphModule, changes: Changes | None
 ) -> None:
-    """Run passes in order on a graph, and note what each changes if `changes` is given."""
+    """Run passes in order on a graph, and record their changes if `changes` is given."""
     for each in passes:
         if changes is None:
             each.run(graph)
@@ -132,28 +132,28 @@ def run_passes(
                 each.run(graph)
 
 
-def _nodes(graph_module: GraphModule) -> dict[Node, str]:
-    """The operators of a graph by node; a node that becomes another operator is another node."""
-    return {node: _operator(node) for node in graph_module.graph.nodes if node.op == "call_function"}
+def _operators_by_node(graph_module: GraphModule) -> dict[Node, str]:
+    """Returns operator names by node, so that a node whose operator is exchanged counts as changed."""
+    return {node: _operator_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
 
 
-def _operator(node: Node) -> str:
+def _operator_name(node: Node) -> str:
     target: Any = node.target
     return str(target).removeprefix("aten.").rpartition(".")[0] if "." in str(target) else target.__name__
 
 
 def module_of(node: Node) -> str:
-    """The path of the module that a node belongs to; empty if it isn't known."""
+    """Returns the path of the module that a node was traced in, or an empty string if it is unknown."""
     stack: Mapping[str, Any] = node.meta.get(_STACK) or {}
     return next((str(path) for path, _ in reversed([*stack.values()])), "")
 
 
-def _without_numbers(name: str) -> str:
+def _mask_layer_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _parts(model: Any) -> dict[str, Any]:
-    """What of a model a pattern may replace, by name: modules and their forward, tensors, attention."""
+def _identities(model: Any) -> dict[str, Any]:
+    """Returns the identities of what a pattern may replace: modules, their forward, tensors, attention."""
     modules = {
         name or "model": (id(each), id(vars(each).get("forward"))) for name, each in model.named_modules()
     }
@@ -164,5 +164,5 @@ def _parts(model: Any) -> dict[str, Any]:
     return {**modules, **tensors, **settings}
 
 
-def _counted(counts: Counter[str]) -> str:
+def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())

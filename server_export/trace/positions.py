@@ -1,4 +1,4 @@
-"""How a model numbers the positions of a row, and how many it has."""
+"""The position ids of a model's rows, and the number of positions that a model supports."""
 
 from __future__ import annotations
 
@@ -11,88 +11,92 @@ from prge.errors import ConfigError
 from server_export.checkpoint.loading import LoadedModel
 from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
 
-# Rotations whose frequencies depend on the length of a text.
-_CHANGING = ("dynamic", "longrope")
-# What tables of positions are called, and buffers that number them.
-TABLES = ("position_embedding", "position_embeddings")
-NUMBERS = "position_ids"
+# RoPE types whose frequencies depend on the sequence length.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Names of position embeddings, and of buffers with position ids.
+POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+POSITION_IDS = "position_ids"
 
 
 def first_position(model: nn.Module) -> int:
-    """The number of a row's first position: RoBERTa's family counts from after the padding token."""
+    """Returns the first position id of a row; RoBERTa-like models count from after the padding token."""
     padding = (getattr(module, "padding_idx", None) for module in _position_tables(model))
-    return next((int(index) + 1 for index in padding if index is not None), _rows_before(model))
+    return next((int(index) + 1 for index in padding if index is not None), _first_row_of_own_ids(model))
 
 
-def _rows_before(model: nn.Module) -> int:
-    """Rows of a table of positions that come before those which the model's own numbers look up."""
+def _first_row_of_own_ids(model: nn.Module) -> int:
+    """Returns how many rows of a position embedding precede those of the model's own position ids."""
     for module in model.modules():
-        numbers = _own_numbers(module)
-        tables = (getattr(module, name, None) for name in TABLES)
+        position_ids = _own_position_ids(module)
+        tables = (getattr(module, name, None) for name in POSITION_EMBEDDINGS)
         for table in tables:
-            if numbers is not None and isinstance(table, nn.Embedding):
-                return max(0, table.num_embeddings - numbers.shape[-1])
+            if position_ids is not None and isinstance(table, nn.Embedding):
+                return max(0, table.num_embeddings - position_ids.shape[-1])
     return 0
 
 
-def _own_numbers(module: nn.Module) -> torch.Tensor | None:
-    return dict(module.named_buffers(recurse=False)).get(NUMBERS)
+def _own_position_ids(module: nn.Module) -> torch.Tensor | None:
+    return dict(module.named_buffers(recurse=False)).get(POSITION_IDS)
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
-    """Tables of embeddings of positions, and what numbers them in older models."""
+    """Yields position embeddings, and the modules that compute position ids in older models."""
     for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(TABLES):
+        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(POSITION_EMBEDDINGS):
             yield module
 
 
-def resolve_sequence_length(loaded: LoadedModel, asked: int | None) -> int:
-    """Tokens of the longest row: what was asked for, or what is usual and the model has positions for.
+def resolve_sequence_length(loaded: LoadedModel, requested: int | None) -> int:
+    """Returns the requested sequence length, or by default the usual one within the positions of the model.
 
     Raises:
-        ConfigError: the model has fewer positions than were asked for.
+        ConfigError: the model has fewer positions than requested.
     """
-    return _within(loaded, "sequence_length", asked, DEFAULT_LENGTH, position_count(loaded))
+    return _within(loaded, "sequence_length", requested, DEFAULT_LENGTH, position_count(loaded))
 
 
-def resolve_context_length(loaded: LoadedModel, asked: int | None, longest: int) -> int:
-    """Tokens of the longest text that the model writes, at least those of the longest row.
+def resolve_context_length(loaded: LoadedModel, requested: int | None, longest: int) -> int:
+    """Returns the longest text that the model may generate, at least as long as the longest training row.
 
-    Rotations that change with the length of a text are those of a row: such a model writes no longer texts
-    than it was trained on before its positions were stretched.
+    RoPE types that depend on the length use the frequencies of a row, so the context of such a model is
+    limited to the length that it was trained with before its positions were extended.
 
     Raises:
-        ConfigError: the model has fewer positions than were asked for.
+        ConfigError: the model has fewer positions than requested.
     """
-    most = position_count(loaded)
+    limit = position_count(loaded)
     parameters = getattr(loaded.config, "rope_parameters", None) or {}
-    trained = parameters.get("original_max_position_embeddings") or most
-    if parameters.get("rope_type") in _CHANGING and trained is not None:
-        most = max(trained, longest)
-    return max(longest, _within(loaded, "context", asked, DEFAULT_CONTEXT, most))
+    trained_length = parameters.get("original_max_position_embeddings") or limit
+    if parameters.get("rope_type") in _LENGTH_DEPENDENT and trained_length is not None:
+        limit = max(trained_length, longest)
+    return max(longest, _within(loaded, "context", requested, DEFAULT_CONTEXT, limit))
 
 
 def position_count(loaded: LoadedModel) -> int | None:
-    """Positions that a row may have; None: any number."""
+    """Returns how many positions a row may have, or None if the number is unlimited."""
     limit = getattr(loaded.config, "max_position_embeddings", None) or 0
-    # Some say -1 for any number.
+    # Some models use -1 for no limit.
     model = loaded.model
-    return limit + _rows_before(model) - first_position(model) if limit > 0 else None
+    return limit + _first_row_of_own_ids(model) - first_position(model) if limit > 0 else None
 
 
-def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most: int | None) -> int:
-    if asked is None:
-        return usual if most is None else min(usual, most)
-    if most is not None and asked > most:
+def _within(loaded: LoadedModel, name: str, requested: int | None, default: int, limit: int | None) -> int:
+    if requested is None:
+        return default if limit is None else min(default, limit)
+    if limit is not None and requested > limit:
         raise ConfigError(
-            f"the {name.replace('_', ' ')} doesn't fit the model:",
-            [f"{name} is {asked}, {loaded.name_or_path} has {most} positions"],
+            f"The {name.replace('_', ' ')} exceeds the positions of the model:",
+            [f"{name} is {requested}, but {loaded.name_or_path} has {limit} positions"],
             code="positions-too-few",
         )
-    return asked
+    return requested
 
 
 def position_numbers(loaded: LoadedModel, length: int) -> torch.Tensor:
-    """Position numbers i64 [1, length] of a right-padded row; raises ConfigError if there are fewer."""
+    """Returns the position ids i64 [1, length] of a right-padded row.
+
+    Raises:
+        ConfigError: the model has fewer positions.
+    """
     first = first_position(loaded.model)
     return torch.arange(first, first + resolve_sequence_length(loaded, length)).reshape(1, -1)

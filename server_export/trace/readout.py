@@ -1,4 +1,4 @@
-"""From hidden states to what is asked of them: log-probabilities of tokens, or an encoder's pooled states."""
+"""The readout of a model: log-probabilities of tokens, or the pooled hidden states of an encoder."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """states [rows, length, width], positions i64 [rows, count] -> [rows, count, width]."""
+    """Gather states [rows, length, width] at positions i64 [rows, count]; returns [rows, count, width]."""
     rows, length, width = states.shape
     starts = torch.arange(0, rows * length, length).reshape(rows, 1)
-    picked = states.reshape(rows * length, width).index_select(0, (positions + starts).reshape(-1))
-    return picked.reshape(rows, positions.shape[1], width)
+    gathered = states.reshape(rows * length, width).index_select(0, (positions + starts).reshape(-1))
+    return gathered.reshape(rows, positions.shape[1], width)
 
 
 def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """logits [rows, count, tokens], targets i64 [rows, count] -> log p(target) [rows, count]."""
+    """Returns log p(target) [rows, count] from logits [rows, count, tokens] and targets i64 [rows, count]."""
     return torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of states [rows, length, width] over the tokens that mask float [rows, length] marks with 1."""
+    """Returns the mean of states [rows, length, width] over tokens with a mask float [rows, length] of 1."""
     rows, length = mask.shape
     row = mask.reshape(rows, 1, length)
-    # Ones times themselves are a sum that stays in the delegate, without a constant as long as a row.
+    # The product of the mask with itself counts the tokens within the delegate, without a constant per
+    # length.
     count = torch.bmm(row, mask.reshape(rows, length, 1)).reshape(rows, 1)
     total = torch.bmm(row, states).reshape(rows, states.shape[-1])
     return total / count
 
 
 def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """State of the first token of every row."""
+    """Returns the hidden state of the first token of every row."""
     return states[:, 0]
 
 
 def pooling_of(name: str | None) -> Pooling:
-    """The pooling of that name; the mean where there is none."""
+    """Returns the pooling function with this name; None means the mean."""
     return pool_mean if name in (None, "mean") else pool_first
 
 
@@ -54,16 +55,20 @@ def _head_name(model: nn.Module) -> str:
 
 
 def shorten_head(model: nn.Module, rows: int) -> str:
-    """Leave the vocabulary head of a model without weights so many rows; returns its name."""
+    """Replace the head of a model without weights by one with fewer rows; returns the name of the head."""
     name = _head_name(model)
     head: nn.Linear = model.get_submodule(name)
-    cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
-    replace_module(model, name, cut)
+    shortened = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
+    replace_module(model, name, shortened)
     return name
 
 
 def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
-    """What a program answers; raises ConfigError for a readout that the model hasn't."""
+    """Returns the readout of a model's programs.
+
+    Raises:
+        ConfigError: the model doesn't have the configured readout.
+    """
     if not loaded.is_decoder:
         if config.readout not in (None, "pooled"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rotary embeddings of a graph, as transformers writes them, in operators that stay in one delegate.
+"""Write rotary embeddings, as transformers computes them, in operators that stay in one delegate.
 
 x * cos + cat(-x[half:], x[:half]) * sin        for x [rows, heads, length, width]
 """
@@ -16,21 +16,22 @@ aten = torch.ops.aten
 
 
 def write_rotations_as_linear(graph_module: GraphModule) -> None:
-    """Make a linear layer of what turns the pairs of a head, in place.
+    """Write the rotation of halves of a head as a linear layer, in place.
 
-    The cosines and sines stay products with tables. Slices of any number of rows would leave the delegate.
+    Cosines and sines stay products with tables. Slices along a dynamic number of rows would leave the
+    delegate.
     """
     writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
         source = _halves(node)
         if source is not None:
-            writer.replace(node, turned_by_layer, source, True)
+            writer.replace(node, rotate_by_linear, source, True)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
 def _halves(node: Node) -> Node | None:
-    """x of cat(-x[half:], x[:half]) in its last dimension, [rows, heads, length, width]; None if it isn't."""
+    """Returns x if a node is cat(-x[half:], x[:half]) in the last of four dimensions, else None."""
     parts: Any = node.args[0]
     if len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
@@ -44,21 +45,21 @@ def _halves(node: Node) -> Node | None:
     return source if bounds == [(half, shape[-1], 1), (0, half, 1)] else None
 
 
-def turned_by_layer(writer: GraphWriter, source: Node, of_halves: bool) -> Node:
-    """A layer of what turns pairs of numbers: those of the two halves, or those that lie side by side."""
+def rotate_by_linear(writer: GraphWriter, source: Node, of_halves: bool) -> Node:
+    """Write a linear layer that rotates pairs of elements: from the two halves, or neighbours."""
     width = source.meta["val"].shape[-1]
-    turn, unit = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(width // 2)
-    rows = torch.kron(turn, unit) if of_halves else torch.kron(unit, turn)
+    rotation, unit = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(width // 2)
+    rows = torch.kron(rotation, unit) if of_halves else torch.kron(unit, rotation)
     return writer.call(aten.linear.default, source, writer.constant(rows))
 
 
 def bounds_of(node: Any, source: Node, width: int) -> tuple[int, int, int] | None:
-    """Start, end and step of a slice of a value's last of four dimensions; None of anything else."""
+    """Returns start, end and step of a slice of the last of four dimensions, or None for other nodes."""
     if not isinstance(node, Node) or node.target is not aten.slice.Tensor or node.args[0] is not source:
         return None
-    given: list[Any] = list(node.args[1:])
+    arguments: list[Any] = list(node.args[1:])
     defaults: list[Any] = [0, None, None, 1]
-    dim, start, end, step = given + defaults[len(given) :]
+    dim, start, end, step = arguments + defaults[len(arguments) :]
     if dim % 4 != 3:
         return None
     return int(start or 0), min(width, width if end is None else int(end)), int(step)

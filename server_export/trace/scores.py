@@ -1,4 +1,4 @@
-"""Scores of attention in a graph: what reads a mask or bias, and the products that scores come from."""
+"""Attention scores in a graph: the users of a mask or bias, and the products that compute the scores."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
-# Scores that are this low are hidden.
+# Scores at most this large count as masked.
 HIDDEN = -1e4
 LAYOUTS = {
     *members(Category.IDENTITY, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
     *(aten.slice.Tensor, aten.to.dtype, aten.clone.default),
 }
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
-# The numbers of a node that depends on positions alone; None of any other.
+# Returns the value of a node that depends on positions alone, and None for any other node.
 Known = Callable[[Any], torch.Tensor | None]
 
 
 def causal_window(hidden: torch.Tensor) -> int | None:
-    """The window of what a causal mask hides, bool [..., length, length]; the length if it has none."""
+    """Returns the window of a causal mask bool [..., length, length], or the length if there is none.
+
+    The result is None if the mask isn't causal.
+    """
     length = hidden.shape[-1]
     if hidden.numel() != length**2:
         return None
     hidden = hidden.reshape(length, length)
     window = int((~hidden[-1]).sum())
-    places = torch.arange(length)
-    expected = (places[:, None] < places) | (places[:, None] - places >= window)
+    positions = torch.arange(length)
+    expected = (positions[:, None] < positions) | (positions[:, None] - positions >= window)
     return window if torch.equal(hidden, expected) else None
 
 
 def readers_of(node: Node, known: Known) -> Iterator[Node]:
-    """What reads a value, or another shape of it, and depends on more than positions."""
+    """Yields the users of a value, through changes of its layout, that depend on more than positions."""
     for user in [*node.users]:
         if user.target is aten._assert_tensor_metadata.default:
             continue
@@ -47,16 +50,18 @@ def readers_of(node: Node, known: Known) -> Iterator[Node]:
             yield from readers_of(user, known)
 
 
-def wider_product(writer: GraphWriter, product: Any, own: Node, given: Node) -> Node:
-    """A product of queries and keys that have one more number each, [..., tokens, 1]."""
+def wider_product(writer: GraphWriter, product: Any, query_element: Node, key_element: Node) -> Node:
+    """Write a product of queries and keys that each have one more element, [..., tokens, 1]."""
     query, keys = product.args
-    both = writer.call(aten.cat.default, [writer.call(aten.transpose.int, keys, -1, -2), given], -1)
-    wide = writer.call(aten.cat.default, [query, own], -1)
-    return writer.call(product.target, wide, writer.call(aten.transpose.int, both, -1, -2))
+    wide_keys = writer.call(
+        aten.cat.default, [writer.call(aten.transpose.int, keys, -1, -2), key_element], -1
+    )
+    wide_query = writer.call(aten.cat.default, [query, query_element], -1)
+    return writer.call(product.target, wide_query, writer.call(aten.transpose.int, wide_keys, -1, -2))
 
 
 def product_of(scores: Node, known: Known) -> tuple[Node, float] | None:
-    """The product that scores come from, and what they are scaled with."""
+    """Returns the matrix product that computes the scores, and the factor by which the scores are scaled."""
     node, scale = scores, 1.0
     while node.target not in PRODUCTS:
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], int | float):
@@ -72,5 +77,5 @@ def product_of(scores: Node, known: Known) -> tuple[Node, float] | None:
 
 
 def unknown_inputs(node: Node, known: Known) -> list[Node]:
-    """What a node reads that depends on more than positions."""
+    """Returns the inputs of a node that depend on more than positions."""
     return [each for each in node.all_input_nodes if known(each) is None]

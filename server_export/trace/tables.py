@@ -1,7 +1,7 @@
-"""Tables: inputs of a chain's blocks that all blocks share and no weight is in, such as masks and rotations.
+"""Tables: inputs without weights that the blocks of a chain share, such as masks and rotary tables.
 
-A model asks for them while it is traced: they are operators of its graph, of any length, until the graph is
-cut into blocks, whose inputs they become. A device makes them for the length of a call.
+A model requests tables while it is traced. They are operators of its graph, of any length, until the graph is
+cut into blocks, whose inputs they become. The device computes them for the length of a call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from server_export.trace.attention import causal_mask
 
 @torch.library.custom_op("prge::table", mutates_args=())
 def table(number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The table of that number; traced, never run."""
-    raise NotImplementedError("a table is traced and becomes an input, it is never run")
+    """Returns the table with this number; the operator is traced and never run."""
+    raise NotImplementedError("A table is traced and becomes an input; the operator is never run.")
 
 
 @table.register_fake
@@ -39,13 +39,15 @@ TABLE = torch.ops.prge.table.default
 
 @dataclass(frozen=True)
 class ModelTable:
-    """What a table holds for sequences of some length.
+    """The contents of a table for sequences of any length.
 
-    `type` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
-    tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
-    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; `relative`, [members, length,
-    length] of `values` [2 longest - 1], one for each distance of a token from another; or one of
-    prge.formats.relations.
+    `type` is one of
+        `causal`: a mask f32 [members, length, length]: a token sees itself and `window` - 1 tokens before it;
+        `rotary`: the first rows of `values` f32 [longest, width], as [1, length, width];
+        `positions`: i64 [1, length], counted from `first`;
+        `zeros`: i64 [1, length];
+        `relative`: [members, length, length] of `values` [2 longest - 1], one per distance of tokens;
+        a type of prge.formats.relations.
     """
 
     type: str
@@ -55,7 +57,7 @@ class ModelTable:
     values: torch.Tensor | NDArray[Any] | None = None
 
     def of(self, length: int) -> torch.Tensor:
-        """The table for sequences of `length` tokens."""
+        """Returns the table for sequences of `length` tokens."""
         if self.type == "causal":
             return causal_mask(length, self.window, torch.float32).repeat(self.members, 1, 1)
         if self.type == "positions":
@@ -67,17 +69,17 @@ class ModelTable:
         assert self.values is not None
         values = torch.as_tensor(self.values)
         if self.type == "relative":
-            place = torch.arange(length)
-            distance = place[:, None] - place + len(values) // 2
+            positions = torch.arange(length)
+            distance = positions[:, None] - positions + len(values) // 2
             return values[distance].repeat(self.members, 1, 1)
         return values[:length].unsqueeze(0)
 
 
 class ModelTables:
-    """The tables that a model asks for; its blocks know them by their place in `all`.
+    """The tables that a model requests; its blocks refer to them by their index in `all`.
 
     Args:
-        longest: tokens of the longest sequence.
+        longest: the number of tokens of the longest sequence.
     """
 
     def __init__(self, longest: int) -> None:
@@ -87,9 +89,9 @@ class ModelTables:
         self._numbers: dict[Hashable, int] = {}
 
     def causal(self, length: int, window: int | None, members: int) -> torch.Tensor:
-        """A causal mask f32 [members, length, length], for the queries of a group of heads."""
+        """Returns a causal mask f32 [members, length, length] for the queries of a group of heads."""
         window = None if window is None or window >= self.longest else window
-        return self.ask(
+        return self.request(
             ("causal", window, members),
             lambda: ModelTable("causal", window, members=members),
             (members, length, length),
@@ -97,11 +99,11 @@ class ModelTables:
         )
 
     def window(self, length: int, window: int, members: int) -> torch.Tensor:
-        """A mask f32 [members, length, length] that lets a token see `window` - 1 others on each side."""
-        # In numpy: while a model is traced, tensors have no numbers.
+        """Returns a mask f32 [members, length, length]: a token sees `window` - 1 tokens on each side."""
+        # numpy, because tensors have no values while a model is traced.
         distance = np.abs(np.arange(1 - self.longest, self.longest))
         values = np.where(distance < window, np.float32(0), np.float32(MASKED))
-        return self.ask(
+        return self.request(
             ("window", window, members),
             lambda: ModelTable("relative", members=members, values=values),
             (members, length, length),
@@ -109,48 +111,52 @@ class ModelTables:
         )
 
     def positions(self, length: int, first: int) -> torch.Tensor:
-        """Numbers of positions i64 [1, length]."""
-        return self.ask("positions", lambda: ModelTable("positions", first=first), (1, length), torch.long)
+        """Returns position ids i64 [1, length]."""
+        return self.request(
+            "positions", lambda: ModelTable("positions", first=first), (1, length), torch.long
+        )
 
     def zeros(self, length: int) -> torch.Tensor:
-        """Types of tokens i64 [1, length]: all are of the first."""
-        return self.ask("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
+        """Returns token types i64 [1, length] that are all 0."""
+        return self.request("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
 
-    def relation(self, kind: str, length: int, first: int = 0, window: int | None = None) -> torch.Tensor:
-        """A table f32 of which token stands where to which other."""
-        return self.ask(
-            (kind, first, window),
-            lambda: ModelTable(kind, window, first),
-            relation_shape(kind, length, window),
+    def relation(
+        self, table_type: str, length: int, first: int = 0, window: int | None = None
+    ) -> torch.Tensor:
+        """Returns a table f32 that relates the positions of tokens; see prge.formats.relations."""
+        return self.request(
+            (table_type, first, window),
+            lambda: ModelTable(table_type, window, first),
+            relation_shape(table_type, length, window),
             torch.float32,
         )
 
     @property
     def has_recurrence(self) -> bool:
-        """Whether a model has asked for those of a recurrence."""
-        # A convolution asks for the one before alone.
+        """Whether the model has requested tables of a recurrence."""
+        # A convolution only requests the table of the previous token.
         return any(table.type == "behind" and (table.window is None or table.first > 1) for table in self.all)
 
-    def ask(
+    def request(
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A table in the graph that is traced; the same key gives the same one."""
+        """Write a table into the graph that is being traced; equal keys give the same table."""
         number = self.number(key, make)
         result: torch.Tensor = TABLE(number, list(shape), dtype, torch.get_default_device())
         return result
 
     def number(self, key: Hashable, make: Callable[[], ModelTable]) -> int:
-        """The place of a table in `all`; the same key gives the same one."""
+        """Returns the index of a table in `all`; equal keys give the same table."""
         if key not in self._numbers:
             self._numbers[key] = len(self.all)
             self.all.append(make())
         return self._numbers[key]
 
 
-def asked(
+def insert_table(
     before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
 ) -> Node:
-    """A table in a graph that was traced, in front of a node; the same key gives the same one."""
+    """Insert a table before a node of a traced graph; equal keys give the same table."""
     number = tables.number(key, lambda: table)
     with before.graph.inserting_before(before):
         node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
@@ -162,9 +168,9 @@ class TableRotary(nn.Module):
     """A rotary embedding whose cosines and sines are tables.
 
     Args:
-        tables: where they are asked for.
-        values: cosines and sines f32 [longest, width] by type of layer.
-        config: of the embedding whose place it takes; some models read it there.
+        tables: the tables of the model.
+        values: cosines and sines f32 [longest, width] by layer type.
+        config: the configuration of the replaced embedding, which some models read.
     """
 
     def __init__(
@@ -177,16 +183,16 @@ class TableRotary(nn.Module):
         self.config = config
         self.tables = tables
         self.values = values
-        # By the name that transformers has for them: some models ask for each.
-        self.layer_types = [kind for kind in values if kind is not None]
+        # Some models of transformers read this attribute.
+        self.layer_types = [layer_type for layer_type in values if layer_type is not None]
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines f32 [1, length, width]."""
+        """Returns cosines and sines f32 [1, length, width]."""
         length = position_ids.shape[-1]
         return tuple(
-            self.tables.ask(
+            self.tables.request(
                 (id(self), layer_type, part),
                 lambda part=part: ModelTable("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
                 (1, length, self.values[layer_type][part].shape[-1]),
@@ -197,7 +203,7 @@ class TableRotary(nn.Module):
 
 
 def rotary_names(model: nn.Module) -> list[str]:
-    """Paths of a model's rotary embeddings."""
+    """Returns the paths of a model's rotary embeddings."""
     return [
         name
         for name, module in model.named_modules()
@@ -206,11 +212,11 @@ def rotary_names(model: nn.Module) -> list[str]:
 
 
 def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
-    """Make tables of the rotary embeddings of a model that answer cosines and sines; returns how many.
+    """Replace rotary embeddings that return cosines and sines by tables; returns how many were replaced.
 
     Args:
-        model: which may lack its weights.
-        tables: of the model.
+        model: may lack its weights.
+        tables: the tables of the model.
     """
     count = 0
     for name in rotary_names(model):
@@ -218,7 +224,8 @@ def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
         if all(isinstance(parts, tuple) for parts in values.values()):
             config = getattr(model.get_submodule(name), "config", None)
             by_type = {
-                kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in values.items()
+                layer_type: tuple(part.reshape(part.shape[-2:]) for part in parts)
+                for layer_type, parts in values.items()
             }
             replace_module(model, name, TableRotary(tables, by_type, config))
             count += 1
@@ -226,17 +233,28 @@ def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
 
 
 def rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None, Any]:
-    """What a rotary embedding of a model answers of so many positions, by type of layer."""
-    old: Any = model.get_submodule(name)
-    config = getattr(old, "config", model.config)
-    # Made anew: that of a model without weights has no frequencies either.
-    rotary: Any = type(old)(config=config)
+    """Returns the outputs of a model's rotary embedding for `longest` positions, by layer type."""
+    embedding: Any = model.get_submodule(name)
+    config = getattr(embedding, "config", model.config)
+    # A new instance, because the one of a model without weights has no frequencies.
+    rotary: Any = type(embedding)(config=config)
     parameters = inspect.signature(rotary.forward).parameters
-    named = getattr(config, "layer_types", None) if "layer_type" in parameters else None
-    given = getattr(config, "rope_parameters", None) or {}
-    by_type = {kind: given[kind] for kind in named or () if kind in given}
-    # Layers of a type without rotation have no entry, or an empty one.
-    types = sorted({kind for kind in named if by_type.get(kind, not by_type)}) if named else [None]
+    layer_types = getattr(config, "layer_types", None) if "layer_type" in parameters else None
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = {
+        layer_type: rope_parameters[layer_type]
+        for layer_type in layer_types or ()
+        if layer_type in rope_parameters
+    }
+    # Layer types without rotation have no entry, or an empty one.
+    types = (
+        sorted({layer_type for layer_type in layer_types if by_type.get(layer_type, not by_type)})
+        if layer_types
+        else [None]
+    )
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
-        return {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}
+        return {
+            layer_type: rotary(marker, positions, *([] if layer_type is None else [layer_type]))
+            for layer_type in types
+        }

@@ -1,8 +1,8 @@
-"""A model without weights becomes one graph of all its operators, in sizes that mark what they are.
+"""Trace a model without weights into one graph of all its operators, at symbolic sizes.
 
-Rows, tokens and copies are large primes, so that wherever one shows in a shape it is known. No tensor of the
-graph has memory: the model's are named, and read when a block's are written. What only some models need is
-for `server_export.trace.patterns`.
+The numbers of rows, tokens and copies are large primes, so they are recognized wherever they appear in a
+shape. No tensor of the graph has memory: the model's tensors are known by name, and are read when the files
+of a block are written. `server_export.trace.patterns` holds what only some models need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from server_export.trace.patterns import Call
 from server_export.trace.tables import ModelTables
 
 aten = torch.ops.aten
-_LAID_OUT = {
+_LAYOUTS = {
     *members(Category.IDENTITY, Category.CAST, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
     *(aten.slice.Tensor, aten.detach_.default, aten._assert_tensor_metadata.default),
 }
@@ -45,19 +45,19 @@ _LAID_OUT = {
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph whose placeholders are tokens i64 [rows, tokens]; an encoder's padding f32 [rows, 1, 1, tokens]
-    or a decoder's targets i64 [rows, tokens]; a decoder's shift f32 [rows, tokens, 1]; and every trained
-    matrix f32 [copies, rank, width] of the adapter.
+    """The traced graph of a model, and the adapter's matrices by placeholder, in order.
 
-    `adapter` has these matrices by placeholder, in order.
+    The placeholders are tokens i64 [rows, tokens]; the padding f32 [rows, 1, 1, tokens] of an encoder or the
+    targets i64 [rows, tokens] of a decoder; the shift f32 [rows, tokens, 1] of a decoder; and every trainable
+    matrix f32 [copies, rank, width] of the adapter.
     """
 
     graph_module: GraphModule
     adapter: dict[str, Matrix]
 
 
-class _Whole(nn.Module):
-    """The model with its readout at every position: `softmax_parts` of logits, or states."""
+class _ModelWithReadout(nn.Module):
+    """The model with its readout at every position: `softmax_parts` of the logits, or hidden states."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _Whole(nn.Module):
         self.accepted = frozenset(inspect.signature(traced.base.forward).parameters)
 
     def forward(
-        self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *adapter: torch.Tensor
+        self, tokens: torch.Tensor, mask_or_targets: torch.Tensor, shift: torch.Tensor, *adapter: torch.Tensor
     ) -> torch.Tensor:
         names = (matrix.name for matrix in self.adapter)
         self.inputs.adapter = dict(zip(names, adapter, strict=True))
@@ -90,29 +90,29 @@ class _Whole(nn.Module):
         arguments = {name: value for name, value in values.items() if name in self.accepted}
         if not any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules()):
             arguments.pop("token_type_ids", None)
-        padding = None if self.traced.is_decoder else beside
+        padding = None if self.traced.is_decoder else mask_or_targets
         output = self.call(tokens, {**arguments, "attention_mask": padding, "return_dict": True}, padding)
         if self.traced.is_decoder:
-            parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
+            parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, mask_or_targets.unsqueeze(-1))
             return parts
         return hidden_states_of(output, length)
 
 
-class _WithKnownNumbers(TorchFunctionMode):
-    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+class _WithKnownScalars(TorchFunctionMode):
+    """Keeps tensors that a model creates from numbers on the CPU, so that their values are known."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
-            args = (args[0], tuple(_as_slice(place) for place in args[1]))
-        known = function is torch.tensor and isinstance(args[0], bool | int | float)
-        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if known else {})})
+            args = (args[0], tuple(_as_slice(index) for index in args[1]))
+        is_scalar = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_scalar else {})})
 
 
-def _as_slice(place: Any) -> Any:
-    """A list of one number as a slice, of which no tensor is made."""
-    if isinstance(place, list) and len(place) == 1 and type(place[0]) is int:
-        return slice(place[0], place[0] + 1 or None)
-    return place
+def _as_slice(index: Any) -> Any:
+    """Returns a list of one integer as a slice, for which PyTorch creates no tensor."""
+    if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
 
 
 def trace(
@@ -124,18 +124,18 @@ def trace(
     copies: int,
     changes: Changes | None = None,
 ) -> Traced:
-    """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and its tables.
+    """Trace a model whose adapted layers, attention and rotary embeddings read `inputs` and its tables.
 
     Args:
-        traced: the model, which is changed.
-        inputs: of its adapted layers.
-        adapter: the trained matrices, in order.
-        first_position: the number of a row's first position.
+        traced: the model, which is modified.
+        inputs: the inputs of its adapted layers.
+        adapter: the trainable matrices, in order.
+        first_position: the first position of a row.
         copies: 1, or COPIES.
-        changes: gets what patterns changed of the model.
+        changes: records what patterns changed in the model.
 
     Raises:
-        Refusal: the model's own code does what no graph can.
+        Refusal: the model's own code does something that no graph can express.
     """
     model, is_decoder = traced.model, traced.is_decoder
     attention.register()
@@ -144,34 +144,34 @@ def trace(
     for module in model.modules():
         module.tables = traced.tables
         if is_decoder or hasattr(module, "is_causal"):
-            # Some leave it to the mask that they give.
+            # Some models leave causality to the mask that they pass.
             module.is_causal = is_decoder or module.is_causal
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
-        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
-        given = (tokens, beside, torch.empty(rows, TOKENS, 1), *trained)
+        mask_or_targets = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
+        matrices = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
+        example_inputs = (tokens, mask_or_targets, torch.empty(rows, TOKENS, 1), *matrices)
 
         def call_model(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
             return model(input_ids=tokens, **arguments)
 
         def exported(call: Call) -> ExportedProgram:
-            whole = _Whole(traced, inputs, adapter, first_position, call).eval()
-            with _WithKnownNumbers():
-                return torch.export.export(whole, given, strict=False)
+            model_with_readout = _ModelWithReadout(traced, inputs, adapter, first_position, call).eval()
+            with _WithKnownScalars():
+                return torch.export.export(model_with_readout, example_inputs, strict=False)
 
         with patterns.tracing(traced, call_model, changes) as call:
-            program = _with_masks_read(traced, exported, call, changes)
+            program = _export_reading_masks(traced, exported, call, changes)
     graph_module = functional_graph(program)
     placeholders = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
 
-def _with_masks_read(
+def _export_reading_masks(
     traced: TracedModel, exported: Callable[[Call], ExportedProgram], call: Call, changes: Changes | None
 ) -> ExportedProgram:
-    """The program of a model that reads the masks it is given, if need be in the context of a pattern."""
+    """Returns a program that reads the model's masks, traced again with a pattern if necessary."""
     program, failure = None, None
     try:
         program = exported(call)
@@ -180,15 +180,15 @@ def _with_masks_read(
     except PrgeError:
         raise
     except Exception as error:
-        # An encoder that doesn't just add its padding may raise anything; what is tried next is not caught.
+        # An encoder with masks of its own may raise anything; the patterns below trace it again.
         failure = error
         if traced.is_decoder:
-            with _refusals():
+            with _refuse_data_dependence():
                 raise
     for pattern in patterns.patterns():
         context = pattern.retrace(traced) if pattern.retrace is not None else None
         if context is not None:
-            with ExitStack() as stack, _refusals():
+            with ExitStack() as stack, _refuse_data_dependence():
                 if changes is not None:
                     changes.of_parts(pattern.name, pattern.serves, ["masks"])
                 wrap = stack.enter_context(context)
@@ -200,25 +200,29 @@ def _with_masks_read(
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Refuse a model whose own code decides by numbers of a row, which torch.export says of it.
+def _refuse_data_dependence() -> Iterator[None]:
+    """Refuse a model whose control flow depends on values, as torch.export reports.
 
     Raises:
-        Refusal: it does.
+        Refusal: torch.export has found data-dependent control flow.
     """
     try:
         yield
     except (UserError, GuardOnDataDependentSymNode) as error:
         raise Refusal(
             "data-dependent-control-flow",
-            f"the model's own code decides by numbers that it computes: {first_line(error)}",
-            remedy="no program can follow it; take a checkpoint of another type",
+            f"The control flow of the model depends on values that it computes: {first_line(error)}",
+            remedy="Programs cannot branch on values. Use a checkpoint of another model type.",
         ) from error
 
 
 def _reads_masks(program: ExportedProgram, traced: TracedModel) -> bool:
-    """Whether a decoder's attention asks for causal masks, or an encoder adds its padding and no more."""
-    return _adds(program) if not traced.is_decoder else not _lacks_masks(program, traced.tables)
+    """Returns whether a decoder's attention reads causal masks, or an encoder only adds its padding."""
+    return (
+        _only_adds_padding(program)
+        if not traced.is_decoder
+        else not _has_no_causal_mask(program, traced.tables)
+    )
 
 
 def refuse_complex_values(graph: ModelGraph) -> None:
@@ -228,28 +232,30 @@ def refuse_complex_values(graph: ModelGraph) -> None:
         if isinstance(value, torch.Tensor) and value.is_complex():
             raise Refusal(
                 "complex-numbers",
-                f"the model computes with complex numbers ({node.target}), which no program has",
+                f"The model computes with complex numbers ({node.target}), which programs do not support.",
                 operator=str(node.target),
                 module=module_of(node),
-                remedy="take a checkpoint of another type",
+                remedy="Use a checkpoint of another model type.",
             )
 
 
-def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
-    """Whether a traced decoder has attention and none that asks for a causal mask."""
+def _has_no_causal_mask(exported: ExportedProgram, tables: ModelTables) -> bool:
+    """Returns whether a traced decoder has attention, but none that reads a causal mask."""
     has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
     return has_attention and not any(table.type == "causal" for table in tables.all)
 
 
-def _adds(exported: ExportedProgram) -> bool:
-    """Whether a traced encoder adds the padding that it is given to scores, and does nothing else with it.
+def _only_adds_padding(exported: ExportedProgram) -> bool:
+    """Returns whether a traced encoder adds its padding to scores and uses it for nothing else.
 
-    What its classification head counts is no padding of scores.
+    A classification head may count the tokens of a row by comparing the padding.
     """
-    (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
+    (mask_or_targets,) = (
+        n for n in exported.graph.find_nodes(op="placeholder") if n.name == "mask_or_targets"
+    )
     return all(
         user.op == "output"
         or user.target in (aten.add.Tensor, aten.add_.Tensor)
         or (user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN)
-        for user in readers(beside, _LAID_OUT)
+        for user in readers(mask_or_targets, _LAYOUTS)
     )

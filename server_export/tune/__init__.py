@@ -1,14 +1,14 @@
-"""From rows to a tuned model: every decision that measured facts can take, each stage a verb of its own.
+"""From rows to a tuned model: measured facts decide all settings, and each stage runs a verb.
 
-settings.py    what a user may say; all but the model, the rows and a folder has a default
-named_rows.py  the rows that a user names, checked before anything is made
-row_files.py   the rows in the folder
-record.py      what was decided and why, kept in the folder: a killed tuning goes on from it
-decisions.py   facts -> decisions, pure
-choosing.py    measures what decisions need, and takes them
-tokenizing.py  what rows ask of the tokenizer
-rates.py       the learning rate, by short runs
-places.py      where runs take place
-stages.py      rows -> bundle -> decisions -> runs -> scores -> adapter, report
-command.py     the verb
+settings.py            the user's settings; all except model, rows and folder have defaults
+named_rows.py          reading and checking the user's rows
+row_files.py           the rows in the folder of the tuning
+record.py              decisions and facts in the folder, from which an interrupted tuning continues
+decisions.py           decisions as pure functions of facts
+measured_decisions.py  measures the facts, and records the decisions
+tokenizing.py          chat template and begin-of-sequence token
+rates.py               search for the learning rate by short runs
+machines.py            runs on this machine or on a phone
+stages.py              rows -> bundle -> decisions -> runs -> scores -> adapter, report
+command.py             the verb
 """

@@ -20,7 +20,7 @@ _COUNTS = ("examples", "cut_examples")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; see `prge tune --help`."""
+    """Run `prge tune` and return its exit code."""
     set_passive_wait_policy()
     from server_export.tune.stages import tune
 
@@ -29,10 +29,12 @@ def main(argv: Sequence[str]) -> int:
         result = tune(settings)
     except KeyboardInterrupt:
         is_begun = (settings.out / DECISIONS).is_file()
-        told = f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was made"
-        # On the terminal too where results go into a file.
+        hint = (
+            f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was written"
+        )
+        # On standard error, since standard output may be a file.
         with best_effort(sys.stderr):
-            print(f"\n{told}", file=sys.stderr, flush=True)
+            print(f"\n{hint}", file=sys.stderr, flush=True)
         raise
     print("\n".join(result_lines(settings.out, result)))
     if settings.json:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def result_lines(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
-    """What a tuning says at its end."""
+    """Yield the lines that a tuning prints at its end."""
     before, after = result["score_before"] or {}, result["score_after"] or {}
     yield f"\n{result['scored_rows'] + ' rows':<16}{'before':>12}{'after':>12}"
     for name in after:
@@ -49,15 +51,15 @@ def result_lines(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
             earlier = f"{before[name]:>12.4g}" if name in before else f"{'':>12}"
             yield f"{name:<16}{earlier}{after[name]:>12.4g}"
     if result["final_step"] == 0:
-        yield "no step was better than the start, so the adapter is that of the start"
-    if fallen := displacement(after):
-        yield f"note: {fallen}"
+        yield "no step scored better than the start, so the adapter is the initial one"
+    if warning := displacement(after):
+        yield f"note: {warning}"
     yield from sample_lines(result["samples"] or {})
     if scheme := result["quantization"]:
         yield (
-            f"note: it was trained and scored against weights in {scheme}; with the original weights answers "
-            f"can differ. `prge publish {out} --format merged --out FOLDER` writes a model with the weights "
-            "that it was trained against"
+            f"note: it was trained and scored against weights in {scheme}; with the original weights, "
+            f"outputs can differ. `prge publish {out} --format merged --out FOLDER` writes a model with the "
+            "weights that it was trained against"
         )
     memory = result["peak_mb"]
     yield f"\n{format_duration(result['seconds'])}" + (

@@ -1,4 +1,4 @@
-"""Where the runs of a tuning take place: on this machine, or on a phone that adb reaches."""
+"""The machines that a tuning's runs take place on: this one, or a phone through adb."""
 
 from __future__ import annotations
 
@@ -14,91 +14,93 @@ from prge.errors import PrgeError
 from prge.formats.run_folder import JOURNAL
 
 
-class Place(Protocol):
-    """Takes runs."""
+class Machine(Protocol):
+    """A machine that executes runs."""
 
-    def bring(self, bundle: Path) -> None:
-        """Bring what all runs need, so that it is no part of a run's time; raises as `run`."""
+    def send_bundle(self, bundle: Path) -> None:
+        """Send the bundle before the first run, so that no run's time includes it; raises like `run`."""
         ...
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
-        """Begin the run of a folder, or go on with it; returns when it has ended and the folder holds it.
+        """Start or resume a run, and wait until it has ended and its folder is on this machine.
 
         Args:
-            folder: of the run.
-            settings: of `prge run`, by their names.
-            is_short: whether it is one of a search, of which nothing but errors is shown.
+            folder: folder of the run.
+            settings: settings of `prge run`, by name.
+            is_short: whether the run is part of a search, of which only errors are printed.
 
         Raises:
-            PrgeError: it failed, or was ended from outside. A run that diverged may raise it too.
+            PrgeError: the run failed, or was ended from outside. A run that diverged may raise it too.
         """
         ...
 
 
-class Here:
-    """Implements Place: this machine.
+class LocalMachine:
+    """Implements Machine: runs on this machine.
 
     Args:
-        settings: folder for what runs are started with.
+        settings: folder for the settings files of verbs.
     """
 
     def __init__(self, settings: Path) -> None:
         self._settings = settings
 
-    def bring(self, bundle: Path) -> None:
-        """See Place."""
+    def send_bundle(self, bundle: Path) -> None:
+        """Do nothing; see Machine."""
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
-        """See Place."""
+        """Start or resume a run; see Machine."""
         wait_until_free(folder)
         words = write_verb_config("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")
         if (folder / JOURNAL).is_file() and (folder / JOURNAL).stat().st_size:
-            # With all places named again: the tuning may have been moved.
+            # All paths are given again, since the folder of the tuning may have been moved.
             words += ["--resume", str(folder)]
         run_verb(*words, quiet=is_short)
 
 
 @dataclass(frozen=True)
 class PhoneFacts:
-    """What `prge android doctor` measured of a phone; None: it doesn't tell."""
+    """Measurements of a phone by `prge android doctor`; None if a value isn't known."""
 
     serial: str
     name: str
     free_bytes: int | None
+    """Free memory."""
     flops: float | None
-    """Operations in float32 a second."""
+    """Operations per second in float32."""
 
 
 class PhoneMachine:
-    """Implements Place: a phone. Runs go on there without this machine, and are pulled when they have ended.
+    """Implements Machine: runs on a phone, which continue without this machine and are pulled at their end.
 
     Args:
-        serial: as `adb devices` lists it.
-        folder: prge's on the phone; None: the usual one.
-        name: of the tuning, which the names of its runs there begin with.
-        settings: folder for what verbs are started with.
+        serial: serial of the phone, as `adb devices` lists it; None: the only one.
+        folder: prge's folder on the phone; None: the default.
+        name: prefix of the names of the tuning's runs on the phone.
+        settings: folder for the settings files of verbs.
     """
 
     def __init__(self, serial: str | None, folder: str | None, name: str, settings: Path) -> None:
-        self._where = {"serial": serial, "folder": folder}
+        self._phone = {"serial": serial, "folder": folder}
         self._name = name
         self._settings = settings
 
     def facts(self) -> PhoneFacts:
-        """Ask the phone.
+        """Run `prge android doctor` and return its measurements.
 
         Raises:
-            PrgeError: there is none, or it lacks something.
+            PrgeError: there is no phone, or it can't train.
         """
-        with tempfile.TemporaryDirectory(prefix="prge-") as place:  # the tuning's folder may not be begun
-            asked = {**self._where, "json": True}
-            words = write_verb_config("android doctor", asked, Path(place) / "doctor.yaml")
-            told = output_of(*words, codes=(0, 1))
-        checks = {check["name"]: check for check in json.loads(told)}
+        # A temporary folder, since the folder of the tuning may not exist yet.
+        with tempfile.TemporaryDirectory(prefix="prge-") as folder:
+            settings = {**self._phone, "json": True}
+            words = write_verb_config("android doctor", settings, Path(folder) / "doctor.yaml")
+            output = output_of(*words, codes=(0, 1))
+        checks = {check["name"]: check for check in json.loads(output)}
         for check in checks.values():
             if check["state"] == "missing":
                 raise PrgeError(
-                    f"the phone can't train: {check['name']}: {check['found']}",
+                    f"The phone can't train: {check['name']}: {check['found']}",
                     remedy=check["remedy"],
                     code="phone-cannot-train",
                 )
@@ -108,17 +110,17 @@ class PhoneMachine:
         )
 
     def run_name(self, folder: Path) -> str:
-        """What a run's folder is called on the phone."""
+        """Return the name of a run on the phone."""
         return f"{self._name}-{folder.name}"
 
-    def bring(self, bundle: Path) -> None:
-        """See Place."""
-        pushed = {**self._where, "paths": [bundle]}
-        run_verb(*write_verb_config("android push", pushed, self._settings / "push.yaml"))
+    def send_bundle(self, bundle: Path) -> None:
+        """Push the bundle to the phone; see Machine."""
+        push_settings = {**self._phone, "paths": [bundle]}
+        run_verb(*write_verb_config("android push", push_settings, self._settings / "push.yaml"))
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
-        """See Place. Of a short run nothing stays on the phone."""
-        there = {"out": self.run_name(folder), "again": True, "pull": folder, "remove": is_short}
-        asked = {**settings, **self._where, **there}
-        words = write_verb_config("android run", asked, self._settings / f"{folder.name}.yaml")
+        """Start or resume a run on the phone, which keeps no files of a short run; see Machine."""
+        job = {"out": self.run_name(folder), "again": True, "pull": folder, "remove": is_short}
+        run_settings = {**settings, **self._phone, **job}
+        words = write_verb_config("android run", run_settings, self._settings / f"{folder.name}.yaml")
         run_verb(*words, quiet=is_short)

@@ -1,4 +1,4 @@
-"""Decisions of a tuning, taken where the record lacks them, from what is measured for them."""
+"""Measure the facts for a tuning's decisions, and record the decisions that the record lacks."""
 
 from __future__ import annotations
 
@@ -33,30 +33,41 @@ from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Tokenizing
 
-_LESS = "give more, take --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k"
+_LESS = "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
 
 
-class Choosing:
-    """What a tuning decides before its export, and before the runs of its bundle."""
+class DecisionMaker:
+    """Takes the decisions of a tuning before its export, and before the runs of its bundle.
+
+    Args:
+        settings: settings of the tuning.
+        record: record of the tuning.
+    """
 
     def __init__(self, settings: TuneSettings, record: Record) -> None:
         self._settings = settings
         self._record = record
 
-    def decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
-        """Note what the user gave, or what is decided if anything is, unless the record has it."""
+    def decide(self, name: str, user_value: Any, make: Callable[[], Decision | None]) -> None:
+        """Record a setting, unless the record has it.
+
+        Args:
+            name: name of the setting.
+            user_value: value that the user gave; None: there is none.
+            make: makes the decision if the user gave no value; returns None if there is nothing to decide.
+        """
         if self._record.value(name) is None:
-            decision = make() if given is None else Decision(name, given, "given")
+            decision = make() if user_value is None else Decision(name, user_value, "given by the user")
             self._record.decide(*([decision] if decision else []))
 
     def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
-        """Scheme, start, template, first token and length of a bundle.
+        """Decide quantization, adapter, chat template, first token and sequence length of a bundle.
 
         Returns:
-            The rows of all parts, which such a bundle takes.
+            The rows of all parts, as such a bundle uses them.
 
         Raises:
-            PrgeError: the model or rows can't be used.
+            PrgeError: the model or the rows can't be used.
         """
         settings, model = self._settings, str(self._settings.model)
         estimated = self._decide_adapter(model, rows)
@@ -94,49 +105,49 @@ class Choosing:
         )
         length = self._record.value("sequence_length")
         if limit := self._limit():
-            # In seconds, and not after minutes of an export.
+            # Refused within seconds, and not after minutes of an export.
             needed = _on_a_row(estimated, model, min(length, longest))
             fit_budget(limit, needed, estimated.weights, "a run of this model", _LESS)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
     def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
-        """Scheme, adapted layers and roles; returns what a bundle of them costs, with rows of any length."""
+        """Decide quantization, adapter and roles, and return the estimate of such a bundle."""
         settings = self._settings
         try:
             whole = estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS))
-            numbers = adapter_size(whole.outline.modules)
+            numel = adapter_size(whole.outline.modules)
         except PrgeError:  # not all linear layers of this model can have an adapter
-            whole, numbers = estimate(EstimateConfig(model=model)), None
+            whole, numel = estimate(EstimateConfig(model=model)), None
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
         is_encoder = whole.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
+        for each in decisions.adapted(settings.estimator, is_encoder, numel, self._free()):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
-        writes_texts = rows.are_texts and not is_encoder
-        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, writes_texts))
+        generates = rows.is_generative and not is_encoder
+        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, generates))
         chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
         chosen["adapt_layers"] = settings.adapt_layers
-        if numbers is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
-            given = {name: value for name, value in chosen.items() if value is not None}
-            whole = estimate(EstimateConfig(model=model, **given))
+        if numel is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
+            adapter_settings = {name: value for name, value in chosen.items() if value is not None}
+            whole = estimate(EstimateConfig(model=model, **adapter_settings))
         return whole.exported_as(self._record.value("quantize"), self._record.value("roles"))
 
     def _limit(self) -> int | None:
-        """Bytes that a run's process may take: by the user, or of what a phone has free."""
+        """Return the memory limit of a run in bytes, of the user or of a phone; None: there is none."""
         limit: int | None = self._settings.memory or self._record.value("memory")
         return limit
 
     def _free(self) -> int:
-        """Bytes that a run's process may take: as `_limit`, or half of what this machine has."""
+        """Return the bytes of memory that a run may use: the limit, or half of this machine's free memory."""
         return self._limit() or available_memory() // 2
 
     def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
-        """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
+        """Decide estimator, batch size, head folds, beta and steps of runs, and return facts of the rows."""
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
             return asdict(rows.facts(load_bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
 
-        facts = RowFacts(**record.found("facts", measure))
+        facts = RowFacts(**record.fact("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
         self.decide("batch_size", settings.batch_size, lambda: self._batch_size(bundle, facts))
         batch = record.value("batch_size")
@@ -146,10 +157,10 @@ class Choosing:
         return facts
 
     def _batch_size(self, bundle: Bundle, facts: RowFacts) -> Decision:
-        """Examples of a step that keep the bound of a run's process, by the bundle's own outline."""
-        wanted, limit = decisions.batch_size(facts), self._limit()
+        """Decide the batch size, within the memory limit of a run if there is one."""
+        decision, limit = decisions.batch_size(facts), self._limit()
         if limit is None:
-            return wanted
+            return decision
         chain, entry = bundle.chain, ESTIMATORS[self._record.value("estimator")]
         outline, weights = bundle_costs(bundle)
         length = min(facts.longest, chain.bounds.tokens)
@@ -165,15 +176,22 @@ class Choosing:
                 copies=entry.copies(),
                 queries=entry.directions(),
             )
-            taken = estimate_run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
-            return taken + BYTES_PER_WAITING_TOKEN * facts.tokens
+            run_bytes = estimate_run_memory(
+                outline, shape, weights, chain.roles, "native", weights.largest
+            ).total
+            return run_bytes + BYTES_PER_WAITING_TOKEN * facts.tokens
 
-        return decisions.within_memory(wanted, limit, needed)
+        return decisions.within_memory(decision, limit, needed)
 
 
 def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
-    """Bytes that the process of steps on one row of so many tokens takes, by those of the weights that stay
-    loaded."""
+    """Return a function from bytes of loaded weights to bytes of memory of steps on one row.
+
+    Args:
+        estimated: estimate of the bundle.
+        model: hub id or path of the model.
+        length: number of tokens of the row.
+    """
     estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
     config = EstimateConfig(model=model, batch_size=1)
     shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
@@ -187,10 +205,11 @@ def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], i
 
 
 def _best_estimator(bundle: Bundle) -> Decision:
+    """Choose the best estimator for the roles of a bundle."""
     best = available_estimators(bundle.chain.roles)[0]
     why = (
-        "of the bundle's, the best"
+        "the best one for the bundle's roles"
         if ESTIMATORS[best].has_directions
-        else "backpropagation needs the fewest rows"
+        else "backpropagation needs the fewest steps"
     )
     return Decision("estimator", best, why)

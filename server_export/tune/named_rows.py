@@ -1,4 +1,4 @@
-"""The rows that a user names, in memory: whatever can be wrong in them is found before anything is made."""
+"""Read and check the rows that a user names, before anything is written."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from prge.objectives.examples import Example
 from prge.objectives.preferences import make_objective
 from server_export.tune.settings import TuneSettings
 
-# More tokens than any row has: nothing is cut while rows are measured.
+# More tokens than any row has, so that no row is truncated while lengths are measured.
 _NO_BOUND = 1 << 24
 _SHOWN_ROWS = 5
 
 
 class NamedRows:
-    """Training rows, and development and test rows where a user names them or a folder has them.
+    """Training rows, and development and test rows if the user names them or a folder has them.
 
-    `notes` tell what a user should know, a line each.
+    Args:
+        settings: settings of the tuning.
+
+    Attributes:
+        notes: lines to print for the user.
 
     Raises:
         DataError: rows can't be read at all.
@@ -44,31 +48,31 @@ class NamedRows:
         self._classes: dict[int, Example] = {}
         named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
         self._sources: dict[Part, RowSource] = {}
-        for part, given in named.items():
-            where = sources_with_part(settings.data, part) if given is None else given
-            if where is not None:
-                self._sources[part] = source = self._read(where, part)
-                called = "" if part == "train" else f"{part}: "
-                self.notes.append(f"{called}{len(source.rows):,} rows from {source.name}")
+        for part, paths in named.items():
+            sources = sources_with_part(settings.data, part) if paths is None else paths
+            if sources is not None:
+                self._sources[part] = source = self._read(sources, part)
+                prefix = "" if part == "train" else f"{part}: "
+                self.notes.append(f"{prefix}{len(source.rows):,} rows from {source.name}")
                 self.notes += filter(None, [source.feedback_summary])
 
     @property
     def chat(self) -> str:
-        """Whether rows `needs` a chat template, `takes` one where there is one, or neither, ""."""
+        """How rows use a chat template: `needs`, `takes` if there is one, or "" for neither."""
         train = self._sources["train"]
         if self._task:
             return ""
         return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
     @property
-    def are_texts(self) -> bool:
-        """Whether a model learns to write what the rows hold, and not to choose among candidates."""
+    def is_generative(self) -> bool:
+        """Whether the model learns to generate text, and not to choose among candidates."""
         return self._task is None or self._task.generate is not None
 
     def some(self, count: int, tokenizer: Tokenizer, model: ModelSpec) -> list[Example]:
-        """Examples of a random choice of training rows as a run of the model takes them."""
+        """Return examples of `count` randomly chosen training rows, as a run of the model uses them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
-        examples, _ = self._built(
+        examples, _ = self._build(
             "train",
             rows,
             tokenizer,
@@ -78,29 +82,31 @@ class NamedRows:
         return examples
 
     def check(self, tokenizer: Tokenizer, model: ModelSpec) -> int:
-        """Leave out rows that can't be used; returns the tokens of the longest training row.
+        """Leave out unusable rows, and return the number of tokens of the longest training row.
 
         Raises:
-            DataError: there are such rows, and the settings don't say to skip them; all are named.
+            DataError: there are unusable rows, and `on_bad_row` is `stop`; the error lists all of them.
             ConfigError: settings belong to another objective than that of the rows.
         """
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
             options = self._options("auto", skip_unusable=True)
-            examples, report = self._built(part, source.rows, tokenizer, _unbounded(model), options)
-            found = [
+            examples, report = self._build(part, source.rows, tokenizer, _unbounded(model), options)
+            unusable = [
                 *self._broken.pop(part, ()),
                 *(f"row {row}: {why}" for row, why in report.unusable.items()),
             ]
-            if found:
-                problems[source.name] = found
-                count = "1 row" if len(found) == 1 else f"{len(found)} rows"
+            if unusable:
+                problems[source.name] = unusable
+                count = "1 row" if len(unusable) == 1 else f"{len(unusable)} rows"
                 self.notes.append(f"left out {count} of {source.name}:")
-                self.notes += [f"  {each}" for each in found[:_SHOWN_ROWS]]
-                self.notes += [f"  ... and {len(found) - _SHOWN_ROWS} more"] * (len(found) > _SHOWN_ROWS)
-                kept = [row for row in source.rows if row.number not in report.unusable]
-                self._sources[part] = replace(source, rows=kept)
+                self.notes += [f"  {problem}" for problem in unusable[:_SHOWN_ROWS]]
+                self.notes += [f"  ... and {len(unusable) - _SHOWN_ROWS} more"] * (
+                    len(unusable) > _SHOWN_ROWS
+                )
+                usable = [row for row in source.rows if row.number not in report.unusable]
+                self._sources[part] = replace(source, rows=usable)
             if part == "train":
                 make_objective(report.objective, self._settings)
                 longest = max(report.lengths)
@@ -109,27 +115,31 @@ class NamedRows:
             several = len(problems) > 1
             raise DataError(
                 f"{' and '.join(problems)} {'have' if several else 'has'} rows that can't be used:",
-                [f"{name}: {each}" if several else each for name, them in problems.items() for each in them],
-                remedy="correct or remove them, or leave them out with --on-bad-row skip",
+                [
+                    f"{name}: {problem}" if several else problem
+                    for name, unusable in problems.items()
+                    for problem in unusable
+                ],
+                remedy="Correct or remove them, or leave them out with --on-bad-row skip.",
                 code="rows-unusable",
             )
         return longest
 
     def split(self, tokenizer: Tokenizer, model: ModelSpec) -> dict[Part, list[Row]]:
-        """The rows of all parts; development rows are split off where none are named.
+        """Return the rows of all parts; development rows are split off if the user names none.
 
         Args:
-            tokenizer: of the bundle.
-            model: of its evaluations: what it has no room for is noted.
+            tokenizer: tokenizer of the bundle.
+            model: model of the bundle; rows that are too long for it are noted.
 
         Raises:
-            DataError: more target tokens than the settings allow would be left out, or a class of an encoder
-            has no training row.
+            DataError: more target tokens would be left out than the settings allow, or a class of an encoder
+                has no training row.
         """
         settings = self._settings
         options = self._options(settings.overflow, max_dropped=settings.max_dropped)
         for part, source in self._sources.items():
-            _, report = self._built(part, source.rows, tokenizer, model, options)
+            _, report = self._build(part, source.rows, tokenizer, model, options)
             self.notes.append(f"{source.name}: columns: {report.columns}")
             self.notes += [f"{source.name}: {event}" for event in report.events()]
             if not self._task:
@@ -137,47 +147,48 @@ class NamedRows:
         parts: dict[Part, list[Row]] = {part: source.rows for part, source in self._sources.items()}
         if "dev" not in parts:
             columns = self._task.needed_columns() if self._task else None
-            made = split_rows(parts["train"], columns=columns)
-            parts |= {"train": made.train, "dev": made.dev}
-            self.notes += made.notes
+            split = split_rows(parts["train"], columns=columns)
+            parts |= {"train": split.train, "dev": split.dev}
+            self.notes += split.notes
         if model.is_encoder:
             self._check_classes([self._classes[row.number] for row in parts["train"]])
         return parts
 
     def _check_classes(self, examples: Sequence[Example]) -> None:
-        """Raise DataError if a class has no training row: an encoder's head can't know it."""
+        """Raise DataError if a class has no training row, so that an encoder's head can't learn it."""
         lacking = set(range(examples[0].candidates)) - {example.label for example in examples}
         if lacking:
             name, words = self._sources["train"].name, examples[0].choices
             raise DataError(
                 f"{name} can't be used:",
                 [f"no training row is of the class {words[label].strip()!r}" for label in sorted(lacking)],
-                remedy="give rows of every class, at least two where development rows are split off",
+                remedy="Give rows of every class, at least two if development rows are split off.",
                 code="class-without-rows",
             )
 
-    def _read(self, where: Paths, part: Part) -> RowSource:
-        """The rows that a user names."""
+    def _read(self, sources: Paths, part: Part) -> RowSource:
+        """Read the rows of a part."""
         broken = self._broken.setdefault(part, [])
         source = read_source(
-            where, part, self._settings.columns, broken, self._settings.objective, self._task
+            sources, part, self._settings.columns, broken, self._settings.objective, self._task
         )
         if not self._task:  # rows of no form are refused before anything else is done
             find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
         return source
 
     def _options(self, overflow: Overflow, **more: Any) -> BuildOptions:
-        given = self._settings
+        """Return the options for building examples."""
+        settings = self._settings
         return BuildOptions(
             overflow,
-            given.append_eos,
-            objective=given.objective,
-            control_tokens=given.control_tokens,
-            date=given.date,
+            settings.append_eos,
+            objective=settings.objective,
+            control_tokens=settings.control_tokens,
+            date=settings.date,
             **more,
         )
 
-    def _built(
+    def _build(
         self,
         part: Part,
         rows: Sequence[Row],
@@ -185,6 +196,7 @@ class NamedRows:
         model: ModelSpec,
         options: BuildOptions,
     ) -> tuple[list[Example], DataReport]:
+        """Build examples of rows, and return them with a report."""
         source = self._sources[part]
         return build_examples(
             rows,
@@ -199,7 +211,7 @@ class NamedRows:
 
 
 def _only(row: Row, columns: Sequence[str]) -> Row:
-    """A row with some columns alone."""
+    """Return a row with these columns only."""
     return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 

@@ -1,7 +1,8 @@
-"""Searches for a learning rate; a tuning's is successive halving: short runs, longer ones of the best three.
+"""Searches for a learning rate.
 
-Every short run has the schedule of the final one, whose rate falls to zero: at a constant rate smaller ones
-look better than they are. A best rate at the end of the grid asks for one beyond it.
+A tuning uses successive halving: short runs of all rates, then longer runs of the best three. Every short run
+has the schedule of the final one, whose learning rate falls to zero: with a constant rate, smaller rates look
+better than they are. If the best rate is at the end of the grid, a rate beyond it is tried.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 Trial = tuple[float, int, float]
+"""Learning rate, steps and loss of a run."""
 
-# Steps of a first run as a share of the final one's, and how many times as many a second one has.
+# Steps of a first run as a share of the final run's, and factor from a first run to a longer one.
 _FIRST_SHARE, _LONGER = 1 / 12, 3
 _FINALISTS = 3
 _FEWEST_STEPS = 8
@@ -19,15 +21,16 @@ _BEYOND, _MOST_BEYOND = 3.0, 2
 
 
 def search_rates(run: Callable[[float, int], float], rates: Sequence[float], steps: int) -> list[Trial]:
-    """Try learning rates.
+    """Search for a learning rate.
 
     Args:
-        run: loss of development rows after a run with a rate and so many steps; infinite if it diverged.
-        rates: a grid, rising.
-        steps: of the final run.
+        run: runs training with a learning rate and a number of steps, and returns the loss of development
+            rows, which is infinite if the run diverged.
+        rates: grid of learning rates in ascending order.
+        steps: steps of the final run.
 
     Returns:
-        Rate, steps and loss of every run, in their order.
+        Learning rate, steps and loss of every run, in order.
     """
     few, more = _lengths(steps)
     losses = grid_losses(lambda rate: run(rate, few), rates, _BEYOND, _MOST_BEYOND)
@@ -39,9 +42,14 @@ def search_rates(run: Callable[[float, int], float], rates: Sequence[float], ste
 
 
 def rates_around(centre: float, factor: float, trials: int) -> list[float]:
-    """So many learning rates around a centre, rising, each `factor` times the one before.
+    """Return a geometric grid of learning rates around a centre, in ascending order.
 
-    An even number has one more below the centre than above it: too low a rate fails less badly.
+    An even number of rates has one more below the centre than above it, since too low a rate does less harm.
+
+    Args:
+        centre: rate in the centre.
+        factor: ratio of neighbours.
+        trials: number of rates.
     """
     return [_rounded(centre * factor**power) for power in range(-(trials // 2), trials - trials // 2)]
 
@@ -49,13 +57,13 @@ def rates_around(centre: float, factor: float, trials: int) -> list[float]:
 def grid_losses(
     loss: Callable[[float], float], rates: Sequence[float], factor: float, most: int
 ) -> dict[float, float]:
-    """What the rates of a grid lead to, and up to `most` beyond the end at which the best of them lies.
+    """Return the losses of the rates of a grid, and of further rates beyond the end where the best one is.
 
     Args:
-        loss: what a rate leads to, lower is better; not finite where it diverged.
-        rates: a grid; one rate alone has no end.
-        factor: between neighbours.
-        most: rates to try beyond an end; where none of the grid has a loss, lower ones.
+        loss: returns the loss of a rate; not finite if training diverged.
+        rates: grid of rates; a single rate is not extended.
+        factor: ratio of neighbours.
+        most: most rates to try beyond an end; lower ones if no rate of the grid has a finite loss.
     """
     losses = {rate: loss(rate) for rate in rates}
     for _ in range(most if len(losses) > 1 else 0):
@@ -71,23 +79,23 @@ def grid_losses(
 
 
 def best_rate(losses: Mapping[float, float]) -> float | None:
-    """The rate of the lowest loss, the lower rate of equal ones; None if none is finite."""
+    """Return the rate with the lowest loss, the lower rate of equal ones; None if no loss is finite."""
     finite = [rate for rate, loss in losses.items() if math.isfinite(loss)]
     return min(finite, key=lambda rate: (losses[rate], rate), default=None)
 
 
 def longest_search(rates: int, steps: int) -> list[int]:
-    """Steps of every run of the longest search over a grid of so many rates."""
+    """Return the steps of every run of the longest possible search over a grid of `rates` rates."""
     few, more = _lengths(steps)
     return [few] * (rates + _MOST_BEYOND) + [more] * _FINALISTS * (more != few)
 
 
 def _lengths(steps: int) -> tuple[int, int]:
-    """Steps of a first run and of a finalist's."""
+    """Return the steps of a first run and of a longer one."""
     few = min(max(round(_FIRST_SHARE * steps), _FEWEST_STEPS), steps)
     return few, min(_LONGER * few, steps)
 
 
 def _rounded(rate: float) -> float:
-    """Three significant digits, so that a rate reads well in a folder's name."""
+    """Round a rate to three significant digits, for readable names of folders."""
     return float(f"{rate:.3g}")

@@ -1,4 +1,4 @@
-"""What a tuning has decided and found so far, in `tune.json` of its folder: whole after every change."""
+"""The record of a tuning's decisions and facts in `tune.json` of its folder, rewritten after every change."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from prge.system.atomic import write_file
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
-# Where things lie, and what is no part of what is tuned.
+# Settings that may change between calls.
 _NOT_IDENTITY = {"out", "resume", "json", "threads"}
-# The stage that first depends on a setting or has to do with a decision; all others: the bundle.
+# The first stage that depends on a setting or decision; `bundle` for all others.
 _OF_SEARCH = (
     *("minutes", "steps", "epochs", "batch_size", "head_folds", "seed", "on", "phone_folder", "memory"),
     *("loss_normalisation", "weight_decay"),
@@ -30,40 +30,44 @@ _STAGE_OF = {**dict.fromkeys(_OF_SEARCH, "search"), "learning_rate": "run"}
 
 
 class Record:
-    """The record of a folder: begun, gone on with, or new and in memory until it is kept.
+    """The record of a tuning's folder; a new record stays in memory until `keep`.
 
-    What was corrected since the folder was begun is begun again, where no stage that is done depends on it.
+    Settings may have changed since the tuning began if no completed stage depends on them. Decisions that
+    depend on them are forgotten.
 
     Args:
-        settings: of the tuning.
+        settings: settings of the tuning.
+
+    Attributes:
+        is_kept: whether the record is written to the folder.
 
     Raises:
-        ConfigError: the folder was begun with other settings, and stages that are done depend on them.
-        RunError: its record is damaged.
+        ConfigError: settings have changed that completed stages depend on.
+        RunError: the record of the folder is damaged.
     """
 
     def __init__(self, settings: TuneSettings) -> None:
         self._settings = settings
         self._path = settings.out / DECISIONS
-        now = _plain(settings.resolved())
+        current = _plain(settings.resolved())
         began = {"began": time.time(), "seconds": 0.0}
-        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}, **began}
+        self._content: dict[str, Any] = {"settings": current, "decisions": [], "found": {}, **began}
         self.is_kept = False
         if not self._path.is_file():
             return
         content = _read(self._path)
         self._check_places(content)
-        # What an earlier version didn't know was as it is where nobody says otherwise.
-        usual = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
-        before = json.loads(json.dumps(usual, default=str)) | content["settings"]
+        # Settings that an earlier version lacked had their default values.
+        defaults = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
+        before = json.loads(json.dumps(defaults, default=str)) | content["settings"]
         changed = {
             name: _STAGE_OF.get(name, "bundle")
-            for name in sorted((before.keys() | now.keys()) - _NOT_IDENTITY)
-            if before.get(name) != now.get(name)
+            for name in sorted((before.keys() | current.keys()) - _NOT_IDENTITY)
+            if before.get(name) != current.get(name)
         }
         done = _done(settings)
         problems = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            f"{name} was {before.get(name)!r}, is {current.get(name)!r}"
             for name, stage in changed.items()
             if stage in done
         ]
@@ -73,22 +77,23 @@ class Record:
             }
             reuse = f", with --bundle {settings.out / 'bundle'} instead of --model, which saves the export"
             raise ConfigError(
-                f"{settings.out} holds a tuning with other settings, and what is done depends on them:",
+                f"{settings.out} holds a tuning with other settings that completed stages depend on:",
                 problems,
-                remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out"
-                + (reuse if is_exported else ""),
+                remedy=f"Resume it with prge tune --resume {settings.out}, or give another --out"
+                + (reuse if is_exported else "")
+                + ".",
                 code="settings-changed",
             )
         if changed and "bundle" not in done:
-            return  # nothing is made: all of it begins again
+            return  # no stage is complete, so the tuning starts again
         seconds = content["seconds"] + max(_last_sign(settings.out) - content["began"], 0.0)
         self._content, self.is_kept = content | {**began, "seconds": seconds}, True
         if changed:
-            self._correct(now, done)
+            self._correct(current, done)
         self._write()
 
     def _check_places(self, content: dict[str, Any]) -> None:
-        """Raise RunError where a record that may be somebody else's names places outside of the folder."""
+        """Raise RunError if the record, which may come from a stranger, names paths outside of its folder."""
         own = {
             str(getattr(each, name, None))
             for each in (self._settings, self._settings.resolved())
@@ -101,15 +106,15 @@ class Record:
         for name, value in named.items():
             if isinstance(value, str) and value not in own and is_outside(self._settings.out, value):
                 raise RunError(
-                    f"{self._path} names {shown(value)} as {name}, outside of its folder",
-                    remedy="remove that entry, or give another folder with --out",
+                    f"{self._path} names {shown(value)} as {name}, which is outside of its folder.",
+                    remedy="Remove that entry, or give another folder with --out.",
                     code="path-outside",
                 )
 
-    def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
-        """Take settings that no stage that is done depends on, and forget what was decided by others."""
+    def _correct(self, current: dict[str, Any], done: Collection[str]) -> None:
+        """Record changed settings, and forget decisions of stages that are not complete."""
         kept = [each for each in self.decisions if _STAGE_OF.get(each.name, "bundle") in done]
-        self._content |= {"settings": now, "decisions": [asdict(each) for each in kept]}
+        self._content |= {"settings": current, "decisions": [asdict(each) for each in kept]}
         if "search" not in done:
             for name in ("phone", "name_on_phone"):
                 self._content["found"].pop(name, None)
@@ -117,13 +122,13 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """How long the tuning has taken, what went before a kill included."""
+        """Seconds that the tuning has taken, including earlier calls."""
         return float(self._content["seconds"]) + max(time.time() - self._content["began"], 0.0)
 
     def keep(self) -> None:
-        """Write it down: from now on the folder holds a tuning that can be gone on with.
+        """Write the record to the folder, so that the tuning can be resumed.
 
-        A final run of before that diverged goes.
+        A final run of an earlier call that diverged is removed.
         """
         run = self._settings.out / "run"
         if self._path.is_file() and status_of(run) == "diverged":
@@ -134,30 +139,30 @@ class Record:
 
     @property
     def decisions(self) -> list[Decision]:
-        """In the order in which they were taken."""
+        """The decisions, in the order in which they were taken."""
         return [Decision(**entry) for entry in self._content["decisions"]]
 
     def value(self, name: str) -> Any:
-        """What was decided; None where nothing was."""
+        """Return the decided value of a setting; None if there is no decision."""
         return next((each.value for each in self.decisions if each.name == name), None)
 
     def decide(self, *decisions: Decision) -> None:
-        """Note decisions; one of the same name takes the other's place."""
+        """Record decisions, which replace earlier ones of the same name."""
         names = {each.name for each in decisions}
         kept = [each for each in self.decisions if each.name not in names]
         self._content["decisions"] = [asdict(each) for each in (*kept, *decisions)]
         self._write()
 
-    def found(self, name: str, find: Callable[[], Any]) -> Any:
-        """A fact: the record's, or found now and noted. It consists of JSON's types."""
+    def fact(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return a recorded fact, or measure and record it; facts consist of JSON's types."""
         facts = self._content["found"]
         if name not in facts:
-            facts[name] = find()
+            facts[name] = measure()
             self._write()
         return facts[name]
 
-    def known(self, name: str) -> Any:
-        """A fact that was found before; None where it wasn't."""
+    def recorded_fact(self, name: str) -> Any:
+        """Return a recorded fact; None if it isn't recorded."""
         return self._content["found"].get(name)
 
     def _write(self) -> None:
@@ -166,7 +171,7 @@ class Record:
 
 
 def _done(settings: TuneSettings) -> set[str]:
-    """Stages whose results are there, one that was begun among them."""
+    """Return the stages that have results, including a stage that was only begun."""
     out, done = settings.out, set()
     if settings.bundle is None and (out / "bundle").is_dir():
         done |= {"bundle"}
@@ -178,13 +183,13 @@ def _done(settings: TuneSettings) -> set[str]:
 
 
 def _last_sign(out: Path) -> float:
-    """When a tuning that was ended has last written something, in seconds of the epoch."""
+    """Return when an earlier call last wrote a file, in seconds since the epoch."""
     paths = (path for path in out.rglob("*") if path != out / LOCK)
     return min(max((path.lstat().st_mtime for path in paths), default=0.0), time.time())
 
 
 def status_of(run: Path) -> str | None:
-    """How the run of a folder has ended, by its summary; None: there is none."""
+    """Return the status of a run from its summary; None if there is no summary."""
     try:
         return str(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["run"]["status"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -192,11 +197,13 @@ def status_of(run: Path) -> str | None:
 
 
 def _plain(settings: TuneSettings) -> dict[str, Any]:
+    """Return settings as values of JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     return plain
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a record; raises RunError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not {"settings", "decisions", "found", "began", "seconds"} <= content.keys():
@@ -207,5 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{path} can't be read: {error}", remedy="give another folder with --out", code="file-unreadable"
+            f"Cannot read {path}: {error}", remedy="Give another folder with --out.", code="file-unreadable"
         ) from None

@@ -1,4 +1,4 @@
-"""The rows of a tuning in its folder: jsonl with the columns that are read, measured, and shown."""
+"""The rows of a tuning as jsonl files in its folder, with the columns that training reads."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ SAMPLES, _WORDS = 3, 8
 class RowFiles:
     """The folder of the rows.
 
-    `task` is the name or file that the user gave, `objective` what is learnt; `append_eos`, `control_tokens`
-    and `date` are as in BuildOptions.
+    Attributes:
+        folder: the folder.
+        task: name or file of a task that the user gave.
+        objective: objective of the training.
+        append_eos: as in BuildOptions, like `control_tokens` and `date`.
     """
 
     folder: Path
@@ -47,33 +50,33 @@ class RowFiles:
 
     @property
     def train(self) -> Path:
-        """Training rows."""
+        """File of the training rows."""
         return self.folder / "train.jsonl"
 
     @property
     def dev(self) -> Path | None:
-        """Development rows, if there are any."""
+        """File of the development rows, if there are any."""
         return self._file("dev")
 
     @property
     def test(self) -> Path | None:
-        """Test rows, if there are any."""
+        """File of the test rows, if there are any."""
         return self._file("test")
 
     @property
-    def are_texts(self) -> bool:
-        """Whether a model learns to write what the rows hold, and not to choose among candidates."""
+    def is_generative(self) -> bool:
+        """Whether the model learns to generate text, and not to choose among candidates."""
         task = self._task()
         return task is None or task.generate is not None
 
     @property
-    def have_candidates(self) -> bool:
-        """Whether a model learns to choose."""
+    def has_candidates(self) -> bool:
+        """Whether the model learns to choose among candidates."""
         task = self._task()
         return task is not None and not task.is_completion
 
     def write(self, parts: Mapping[Part, Sequence[Row]]) -> None:
-        """Write the rows of all parts, a line each."""
+        """Write the rows of all parts, one line for each row."""
         with new_folder(self.folder, overwrite=True) as folder:
             for part, rows in parts.items():
                 lines = [json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows]
@@ -82,12 +85,12 @@ class RowFiles:
         self.folder.chmod(0o700)
 
     @property
-    def are_messages(self) -> bool:
-        """Whether rows are, or with a chat template become, messages."""
+    def has_messages(self) -> bool:
+        """Whether rows are messages, or become messages with a chat template."""
         return not self._task() and bool(find_form(read_rows(self.train), str(self.train)).chat)
 
     def facts(self, tokenizer: Tokenizer, model: ModelSpec, overflow: Overflow) -> RowFacts:
-        """Measure the training rows as a run of the model takes them.
+        """Measure the training rows as a run of the model uses them.
 
         Raises:
             DataError: rows can't be used.
@@ -110,8 +113,8 @@ class RowFiles:
         widest = max(len(example.sequences) for example in examples)
         fewest = None
         if model.is_encoder:
-            different = {(example.sequences[0].tokens, example.label) for example in examples}
-            fewest = min(Counter(label for _, label in different).values())
+            distinct = {(example.sequences[0].tokens, example.label) for example in examples}
+            fewest = min(Counter(label for _, label in distinct).values())
         return RowFacts(
             len(examples),
             max(lengths),
@@ -124,7 +127,7 @@ class RowFiles:
         )
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
-        """Write prompts of the first development rows; returns their file."""
+        """Write prompts of the first development rows, and return their file."""
         rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
         prompts = self._prompts(rows, Prompts(tokenizer, self.date).chat)
@@ -134,6 +137,7 @@ class RowFiles:
         return path
 
     def _prompts(self, rows: Sequence[Row], chat: ChatTemplate | None) -> Iterator[Mapping[str, Any]]:
+        """Yield the prompts of rows, as lines of a prompts file."""
         task = self._task()
         form = find_form(rows, str(self.folder)) if task is None else None
         if form is not None and form.chat and chat is not None:
@@ -144,9 +148,9 @@ class RowFiles:
                 continue
             fields = form.row(row, chat=chat is not None).fields
             if "messages" in fields:
-                yield {**fields, "messages": _asked(fields["messages"])}
+                yield {**fields, "messages": _without_last_answer(fields["messages"])}
             else:
-                # Of a text its beginning.
+                # The prompt of a plain text is its beginning.
                 yield {"prompt": fields.get("prompt") or " ".join(str(fields["text"]).split(" ")[:_WORDS])}
 
     def _task(self) -> Task | None:
@@ -157,7 +161,7 @@ class RowFiles:
         return path if path.is_file() else None
 
 
-def _asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A conversation up to its last answer."""
+def _without_last_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation up to its last answer of the assistant."""
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     return [*messages[: answers[-1]]] if answers else [*messages]

@@ -1,4 +1,4 @@
-"""Sampled answers of a run as lines of text."""
+"""Format sampled completions of a run as lines of text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from prge.training.monitor import describe_changes, describe_prompt
 
 
 def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
-    """Prompts, the model's answers before and after, and the right ones where they are known.
+    """Yield prompts with completions before and after training, and references if they are known.
 
     Args:
-        samples: of a run's summary; empty: none were taken.
+        samples: samples of a run's summary; empty if there are none.
     """
     for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
         yield f"prompt  {describe_prompt(after['prompt'])}"

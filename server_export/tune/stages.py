@@ -1,14 +1,14 @@
-"""The stages of a tuning, in order. Each leaves files; one that is done is not done again.
+"""The stages of a tuning, in order. Each writes files, and completed stages are not repeated.
 
-rows/          train, dev and test as jsonl, with the columns that are read
-bundle/        the export, unless one is given
-settings/      what each verb was started with, as its --config reads it
+rows/          train, dev and test as jsonl, with the columns that training reads
+bundle/        the export, unless the user names a bundle
+settings/      settings files of the verbs, for --config
 search/        short runs, one for each learning rate and number of steps
 run/           the final run
-start/         of an encoder: its run before the first step, with the head that was fitted then
-before.json    scores of the bundle's adapter, or of start/; and of the run's: after.json
+start/         of an encoder: the run before its first step, with the head that was fitted then
+before.json    scores of the bundle's adapter, or of start/; after.json: scores of run/
 adapter/       the PEFT folder
-report.html    curves, samples, what was chosen and why
+report.html    curves, samples, decisions and their reasons
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from prge.system.atomic import check_writable_folder
 from prge.system.progress import TimeLeft, format_duration
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, Pace, RowFacts
-from server_export.tune.machines import Here, PhoneMachine, Place
-from server_export.tune.measured_decisions import Choosing
+from server_export.tune.machines import LocalMachine, Machine, PhoneMachine
+from server_export.tune.measured_decisions import DecisionMaker
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.rates import longest_search, search_rates
 from server_export.tune.record import Record, status_of
@@ -60,32 +60,32 @@ from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 
-# Development rows that a run's evaluations read.
+# Most development rows of an evaluation during a run.
 _DEV_ROWS = 200
 _PILOT, _PILOT_STEPS = "search/pilot", 10
-# How rows become examples.
+# Settings for building examples.
 _EXAMPLES = ("append_eos", "control_tokens")
 _OBJECTIVE = tuple(item.name for item in fields(ObjectiveFlags))
-# Of the adapter and the report, about.
+# Approximate seconds of the stages "adapter" and "report".
 _SECONDS_AFTER = 8.0
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
-    """Go through all stages; returns scores, decisions, memory and seconds.
+    """Run all stages, and return scores, decisions, memory and seconds.
 
     Raises:
-        PrgeError: bad input, or a stage that failed. What is done stays: `--resume` goes on. A folder that
-            nothing was made for isn't begun.
+        PrgeError: input can't be used, or a stage failed. Completed stages stay, and `--resume` continues. If
+            none is complete, no folder is made.
     """
     with ExitStack() as held:
         check_writable_folder(settings.out)
-        if is_there := (settings.out / DECISIONS).is_file():
-            check_links(settings.out)  # the same command again goes on with a folder, whoever made it
+        if exists := (settings.out / DECISIONS).is_file():
+            check_links(settings.out)  # the folder may come from a stranger
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
-        tuning.check_folder(is_there)
+        tuning.check_folder(exists)
         stages: list[tuple[str, Callable[[], None]]] = [
-            *([("phone", tuning.meet_phone)] if settings.on else []),
+            *([("phone", tuning.measure_phone)] if settings.on else []),
             ("rows", tuning.read),
             ("bundle", tuning.export),
             ("scores before", tuning.score_before),
@@ -98,20 +98,20 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         ]
         for number, (name, stage) in enumerate(stages, 1):
             if name == "bundle":
-                if not is_there:
+                if not exists:
                     held.enter_context(run_lock(settings.out))
-                tuning.keep(is_there)
+                tuning.keep(exists)
             print(f"\n{number}/{len(stages)}  {name}", flush=True)
             stage()
         return tuning.result()
 
 
 class _Tuning:
-    """The stages; each finds what it needs in the folder and the record."""
+    """The stages of a tuning, which read their inputs from the folder and the record."""
 
     def __init__(self, settings: TuneSettings) -> None:
         self._record = Record(settings)
-        date = self._record.found("date", lambda: settings.with_date().date)
+        date = self._record.fact("date", lambda: settings.with_date().date)
         self._settings = settings = replace(settings, date=date)
         self._rows = RowFiles(
             settings.out / "rows",
@@ -124,69 +124,68 @@ class _Tuning:
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
-        self._choosing = Choosing(settings, self._record)
+        self._decision_maker = DecisionMaker(settings, self._record)
         self._verbs = settings.out / "settings"
-        self._place: Place = Here(self._verbs)
+        self._machine: Machine = LocalMachine(self._verbs)
 
     @cached_property
     def _bundle(self) -> Bundle:
-        """The bundle that is there or was exported, opened once."""
+        """The bundle of the user or of the export."""
         return open_bundle(self._folder)
 
-    def keep(self, is_there: bool) -> None:
-        """Write rows that were just read, and what was decided by them, into the folder.
+    def keep(self, exists: bool) -> None:
+        """Write the rows that this call has read, and the decisions for them, to the folder.
 
         Args:
-            is_there: whether the folder holds a tuning already.
+            exists: whether the folder holds a tuning already.
 
         Raises:
-            RunError: it holds something else, which stays as it is.
+            RunError: the folder holds something else, which stays as it is.
         """
         out = self._settings.out
         if self._notes is None:
             return
-        self.check_folder(is_there)
+        self.check_folder(exists)
         self._record.keep()
         (out / "before.json").unlink(missing_ok=True)
         self._rows.write(self._parts)
-        self._record.found("rows", lambda: self._notes)
+        self._record.fact("rows", lambda: self._notes)
 
-    def check_folder(self, is_there: bool) -> None:
-        """Raise RunError if the folder holds something else than a tuning."""
+    def check_folder(self, exists: bool) -> None:
+        """Raise RunError if the folder holds anything but a tuning."""
         out = self._settings.out
-        if is_there:
+        if exists:
             return
         if any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
             raise RunError(
-                f"{out} holds something already",
-                remedy="give another folder with --out",
+                f"{out} is not empty, and holds no tuning.",
+                remedy="Give another folder with --out.",
                 code="folder-occupied",
             )
         if not is_config_of(TuneSettings, out / CONFIG):
             check_new_run(out, ("settings", "start", "before.json", "after.json", "adapter", "report.html"))
 
-    def meet_phone(self) -> None:
-        """Measure the phone that runs take place on; from then on it is this one."""
+    def measure_phone(self) -> None:
+        """Measure the phone of the runs, and record it, so that later calls use the same one."""
         settings, record = self._settings, self._record
-        name = record.found("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
-        facts = record.found(
+        name = record.fact("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
+        facts = record.fact(
             "phone",
             lambda: asdict(PhoneMachine(settings.serial, settings.phone_folder, name, self._verbs).facts()),
         )
-        self._place = PhoneMachine(facts["serial"], settings.phone_folder, name, self._verbs)
-        print(f"{facts['name']}; its runs are called {name}-...")
+        self._machine = PhoneMachine(facts["serial"], settings.phone_folder, name, self._verbs)
+        print(f"{facts['name']}; its runs have the names {name}-...")
         free = facts["free_bytes"]
         if free is not None or settings.memory is not None:
-            self._choosing.decide("memory", settings.memory, lambda: decisions.memory(free))
+            self._decision_maker.decide("memory", settings.memory, lambda: decisions.memory(free))
 
     def read(self) -> None:
-        """Read, check and split the rows, for the bundle that is there or will be."""
-
-        notes = self._record.known("rows")
+        """Read, check and split the rows, for an existing bundle or for the export."""
+        notes = self._record.recorded_fact("rows")
         if notes is None:
             rows = NamedRows(self._settings)
             if self._settings.bundle is None:
-                self._parts = self._choosing.for_export(rows)
+                self._parts = self._decision_maker.for_export(rows)
             else:
                 bundle = self._bundle
                 tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
@@ -196,7 +195,7 @@ class _Tuning:
         print("\n".join(notes))
 
     def export(self) -> None:
-        """Export, unless a bundle is there."""
+        """Export the model, unless there is a bundle."""
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             names = (
@@ -204,13 +203,13 @@ class _Tuning:
                 *("quantize", "sequence_length", "chat_template", "prepend_bos"),
             )
             values = {name: self._record.value(name) for name in names}
-            decided = self._given("target_modules", "adapt_layers")
+            decided = self._changed_settings("target_modules", "adapt_layers")
             decided |= {name: value for name, value in values.items() if value is not None}
             if decided.get("init") == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             if decided.get("quantize") == "8da4w":
                 decided |= {"calibration_rows": self._rows.train, "calibration_task": settings.task}
-            # This process has imported already what takes a verb of its own ten seconds.
+            # In this process: a process of its own would need ten seconds for imports.
             words = write_verb_config(
                 "export",
                 {"model": settings.model, "out": self._folder, **decided},
@@ -220,68 +219,66 @@ class _Tuning:
         print(f"bundle {self._bundle.folder}")
 
     def plan(self) -> None:
-        """Decide how runs of the bundle go."""
+        """Decide the settings of runs."""
         settings, record, bundle = self._settings, self._record, self._bundle
-        facts = self._choosing.for_runs(bundle, self._rows)
+        facts = self._decision_maker.for_runs(bundle, self._rows)
         if settings.minutes is not None or settings.on:
-            self._pace(bundle)
-        for each in record.decisions:
-            print(f"{each.name:<16} {each.value!s:<12} {each.why}")
+            self._measure_pace(bundle)
+        for decision in record.decisions:
+            print(f"{decision.name:<16} {decision.value!s:<12} {decision.why}")
         if facts.unknown:
             print(unknown_note(facts.unknown, facts.targets))
 
-    def _pace(self, bundle: Bundle) -> None:
-        """Measure a few steps and tell how long the rest takes; `--minutes` may ask for fewer steps."""
+    def _measure_pace(self, bundle: Bundle) -> None:
+        """Measure a few steps, reduce the steps for `--minutes` if need be, and print the time left."""
         settings, record = self._settings, self._record
         most = next(each for each in record.decisions if each.name == "steps")
         searched = settings.learning_rate is None and self._rows.dev is not None
 
         def measured() -> dict[str, float]:
-            self._place.bring(self._folder)
-            shutil.rmtree(settings.out / _PILOT, ignore_errors=True)  # of which a part may be done
+            self._machine.send_bundle(self._folder)
+            shutil.rmtree(settings.out / _PILOT, ignore_errors=True)  # a resumed run would have another pace
             begin = time.perf_counter()
             summary = self._run(_PILOT, steps=min(_PILOT_STEPS, most.value), is_short=True)
             train = summary["train"]
-            taken = [each for each in read_metrics(settings.out / _PILOT) if each["event"] == "step"]
+            records = [each for each in read_metrics(settings.out / _PILOT) if each["event"] == "step"]
             pace = decisions.pace(
-                [each["seconds"] for each in taken],
+                [record["seconds"] for record in records],
                 train.get("head_seconds") or 0.0,
                 train["evaluation_seconds"],
                 time.perf_counter() - begin,
             )
             if settings.minutes is not None:
-                spent = record.seconds + self._ending(bundle, pace)
+                spent = record.seconds + self._seconds_after(bundle, pace)
                 record.decide(*decisions.steps_in(settings.minutes, spent, pace, most, searched))
             return asdict(pace)
 
-        pace = Pace(**record.found("pace", measured))
+        pace = Pace(**record.fact("pace", measured))
         searched = searched and record.value("learning_rate") is None
         rest = decisions.training_seconds(record.value("steps"), pace, searched)
-        print(
-            f"a step takes {pace.step:.3g} s; training, the search included, takes about {format_duration(rest)}"
-        )
+        print(f"a step takes {pace.step:.3g} s; training with the search takes about {format_duration(rest)}")
 
-    def _ending(self, bundle: Bundle, pace: Pace) -> float:
-        """Seconds of what comes after the final run: scores, adapter, report."""
+    def _seconds_after(self, bundle: Bundle, pace: Pace) -> float:
+        """Return the seconds of the stages after the final run: scores, adapter, report."""
         if bundle.chain.is_encoder:
             dev, scored = (len(read_rows(path)) if path else 0 for path in (self._rows.dev, self._scored))
             return _SECONDS_AFTER + 2 * (pace.start + pace.evaluation * scored / max(min(dev, _DEV_ROWS), 1))
-        return _SECONDS_AFTER + float(self._record.known("scoring_seconds"))
+        return _SECONDS_AFTER + float(self._record.recorded_fact("scoring_seconds"))
 
     @property
     def _scored(self) -> Path | None:
-        """The rows that are scored before and after."""
+        """File of the rows that are scored before and after training."""
         return self._rows.test or self._rows.dev
 
     def score_before(self) -> None:
-        """Score the test rows, or the development rows, with the adapter that the bundle came with."""
+        """Score the test rows, or the development rows, with the bundle's initial adapter."""
         if self._bundle.chain.is_encoder:
-            print("an encoder's classes are fitted when its run begins: scored after it")
+            print("an encoder's head is fitted when its run begins, so it is scored after the run")
         else:
             self._score("before", None)
 
     def score_after(self) -> None:
-        """Score them with the result; an encoder's also as they were before the first step."""
+        """Score the rows with the trained adapter; an encoder's also with the head before the first step."""
         run = self._settings.out / "run"
         if self._bundle.chain.is_encoder:
             start = self._settings.out / "start"
@@ -291,31 +288,32 @@ class _Tuning:
         self._score("after", run)
 
     def _score(self, name: str, adapter: Path | None) -> None:
+        """Score the rows with an adapter, and write `name`.json, unless it exists."""
         path, rows = self._settings.out / f"{name}.json", self._scored
         begin = time.perf_counter()
         if rows is None:
             print("there are no rows to score")
         elif not path.is_file():
             partial = path.with_suffix(".partial")
-            scored: dict[str, Any] = {"bundle": self._folder, "data": rows, "adapter": adapter}
-            scored |= {
+            eval_settings: dict[str, Any] = {"bundle": self._folder, "data": rows, "adapter": adapter}
+            eval_settings |= {
                 "task": self._settings.task,
-                **self._given("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
+                **self._changed_settings("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
                 "beta": self._record.value("beta"),
             }
-            if self._settings.on is None:  # else it is of the phone, and rows are scored here
-                scored["memory"] = self._settings.memory
-            self._verb("eval", {**scored, "json": partial}, name)
+            if self._settings.on is None:  # the limit of a phone doesn't apply to scoring on this machine
+                eval_settings["memory"] = self._settings.memory
+            self._verb("eval", {**eval_settings, "json": partial}, name)
             partial.rename(path)
-        self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
+        self._record.fact("scoring_seconds", lambda: time.perf_counter() - begin)
 
-    def _given(self, *names: str) -> dict[str, Any]:
-        """Settings that a user has changed."""
-        pairs = {name: getattr(self._settings, name) for name in names}
-        return {name: value for name, value in pairs.items() if value != getattr(TuneSettings, name)}
+    def _changed_settings(self, *names: str) -> dict[str, Any]:
+        """Return those of these settings that differ from their defaults."""
+        values = {name: getattr(self._settings, name) for name in names}
+        return {name: value for name, value in values.items() if value != getattr(TuneSettings, name)}
 
     def search(self) -> None:
-        """Find the learning rate."""
+        """Search for the learning rate, unless the user gave one."""
 
         def best() -> Decision:
             if self._rows.dev is None:
@@ -324,19 +322,25 @@ class _Tuning:
                 )
             steps = self._record.value("steps")
             runs = longest_search(len(decisions.RATES), steps)
-            print(f"short runs with other rates: at most {len(runs)}, of {sum(runs):,} steps in all")
+            print(f"short runs with different rates: at most {len(runs)}, with {sum(runs):,} steps in total")
             trial = partial(self._trial, TimeLeft(sum(runs)), (decisions.RATES[0], runs[0]))
             trials = search_rates(trial, decisions.RATES, steps)
-            self._record.found("trials", lambda: [each for each in trials if math.isfinite(each[2])])
+            self._record.fact("trials", lambda: [each for each in trials if math.isfinite(each[2])])
             return decisions.best_rate(trials)
 
-        self._choosing.decide("learning_rate", self._settings.learning_rate, best)
+        self._decision_maker.decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
 
     def _trial(self, left: TimeLeft, first: tuple[float, int], rate: float, steps: int) -> float:
-        """Loss of development rows after a short run; infinite if it diverged.
+        """Execute a short run, and return its loss of development rows, which is infinite if it diverged.
 
-        Answers are shown after the first one, so that a user soon sees what is learnt.
+        The first run also samples completions, so that the user soon sees what is learnt.
+
+        Args:
+            left: estimates the remaining time.
+            first: learning rate and steps of the first run.
+            rate: learning rate of this run.
+            steps: steps of this run.
         """
         name = f"search/{rate:.4g}-{steps}"
         begin, is_done = time.perf_counter(), status_of(self._settings.out / name) in ENDED
@@ -345,37 +349,37 @@ class _Tuning:
             name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True, **samples
         )
         train = summary["train"]
-        found = train["last_evaluation"] or {}
-        is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
-        # What steps are judged by: the loss, of preferences with the harm to what is chosen.
-        loss = -float(train["last_value"]) if is_whole and train["last_value"] is not None else math.inf
+        evaluation = train["last_evaluation"] or {}
+        is_complete = summary["run"]["status"] == "completed" and evaluation.get("step") == steps
+        # The selection metric: the loss; for preferences, with a penalty for less likely chosen completions.
+        loss = -float(train["last_value"]) if is_complete and train["last_value"] is not None else math.inf
         rest = left.count(steps, None if is_done else time.perf_counter() - begin)
-        told = f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}"
-        shown = (train.get("samples") or {}) if math.isfinite(loss) else {}
-        print("\n".join(["; ".join(filter(None, [told, rest])), *sample_lines(shown)]), flush=True)
+        result = f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}"
+        samples = (train.get("samples") or {}) if math.isfinite(loss) else {}
+        print("\n".join(["; ".join(filter(None, [result, rest])), *sample_lines(samples)]), flush=True)
         return loss
 
     def train(self) -> None:
-        """The final run; a second one where a run of the search was better."""
+        """Execute the final run, and a second one if a run of the search was better."""
         record, settings, run = self._record, self._settings, self._settings.out / "run"
         summary = self._final()
         is_given = settings.learning_rate or settings.steps or settings.epochs
-        if is_given or isinstance(self._place, PhoneMachine):
-            return  # a phone keeps the first one under the same name
+        if is_given or isinstance(self._machine, PhoneMachine):
+            return  # the phone already has a run of this name
         train = summary["train"]
         best = None if train["best_value"] is None else -float(train["best_value"])
-        again = decisions.shorter(record.known("trials") or [], best, train["steps"])
-        if again and not record.known("first_run"):
+        again = decisions.shorter(record.recorded_fact("trials") or [], best, train["steps"])
+        if again and not record.recorded_fact("first_run"):
             record.decide(*again)
             print(f"a shorter run was better: {again[0].why}")
-            record.found("first_run", lambda: str(run.rename(settings.out / "search" / "first-run")))
+            record.fact("first_run", lambda: str(run.rename(settings.out / "search" / "first-run")))
             self._final()
 
     def _final(self) -> dict[str, Any]:
-        """The final run's summary.
+        """Execute the final run, and return its summary.
 
         Raises:
-            PrgeError: it diverged.
+            PrgeError: the run diverged.
         """
         count, rate = self._record.value("steps"), self._record.value("learning_rate")
         every = decisions.evaluate_every(count)
@@ -395,33 +399,33 @@ class _Tuning:
         return summary
 
     def _samples(self) -> dict[str, Any]:
-        """What the model of a run is to answer, as settings of the run."""
+        """Return the settings of a run for sampling completions."""
         bundle = self._bundle
-        if DECODE in bundle.chain.roles and self._rows.are_texts:
+        if DECODE in bundle.chain.roles and self._rows.is_generative:
             return {"sample_prompts": self._rows.write_prompts(load_bundle_tokenizer(bundle))}
-        return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.have_candidates else {}
+        return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.has_candidates else {}
 
     def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
-        """A run, begun or gone on with; returns its summary, also where it diverged."""
+        """Start or resume a run, and return its summary, even if it diverged."""
         folder = self._settings.out / name
         summary = folder / SUMMARY
         if status_of(folder) not in ENDED:
             try:
-                given = {**self._shared(), **settings, "quiet": is_short or None}
-                self._place.run(folder, given, is_short)
+                run_settings = {**self._shared_settings(), **settings, "quiet": is_short or None}
+                self._machine.run(folder, run_settings, is_short)
             except PrgeError:
                 if status_of(folder) != "diverged":
                     raise
-        if RowFacts(**self._record.known("facts")).fewest is not None:
-            self._record.found("heads", lambda: f"{name}/{JOURNAL}")
+        if RowFacts(**self._record.recorded_fact("facts")).fewest is not None:
+            self._record.fact("heads", lambda: f"{name}/{JOURNAL}")
         return read_json(summary)
 
-    def _shared(self) -> dict[str, Any]:
-        """Settings of every run."""
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return the settings that all runs share."""
         value, rows = self._record.value, self._rows
-        heads = self._settings.out / (self._record.known("heads") or "")
+        heads = self._settings.out / (self._record.recorded_fact("heads") or "")
         return {
-            **self._given("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
+            **self._changed_settings("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
@@ -434,7 +438,7 @@ class _Tuning:
             "head_folds": value("head_folds"),
             "batch_size": value("batch_size"),
             "memory": self._settings.memory or value("memory"),
-            # Of few development rows a metric is often the same.
+            # With few development rows, other metrics are often equal for many steps.
             "select": "loss",
             "seed": self._settings.seed,
             "threads": self._settings.threads,
@@ -454,11 +458,11 @@ class _Tuning:
         self._verb("report", {"runs": [out / "run"], "out": out / "report.html"})
 
     def _verb(self, verb: str, settings: Mapping[str, Any], name: str = "") -> None:
-        """Run a verb by a file in the folder: `name`.yaml, by default the verb's."""
+        """Run a verb with a settings file `name`.yaml, by default with the verb's name."""
         run_verb(*write_verb_config(verb, settings, self._verbs / f"{name or verb}.yaml"))
 
     def result(self) -> dict[str, Any]:
-        """Scores, decisions, memory and seconds."""
+        """Return scores, decisions, memory and seconds."""
         out = self._settings.out
         runs = [read_json(path) for path in (*out.glob("search/*/run.json"), out / "run" / SUMMARY)]
         peaks = [run["train"]["memory"].get("peak_bytes") for run in runs]
@@ -472,19 +476,19 @@ class _Tuning:
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
             "quantization": self._bundle.quantization,
-            "run_on_phone": self._place.run_name(out / "run")
-            if isinstance(self._place, PhoneMachine)
+            "run_on_phone": self._machine.run_name(out / "run")
+            if isinstance(self._machine, PhoneMachine)
             else None,
             "samples": runs[-1]["train"].get("samples"),
             "next": shlex.join(["prge", *self._next()]),
         }
 
     def _next(self) -> list[str]:
-        """What a user may want to type now, for what the model has learnt."""
+        """Return the words of a command of prge that uses the tuned model."""
         out = str(self._settings.out)
-        if self._rows.have_candidates:
+        if self._rows.has_candidates:
             task = ["--task", self._settings.task] if self._settings.task else []
             return ["eval", out, *task, "--data", "TEST_ROWS"]
-        if self._rows.are_messages and load_bundle_tokenizer(self._bundle).chat_template:
+        if self._rows.has_messages and load_bundle_tokenizer(self._bundle).chat_template:
             return ["chat", out]
         return ["generate", out, "--prompt", "PROMPT"]

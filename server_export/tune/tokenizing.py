@@ -1,4 +1,4 @@
-"""What rows ask of a tokenizer: a chat template, and a token at the beginning of every text."""
+"""Choose a tokenizer's chat template, and whether every text begins with the begin-of-sequence token."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from server_export.tune.decisions import Decision
 if TYPE_CHECKING:
     from server_export.check.estimation import Estimate
 
-# Rows that the frozen model reads, and tokens of each.
+# Number of rows that the frozen model reads, and most tokens of each.
 ROWS, _TOKENS = 32, 128
-# Bytes that a loaded model takes for each of its parameters.
+# Bytes of memory for each parameter of a loaded model.
 _BYTES = 6
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Tokens of a row, and those of them that are learnt: where each is read, and its id."""
+    """The tokens of a row and its targets.
+
+    Attributes:
+        tokens: ids of the tokens.
+        targets: position whose logits predict the target, and id of the target.
+    """
 
     tokens: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, example: Example) -> ScoredRow:
-        """Of an example, what is right."""
+        """Return the sequence of an example with the most targets of its correct candidate."""
         right = example.label or 0
         rows = [
             cls(
@@ -44,36 +49,43 @@ class ScoredRow:
         ]
         return max(rows, key=lambda row: len(row.targets))
 
-    def window(self, most: int) -> ScoredRow:
-        """So many tokens before the last target, or before those that lie so far behind the first one."""
+    def window(self, length: int) -> ScoredRow:
+        """Return at most `length` tokens of the row, with context before its targets."""
         first, last = self.targets[0][0], self.targets[-1][0]
-        end = min(last + 1, max(first + 1 + most // 2, most))
-        start = max(end - most, 0)
-        targets = tuple((place - start, token) for place, token in self.targets if start <= place < end)
+        end = min(last + 1, max(first + 1 + length // 2, length))
+        start = max(end - length, 0)
+        targets = tuple(
+            (position - start, token) for position, token in self.targets if start <= position < end
+        )
         return ScoredRow(self.tokens[start:end], targets)
 
     def after(self, begin: Sequence[int]) -> ScoredRow:
-        """The same after other tokens."""
+        """Return the row with additional tokens at its beginning."""
         count = len(begin)
         return ScoredRow(
-            (*begin, *self.tokens), tuple((place + count, token) for place, token in self.targets)
+            (*begin, *self.tokens), tuple((position + count, token) for position, token in self.targets)
         )
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """The tokenizer of a model as its device has it.
+    """The tokenizer of a model, as a bundle would have it.
 
     Args:
-        model: folder or hub id.
-        estimated: what is known of the model.
+        model: folder or hub id of the model.
+        estimated: estimate of the model's bundle.
     """
 
     model: str
     estimated: Estimate
 
     def device_tokenizer(self, template: str | None, prepend_bos: PrependBos | None) -> Tokenizer:
-        """With a chat template and settings of an export; None: its own. Raises PrgeError as an export."""
+        """Return the device's tokenizer for settings of an export; raises PrgeError like an export.
+
+        Args:
+            template: chat template; None: the tokenizer's own.
+            prepend_bos: whether texts begin with the begin-of-sequence token; None: auto.
+        """
         from server_export.checkpoint.chat_templates import set_chat_template
         from server_export.checkpoint.tokenization import device_tokenizer
 
@@ -82,7 +94,7 @@ class Tokenizing:
         return device_tokenizer(tokenizer, begins, self.estimated.vocabulary_size)
 
     def has_template(self) -> bool:
-        """Whether messages become text without further ado."""
+        """Whether the tokenizer has a chat template of its own."""
         from server_export.checkpoint.tokenization import chat_template
 
         return chat_template(self._load()) is not None
@@ -90,14 +102,14 @@ class Tokenizing:
     def decide_bos(
         self, template: str | None, examples: Callable[[Tokenizer], Sequence[Example]]
     ) -> Decision | None:
-        """Whether every text begins with a token that the tokenizer has and doesn't put there.
+        """Decide whether every text begins with the begin-of-sequence token, if the tokenizer doesn't add it.
 
         Args:
-            template: that messages become text by.
-            examples: some training rows with a tokenizer.
+            template: chat template.
+            examples: returns examples of some training rows for a tokenizer.
 
         Returns:
-            None where there is nothing to decide.
+            The decision; None if there is nothing to decide.
         """
         from server_export.checkpoint.tokenization import adds_bos
 
@@ -109,7 +121,7 @@ class Tokenizing:
             for begins in ("auto", "always")
         )
         if without == begun:
-            return None  # a chat template of its own says how texts begin
+            return None  # the chat template determines how texts begin
         available = memory_info().get("MemAvailable", math.inf)
         if _BYTES * self.estimated.outline.parameters > available:
             return Decision("prepend_bos", "auto", "the model is too large for this machine to measure it")
@@ -118,8 +130,8 @@ class Tokenizing:
             f"reading {len(begun)} rows with the frozen model, with the token {name} before them and without",
             flush=True,
         )
-        most = min(_TOKENS, (self.estimated.positions or _TOKENS + 1) - 1)
-        rows = [row.window(most) for row in without if row.targets]
+        length = min(_TOKENS, (self.estimated.positions or _TOKENS + 1) - 1)
+        rows = [row.window(length) for row in without if row.targets]
         return decisions.prepend_bos(name, *frozen_losses(self.model, rows, tokenizer.bos_token_id))
 
     def _load(self) -> Any:
@@ -129,12 +141,12 @@ class Tokenizing:
 
 
 def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[float, float]:
-    """Mean losses of the targets of rows by a model without adapter, and of the same after a token.
+    """Return mean losses of target tokens by a model without adapter, without and with a begin token.
 
     Args:
-        model: folder or hub id.
-        rows: as they are.
-        bos: the token.
+        model: folder or hub id of the model.
+        rows: the rows.
+        bos: id of the token.
 
     Raises:
         PrgeError: the model can't be loaded.
@@ -150,10 +162,10 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
     with torch.inference_mode(), Progress(len(rows), unit="row", only_if_long=True) as progress:
         for number, row in enumerate(rows, 1):
             count += len(row.targets)
-            for which, read in enumerate((row, row.after([bos]))):
-                places, targets = torch.tensor(read.targets).T
-                logits = net(input_ids=torch.tensor([read.tokens])).logits[0, places]
-                sums[which] += float(cross_entropy(logits, targets, reduction="sum"))
+            for index, variant in enumerate((row, row.after([bos]))):
+                positions, targets = torch.tensor(variant.targets).T
+                logits = net(input_ids=torch.tensor([variant.tokens])).logits[0, positions]
+                sums[index] += float(cross_entropy(logits, targets, reduction="sum"))
             progress.update(number)
     del net
     release_freed_memory()

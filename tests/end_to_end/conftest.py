@@ -1,4 +1,4 @@
-"""Runs and tunings of end-to-end tests."""
+"""Runs and tunings for end-to-end tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.verbs import prge
 
 @pytest.fixture
 def run_words(workshop: Path, tmp_path: Path) -> list[object]:
-    """Words of a short `prge run` into `tmp_path / "run"`."""
+    """Arguments of a short `prge run` into `tmp_path / "run"`."""
     return [
         "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--evaluate-every", 4,
@@ -20,7 +20,7 @@ def run_words(workshop: Path, tmp_path: Path) -> list[object]:
 
 
 def tune_words(workshop: Path, out: Path) -> list[object]:
-    """Words of a short `prge tune` with a search."""
+    """Arguments of a short `prge tune` with a search."""
     return [
         "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
@@ -30,7 +30,7 @@ def tune_words(workshop: Path, out: Path) -> list[object]:
 
 @pytest.fixture(scope="session")
 def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning that nothing disturbed, with its `tune-result.json` beside it."""
+    """The folder of an uninterrupted tuning, with its `tune-result.json` next to it."""
     out = tmp_path_factory.mktemp("tuned") / "letters"
     prge(*tune_words(workshop, out), "--json", out.parent / "tune-result.json")
     return out

@@ -1,4 +1,4 @@
-"""Text of a real engine: answers that an evaluation scores, samples of a run, and a server."""
+"""Generation with a real engine: scored answers of an evaluation, samples of a run, and a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns to write the two words after a word, and is asked on the way."""
+    """A run that learns to write the next two words after a word, with samples during training."""
     folder = tmp_path_factory.mktemp("answers")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"q": f"{one} ?", "answers": [f"{words[i - 3]} {words[i - 2]}"]} for i, one in enumerate(words)]
@@ -47,35 +47,35 @@ def evaluation(workshop: Path, run: Path, *words: object) -> dict[str, Any]:
         "eval", "--bundle", workshop / "bundle", "--data", folder / "rows.jsonl", "--task",
         folder / "task.yaml", "--json", folder / "eval.json", "--predictions", folder / "found.jsonl", *words,
     )  # fmt: skip
-    found: dict[str, Any] = json.loads((folder / "eval.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "eval.json").read_text())
+    return result
 
 
 def test_what_was_learnt_is_what_the_model_writes(workshop: Path, run: Path) -> None:
     before, after = evaluation(workshop, run), evaluation(workshop, run, "--adapter", run)
     assert before["exact_match"] < 0.5 < 0.9 < after["exact_match"] <= after["f1"] <= 1
     rows = [json.loads(line) for line in (run.parent / "rows.jsonl").read_text().splitlines()]
-    found = [json.loads(line)["text"] for line in (run.parent / "found.jsonl").read_text().splitlines()]
+    result = [json.loads(line)["text"] for line in (run.parent / "found.jsonl").read_text().splitlines()]
     for name, measure in (("exact_match", exact_match), ("f1", token_f1)):
-        values = [measure(text, row["answers"]) for text, row in zip(found, rows, strict=True)]
+        values = [measure(text, row["answers"]) for text, row in zip(result, rows, strict=True)]
         assert after[name] == pytest.approx(sum(values) / len(values))
 
 
 def test_another_metric_of_texts(workshop: Path, run: Path, tmp_path: Path) -> None:
     task = (run.parent / "task.yaml").read_text().replace("f1_answer", "rouge_l")
     (tmp_path / "task.yaml").write_text(task)
-    found = evaluation(workshop, run, "--adapter", run, "--task", tmp_path / "task.yaml", "--limit", 1)
+    result = evaluation(workshop, run, "--adapter", run, "--task", tmp_path / "task.yaml", "--limit", 1)
     text = json.loads((run.parent / "found.jsonl").read_text())["text"]
-    assert found["rouge_l"] == pytest.approx(rouge_l(text, ["bb cc"]))
-    assert "f1" not in found and found["examples"] == 1
+    assert result["rouge_l"] == pytest.approx(rouge_l(text, ["bb cc"]))
+    assert "f1" not in result and result["examples"] == 1
 
 
 def test_samples_of_a_run(workshop: Path, run: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     steps = [(each["step"], each["prompt"]) for each in samples]
     assert steps == [(step, prompt) for step in (0, 100, 200) for prompt in ("aa ?", "bb ?")]
-    told = json.loads((run / "run.json").read_text())["train"]["samples"]
-    assert told == {"before": samples[:2], "after": samples[-2:]}
+    output = json.loads((run / "run.json").read_text())["train"]["samples"]
+    assert output == {"before": samples[:2], "after": samples[-2:]}
     assert samples[-2]["text"].split() == ["bb", "cc"] != samples[0]["text"].split()
     assert "step 100: 'aa ?' -> " in (run / "log.txt").read_text()
 
@@ -99,7 +99,7 @@ def server(workshop: Path, run: Path) -> Iterator[str]:
             process.kill()
 
 
-def test_a_server_speaks_with_the_adapter_that_is_asked_for(server: str, run: Path) -> None:
+def test_a_server_generates_with_the_requested_adapter(server: str, run: Path) -> None:
     import openai
 
     client = openai.OpenAI(base_url=server, api_key="none", max_retries=0)

@@ -1,4 +1,4 @@
-"""`import prge`: the page about it runs as it stands, and its functions take what the verbs take."""
+"""`import prge`: the code of its documentation runs, and its functions accept what the verbs accept."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_the_page_runs(
     ):
         capsys.readouterr()
         exec(block, names)
-    told = capsys.readouterr().out
-    assert "run(): 'lr' is no setting of this verb; here it is learning_rate" in told
-    assert "--out is missing: a path" in told
+    output = capsys.readouterr().out
+    assert "run(): 'lr' is no setting of this verb; here it is learning_rate" in output
+    assert "--out is missing: a path" in output
     run, tuned = names["run"], names["tuned"]
     assert isinstance(run, prge.Run) and isinstance(tuned, prge.Tuned)
     assert run.before and run.best and run.best["loss"] < run.before["loss"]

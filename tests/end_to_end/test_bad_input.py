@@ -1,4 +1,4 @@
-"""Whatever is wrong, the user learns what happened, what was seen and what to do; code 2, no traceback."""
+"""Bad input ends with exit code 2 and a message of cause, value and remedy, never a traceback."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def fails(run_words: list[object], capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call `prge run` with some words changed; answers the message of its failure."""
+    """Call `prge run` with some arguments changed, and return its error message."""
 
     def run(*words: object) -> str:
         assert main(["run", *map(str, run_words), *map(str, words)]) == 2
         message = capsys.readouterr().err
         assert "Traceback" not in message
-        # Before it may stand which flags were given twice.
+        # A note on repeated flags may precede the error.
         notes, error, what = message.rpartition("prge run: error: ")
         assert error and all("the last one counts" in line for line in notes.splitlines())
         return error + what
@@ -64,16 +64,16 @@ def test_a_flipped_bit_of_a_bundle(
     assert "000.ptd is not the file" in message and "again" in message
 
 
-@pytest.mark.parametrize("kind", ["random", "text", "header kept"])
-def test_a_program_that_would_take_the_process_along(fails: Run, bundle: Path, kind: str) -> None:
-    """Its hashes are right, so only the engine can tell, and it may abort: in a child."""
+@pytest.mark.parametrize("variant", ["random", "text", "header kept"])
+def test_a_program_that_would_take_the_process_along(fails: Run, bundle: Path, variant: str) -> None:
+    """The hashes are valid, so only the engine detects the damage, and it may abort: it runs in a child."""
     program = bundle / "programs/block.pte"
     noise = np.random.default_rng(0).bytes(program.stat().st_size)
     content = {
         "random": noise,
         "text": b"no program " * 1000,
         "header kept": program.read_bytes()[:512] + noise[512:],
-    }[kind]
+    }[variant]
     program.write_bytes(content)
     rehash(bundle)
     assert "block.pte" in fails("--bundle", bundle)
@@ -140,7 +140,7 @@ def test_answers_that_are_no_numbers_are_no_result(
 
 
 def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
-    """What `prge run` says in a process of its own; a limit on the size of files stands for a full disk."""
+    """Run `prge run` in its own process; a limit on file sizes simulates a full disk."""
     done = subprocess.run(
         [sys.executable, "-m", "prge.cli.main", "run", *map(str, words)],
         capture_output=True,
@@ -155,22 +155,22 @@ def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int
 
 
 def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
-    """What was learnt before is kept and goes on."""
+    """Earlier progress is kept, and the run can be resumed."""
     assert "can't be written" in run_elsewhere(*run_words, "--steps", 100, limit=6000, code=2)
     prge("run", "--resume", tmp_path / "run")
 
 
 @pytest.mark.whole
 def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path: Path) -> None:
-    """They lie in a file above `--memory`. The run goes on where there is room for them."""
-    # KTO compares the examples of a step, so that the activations of all of them are kept at once.
+    """Hidden states beyond `--memory` go to a file; the run continues if there is room for it."""
+    # KTO compares the examples of a step, so all of their activations are kept at once.
     rated = [{"prompt": "aa aa ?", "completion": " yes", "label": number % 2 == 0} for number in range(24)]
     (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
     words = [
         "--bundle", workshop / "bundle", "--train", tmp_path / "rated.jsonl", "--objective", "kto",
         "--out", tmp_path / "run", "--batch-size", 1024, "--steps", 2, "--learning-rate", 0.01,
     ]  # fmt: skip
-    # The process of the tests takes more memory than one that runs a verb alone.
+    # The process of the tests needs more memory than one that runs a single verb.
     least = run_elsewhere(*words, "--memory", 1, code=2)
     words += ["--memory", least.split("needs at least ")[1].split("\n")[0].replace(" ", "")]
     run_elsewhere(*words)
@@ -203,7 +203,7 @@ def test_standard_files_that_are_closed_end_no_run(run_words: list[object], tmp_
 
 @pytest.mark.parametrize("megabytes", [150, *second_tier(140, 160, 170)])
 def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
-    """Python, numpy and the engine alone take more addresses than this; where they run out differs."""
+    """Python, numpy and the engine need more address space than this; where it runs out differs."""
     limit = megabytes << 20
     done = subprocess.run(
         [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words)],

@@ -1,4 +1,4 @@
-"""A damaged model, or one that was made to do harm, is refused in words by every verb that loads one."""
+"""Every verb that loads a model refuses a damaged or malicious one with a message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prge.cli.main import main
 
 
 def configured(**change: object) -> Callable[[Path], object]:
-    """A change of `config.json`."""
+    """Return a change of `config.json`."""
 
     def apply(model: Path) -> None:
         path = model / "config.json"
@@ -25,7 +25,7 @@ def configured(**change: object) -> Callable[[Path], object]:
 
 
 def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """A change of the file of weights."""
+    """Return a change of the weights file."""
 
     def apply(model: Path) -> None:
         path = model / "model.safetensors"
@@ -34,7 +34,7 @@ def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return apply
 
 
-# One of each kind: tests/server_export/checkpoint/test_files.py and test_loading.py have all of them.
+# One example of each class; test_files.py and test_loading.py in tests/server_export/checkpoint have all.
 CONFIGURATIONS: dict[str, Callable[[Path], object]] = {
     "a billion layers": configured(num_hidden_layers=10**9),
     "depth": lambda model: (model / "config.json").write_text('{"a":' * 9999 + "0" + "}" * 9999),
@@ -49,7 +49,7 @@ WEIGHTS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def damaged(workshop: Path, tmp_path: Path) -> Callable[[Callable[[Path], object]], Path]:
-    """A copy of the workshop's model with some damage."""
+    """Return a damaged copy of the workshop's model."""
 
     def damage(change: Callable[[Path], object]) -> Path:
         model = Path(shutil.copytree(workshop / "model", tmp_path / "model"))

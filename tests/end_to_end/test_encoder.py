@@ -1,4 +1,4 @@
-"""An encoder with its classification head in the driver: fit, fine-tune, score, replay."""
+"""An encoder with its classification head on the device: fit, fine-tune, score, replay."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_heads_of_another_run_are_taken_if_they_were_fitted_on_the_same(
     words, journal = _words(encoder, workshop, tmp_path / "first")[:-2], tmp_path / "first" / "journal.jsonl"
     assert "heads: fitted on 24 rows" in prge("run", *words).stderr
     for name, more in (("same", []), ("others", ["--head-folds", 4]), ("fewer", ["--train-limit", 20])):
-        told = prge("run", *words, *more, "--heads-of", journal, "--out", tmp_path / name).stderr
-        assert (f"heads: those of {journal}" in told) == (name == "same")
-        assert ("heads: fitted on" in told) == (name != "same")
+        output = prge("run", *words, *more, "--heads-of", journal, "--out", tmp_path / name).stderr
+        assert (f"heads: those of {journal}" in output) == (name == "same")
+        assert ("heads: fitted on" in output) == (name != "same")
     final = "final/adapter_model.safetensors"
     assert (tmp_path / "same" / final).read_bytes() == (tmp_path / "first" / final).read_bytes()
     done = prge("run", *words, "--heads-of", "nothing", "--out", tmp_path / "none", check=False)

@@ -1,4 +1,4 @@
-"""A whole run on each engine: the same bits, and no torch in the native one's process."""
+"""A whole run on each engine gives the same bits, and the native engine's process never imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.verbs import REPOSITORY, prge
 from tests.workshop import bits
 
 pytestmark = needs_compiler
-# Ends with 3 if anything imported what a phone doesn't have.
+# Exits with 3 if anything imported a module that a phone doesn't have.
 WITHOUT_TORCH = """
 import sys
 from prge.cli.main import main
@@ -25,7 +25,7 @@ sys.exit(3 if heavy else code)
 
 
 def native(*words: object) -> str:
-    """Run a verb that may not import torch."""
+    """Run a verb that must not import torch."""
     command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
@@ -48,8 +48,8 @@ def test_a_run_without_torch_gives_the_bits_of_one_with_it(
 
 def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
     rows = ["--task", workshop / "task.yaml", "--data", workshop / "dev.jsonl"]
-    found = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
-    assert found == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
+    result = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
+    assert result == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
 
 
 def test_a_run_may_go_on_with_the_other_engine(run_words: list[object], tmp_path: Path) -> None:

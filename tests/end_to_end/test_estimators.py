@@ -1,4 +1,4 @@
-"""Every verb on a bundle whose runs choose the estimator, the queries and the batch."""
+"""Every verb on a bundle with different estimators, queries and batch sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`rows.jsonl` and `task.yaml` of questions with more candidates than a batch has sequences by itself."""
+    """`rows.jsonl` and `task.yaml` of questions with more candidates than a batch has sequences."""
     folder = tmp_path_factory.mktemp("quiz")
     texts = [f"{letter * 2} {letter * 2}" for letter in "abcdef"]
     assert len(texts) == CHOICES

@@ -1,4 +1,4 @@
-"""Backpropagation on the stock engine, as a user calls it."""
+"""Exact gradients on the stock engine, as a user runs them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = workshop / "bundle"
-    # Rows of the embedding are read where they lie.
+    # Embedding rows are read in place.
     files = [path for path in (bundle / "weights").iterdir() if path.stem != "embedding"]
     weights = sum(path.stat().st_size for path in files)
     finals = set()
-    for name, loaded, told in (
+    for name, loaded, output in (
         ("none", weights, "activations: 0 of "),
         ("all", None, "activations: 3 of 3 blocks save them for the backward pass (0 of "),
     ):
@@ -64,7 +64,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
                 fix_memory_budget(patch, run_verb, loaded)
             assert main([*map(str, words_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
         log = (tmp_path / name / "log.txt").read_text()
-        assert told in log and log.index("training: exact") < log.index("activations: ")
+        assert output in log and log.index("training: exact") < log.index("activations: ")
         finals.add((tmp_path / name / "final/adapter_model.safetensors").read_bytes())
     assert len(finals) == 1
 
@@ -72,14 +72,14 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
 def test_what_lies_below_the_adapter_is_computed_once_a_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:
-    """There are 16 different rows, learnt and scored. What is kept of them changes no bit."""
+    """16 different rows are trained on and scored; the cache changes no bit."""
     cached = ["--trunk-cache-bytes", 1 << 20]
     out, other = tmp_path / "run", tmp_path / "other"
     prge(*words_of(workshop, upper_bundle, out, steps=60), *cached)
     before, *_, after = losses(out)
     assert after < 0.5 * before
     assert "trunk: 16 rows computed, 288 from the cache" in (out / "log.txt").read_text()
-    # Room for a few rows alone.
+    # There is room for a few rows only.
     prge(*words_of(workshop, upper_bundle, other, steps=60), "--trunk-cache-bytes", 20_000)
     assert " 288 from the cache" not in (other / "log.txt").read_text()
     final = "final/adapter_model.safetensors"
@@ -103,7 +103,7 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
         "metric: accuracy\n"
     )
     words = words_of(tmp_path, encoder, tmp_path / "run", steps=40)
-    # The rows that it learns, by the head that they are learnt under: a head of random states can't do more.
+    # Training rows, scored with their training head: a head on random hidden states can't do better.
     words[words.index("--dev") + 1] = tmp_path / "train.jsonl"
     words[words.index("--learning-rate") + 1] = 3e-4
     prge(*words, "--head-folds", 0, "--batch-size", 16)
@@ -112,7 +112,7 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
 
 
 def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
-    """Rows of unequal lengths: the gradient of its loss in two calls, with `num_items_in_batch`."""
+    """Rows have unequal lengths: the gradient is that of the loss in two calls, with `num_items_in_batch`."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -155,8 +155,8 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
         loss.backward()
         total += float(loss)
     assert step["loss"] == pytest.approx(total, rel=1e-5)
-    for name, found in moved["token"].items():
+    for name, result in moved["token"].items():
         matrix = model.base_model.model.get_submodule(name).lora_B["default"].weight
         expected = -matrix.grad.numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
         assert np.abs(moved["example"][name] - expected).max() > 0.05 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""The commands of docs/get-started/first-model.md, run as they stand."""
+"""The commands of docs/get-started/first-model.md run as they stand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = REPOSITORY / "docs/get-started/first-model.md"
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of every command in the text's `bash` blocks."""
+    """Return the arguments of every command in the text's `bash` blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if line.strip()]
@@ -30,7 +30,7 @@ def test_step_by_step(tmp_path: Path) -> None:
     ]  # fmt: skip
     for words in quoted:
         assert words[0] == "prge"
-        # No command needs other roles than this one.
+        # No command needs another role.
         done = prge(*words[1:], *(["--roles", "jvp"] if words[1] == "export" else []), cwd=tmp_path)
         if words[1] == "eval":
             accuracy = float(re.search(r"accuracy (\S+)", done.stdout).group(1))  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ ROUNDS, SECONDS = 7, 120.0
 
 @contextmanager
 def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
-    """`prge` in the background; it is killed with the block."""
+    """Start `prge` in the background and kill it at the end of the context."""
     with console.open("ab") as stream:
         command = [sys.executable, "-m", "prge.cli.main", "fleet", *map(str, words)]
         process = subprocess.Popen(
@@ -43,7 +43,7 @@ def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def until(condition: Callable[[], bool], console: Path) -> None:
-    """Wait for something that a process is to bring about."""
+    """Wait until a process has reached a condition."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, console.read_text()
@@ -98,7 +98,7 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
     assert 2 <= devices["c"]["answered"] < ROUNDS
     assert (fleet / FINAL / "adapter_model.safetensors").is_file()
 
-    # What the devices made of the scalars that they were told is what one process makes of the journal.
+    # The devices' states equal the state that one process computes from the journal.
     journal = Journal(fleet / JOURNAL, writable=False)
     steps = (ROUNDS - 1) * 3
     expected = replay(journal, steps)
@@ -123,12 +123,12 @@ def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_pa
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["bytes_up_per_device_step"] < 60
     assert [len(entry["answered"]) for entry in figures["curve"]] == [4, 4, 4]
-    told = prge("replay", tmp_path / "fleet", "--out", tmp_path / "replayed").stdout
-    assert "the same bits" in told
+    output = prge("replay", tmp_path / "fleet", "--out", tmp_path / "replayed").stdout
+    assert "the same bits" in output
     prge("eval", *flags[:4], "--data", workshop / "dev.jsonl", "--adapter", tmp_path / "fleet")
 
 
 def arrays(content: bytes) -> bytes:
-    """The part of a packed state's safetensors after the header."""
+    """Return the part of a packed state's safetensors after the header."""
     content = zlib.decompress(content)
     return content[8 + int.from_bytes(content[:8], "little") :]

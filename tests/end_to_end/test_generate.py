@@ -1,4 +1,4 @@
-"""What a bundle and what was trained on it write, in the engine, against transformers and PEFT."""
+"""Completions of a bundle and of its trained adapter in the engine equal those of transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily s
 
 @pytest.fixture(scope="module")
 def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose adapter is far from where it began."""
+    """A run whose adapter is far from its start."""
     run = tmp_path_factory.mktemp("trained") / "run"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--task",
@@ -31,7 +31,7 @@ def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: int = 12) -> list[list[int]]:
-    """Greedy tokens of transformers without the one that ends a text, with an adapter by PEFT."""
+    """Return greedy tokens of transformers without the end-of-sequence token, with an adapter by PEFT."""
     import peft
     import torch
     import transformers
@@ -51,7 +51,7 @@ def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: 
 
 
 def texts_of(model: Path, prompts: tuple[str, ...], answers: list[list[int]]) -> list[str]:
-    """What transformers' tokenizer writes for each answer after its prompt."""
+    """Decode each completion after its prompt with transformers' tokenizer."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -63,8 +63,8 @@ def texts_of(model: Path, prompts: tuple[str, ...], answers: list[list[int]]) ->
     return texts
 
 
-def lines(told: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in told.splitlines()]
+def lines(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def test_a_run_and_what_was_published_of_it_say_what_peft_says(
@@ -79,12 +79,12 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
         "generate", "--bundle", workshop / "bundle", "--adapter", trained, f"published={published}", "base",
         "--data", rows, "--max-tokens", 12, "--json",
     )  # fmt: skip
-    found: dict[str, list[list[int]]] = {}
+    result: dict[str, list[list[int]]] = {}
     for line in lines(done.stdout):
-        found.setdefault(line["adapter"], []).append(line["tokens"])
+        result.setdefault(line["adapter"], []).append(line["tokens"])
     tuned, base = (expected(workshop / "model", each, PROMPTS) for each in (trained / "final", None))
-    assert found[str(trained)] == found["published"] == tuned
-    assert found["base"] == base != tuned
+    assert result[str(trained)] == result["published"] == tuned
+    assert result["base"] == base != tuned
 
 
 @pytest.mark.whole
@@ -104,10 +104,10 @@ def test_trained_models_write_what_the_merged_model_does(
     words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
     assert main([*map(str, words)]) == 0
     done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")
-    found = lines(done.stdout)
+    result = lines(done.stdout)
     tokens = expected(merged, None, STORIES, 60)
-    assert [line["tokens"] for line in found] == tokens
-    assert [line["text"] for line in found] == texts_of(merged, STORIES, tokens)
+    assert [line["tokens"] for line in result] == tokens
+    assert [line["text"] for line in result] == texts_of(merged, STORIES, tokens)
     assert tokens != expected(base, None, STORIES, 60), "the adapter changes nothing"
 
 
@@ -142,4 +142,4 @@ def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: 
     ).stdout
     assert phone.prge("generate", "first", "--prompt", "aa bb", "--max-tokens", 6).stdout == here
     words = ["first", "--max-tokens", 6, "--temperature", 0]
-    assert phone.prge("chat", *words, said="aa bb\n").stdout == here
+    assert phone.prge("chat", *words, stdin="aa bb\n").stdout == here

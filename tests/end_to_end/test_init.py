@@ -1,4 +1,4 @@
-"""`prge export --init eva`, with ranks of its own for every layer, through the verbs that read a bundle."""
+"""`prge export --init eva` with a rank for each layer, and the verbs that read such a bundle."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_what_was_trained_is_merged_and_written_as_peft_does(
     prompts = ("aa bb", "cc dd ?")
     words = ["--prompt", *prompts, "--max-tokens", 12, "--json"]
     lines = prge("generate", "--bundle", spread, "--adapter", trained, *words).stdout.splitlines()
-    found = [json.loads(line)["tokens"] for line in lines]
-    assert found == expected(workshop / "model", trained / "final", prompts)
+    result = [json.loads(line)["tokens"] for line in lines]
+    assert result == expected(workshop / "model", trained / "final", prompts)

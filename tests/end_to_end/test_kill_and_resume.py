@@ -32,7 +32,7 @@ KILLS = {
     "pieces tangent": 4,
 }
 
-# Instants of an exact run, and before which of them, counted from 0, each process in turn is killed.
+# Instants of an exact run, and the ones (from 0) before which successive processes are killed.
 INSTANTS = {
     "backward": (0, 1, 2, 3, 4, 5, 7, 8),
     "backward_saved": (0, 3, 5, 8, 13),
@@ -105,7 +105,7 @@ while True:
             killed += 1
             continue
         assert status == 0, status
-        # It was done before the kill came: begin again, so that the number of kills is reached.
+        # The run ended before the kill: start again until the number of kills is reached.
         shutil.rmtree(out)
         continue
     _, status = os.waitpid(child, 0)
@@ -126,7 +126,7 @@ from device_runner import run as run_verb
 from prge.formats import journal
 from prge.training.costs import Budget
 
-# Owner and name of a function, and which of its calls are meant.
+# Owner and name of a function, and its calls that matter.
 INSTANTS = {
     "backward": (Blocks, "run", lambda self, number, role, *_: role == "backward"),
     "backward_saved": (Blocks, "run", lambda self, number, role, *_: role in ("backward", "backward_saved")),
@@ -142,7 +142,7 @@ loaded = [path.stat().st_size for path in (bundle / "weights").iterdir()]
 settings |= dict(
     steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native", memory=1 << 40
 )
-# What each process in turn may save: nothing, all, of the head alone, of some blocks.
+# Memory for residuals of successive processes: none, for all, for the head alone, for some blocks.
 BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]
 os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
 
@@ -172,7 +172,7 @@ for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
 
 
 def in_a_parent(script: str, *words: object) -> str:
-    """What a process prints that forks runs."""
+    """Run code in a process that forks the runs, and return its output."""
     command = [sys.executable, "-c", script, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
@@ -180,7 +180,7 @@ def in_a_parent(script: str, *words: object) -> str:
 
 
 def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
-    """Two runs of the same settings have the same result, journal, checkpoint and metrics."""
+    """Check that two runs have the same adapter, journal, checkpoint and metrics."""
     assert bits(killed) == bits(whole)
     newest = sorted((whole / "checkpoints").iterdir())[-1].name
     for name in ("optimizer.safetensors", "state.json", "adapter_model.safetensors"):
@@ -197,15 +197,15 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["bundle tangent", *second_tier(*(kind for kind in KILLS if kind != "bundle tangent"))]
+    "case", ["bundle tangent", *second_tier(*(case for case in KILLS if case != "bundle tangent"))]
 )
 def test_killed_many_times_it_ends_in_the_same_bits(
-    workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    workshop: Path, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
-    name, _, estimator = kind.partition(" ")
+    name, _, estimator = case.partition(" ")
     bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(f"{name}_bundle")
-    killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[kind], estimator)
-    assert int(killed) == KILLS[kind]
+    killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[case], estimator)
+    assert int(killed) == KILLS[case]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
     if estimator == "tangent":
         samples = [(tmp_path / name / "samples.jsonl").read_bytes() for name in ("whole", "killed")]
@@ -213,7 +213,7 @@ def test_killed_many_times_it_ends_in_the_same_bits(
 
 
 def lines_of(folder: Path) -> list[str]:
-    """Logs of both runs."""
+    """Return the logs of both runs."""
     return [
         line for name in ("whole", "killed") for line in (folder / name / "log.txt").read_text().splitlines()
     ]
@@ -227,13 +227,14 @@ def lines_of(folder: Path) -> list[str]:
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
-    """On the way back, with one block loaded, or with another budget each time; while packed
-    files are made; before gradients are forgotten."""
+    """Kill during the backward pass with one block loaded or with another budget each time, while files are
+    packed, and before gradients are dropped.
+    """
     in_a_parent(AT_INSTANTS, workshop, workshop / "bundle", tmp_path, instant, *INSTANTS[instant])
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
     assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()
-    told = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
-    assert (len(told) >= 4) == (instant == "backward_saved")
+    output = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
+    assert (len(output) >= 4) == (instant == "backward_saved")
     caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
     packed = [
         {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}

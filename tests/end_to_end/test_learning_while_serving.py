@@ -1,4 +1,4 @@
-"""A server of a real engine that learns from its clients, is killed on the way, and goes on."""
+"""A server with a real engine that trains on its clients' feedback, is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import pytest
 from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
 
-ASKED = ["aa ?", "bb ?", "cc ?", "dd ?"]
+PROMPTS = ["aa ?", "bb ?", "cc ?", "dd ?"]
 SETTINGS = ("--learn-every", 4, "--learn-epochs", 150, "--learning-rate", 0.05, "--replay", 0.2)
 
 
 @contextmanager
 def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """A server that learns into a folder, and OpenAI's client of it."""
+    """Start a server that trains in a folder, and return OpenAI's client of it."""
     command = [sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     given = [*map(str, command), "--port", "0", "--threads", "1"]
@@ -42,8 +42,8 @@ def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subproc
 
 
 def history(client: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = client.get("/adapters", cast_to=object)["data"]
-    return found
+    result: list[dict[str, Any]] = client.get("/adapters", cast_to=object)["data"]
+    return result
 
 
 def ask(client: Any, prompt: str) -> tuple[str, str]:
@@ -59,15 +59,15 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def learners(process: subprocess.Popen[str]) -> list[int]:
-    """Numbers of a server's processes that learn."""
+    """Return the ids of a server's training processes."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     numbers = [int(number) for path in tasks for number in path.read_text().split()]
     return [each for each in numbers if b"round_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def results(learn: Path) -> dict[str, bytes]:
-    found = learn.glob("rounds/*/final/adapter_model.safetensors")
-    return {path.parts[-3]: path.read_bytes() for path in found}
+    result = learn.glob("rounds/*/final/adapter_model.safetensors")
+    return {path.parts[-3]: path.read_bytes() for path in result}
 
 
 @pytest.mark.whole
@@ -79,14 +79,14 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
     words = "--kept", kept, "--may-lose", 100
     with serving(bundle, learn, *words) as (process, client):
         assert [each["status"] for each in history(client)] == ["start"]
-        for prompt in ASKED:
+        for prompt in PROMPTS:
             id, text = ask(client, prompt)
             assert text.strip() != "bb cc"
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         with pytest.raises(openai.ConflictError) as caught:
             client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
         assert caught.value.code == "feedback_given"
-        # Answers go on while it learns; then it is killed.
+        # Completions continue during training; then the server is killed.
         journal = learn / "rounds/0001/journal.jsonl"
         until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
         assert ask(client, "ee ?")[0].startswith("cmpl-")
@@ -97,18 +97,18 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         start, learnt = history(client)
         assert learnt["status"] == "served" and learnt["current"] and not start["current"]
         assert learnt["held_back"]["after"] < learnt["held_back"]["before"]
-        assert [ask(client, prompt)[1].strip() for prompt in ASKED[:2]] == ["bb cc"] * 2
-        id, _ = ask(client, ASKED[0])
+        assert [ask(client, prompt)[1].strip() for prompt in PROMPTS[:2]] == ["bb cc"] * 2
+        id, _ = ask(client, PROMPTS[0])
         client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
         rows = [json.loads(line) for line in (learn / "feedback.jsonl").read_text().splitlines()]
         assert rows[-1]["adapter"] != rows[0]["adapter"] and rows[-1]["rating"] == "good"
-        # One request takes it back.
+        # One request rolls the adapter back.
         assert client.post("/adapters/back", body={"version": 1}, cast_to=object)["current"] == 0
-        assert ask(client, ASKED[0])[1].strip() != "bb cc"
+        assert ask(client, PROMPTS[0])[1].strip() != "bb cc"
         with pytest.raises(openai.ConflictError):
             client.post("/adapters/back", body={"version": 1}, cast_to=object)
         assert history(client)[0]["current"]
-    # The same rows in another folder, without a kill.
+    # Train on the same rows in another folder, without a kill.
     other = tmp_path / "other"
     other.mkdir()
     content = (learn / "feedback.jsonl").read_text().splitlines(keepends=True)
@@ -120,22 +120,24 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("engine", ["native", "torch"])
-def test_answers_beside_steps_are_those_without_them(workshop: Path, tmp_path: Path, engine: str) -> None:
+def test_completions_during_steps_are_those_without_steps(
+    workshop: Path, tmp_path: Path, engine: str
+) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     with serving(bundle, learn, "--engine", engine, "--memory", "600MB") as (_, client):
-        alone = [ask(client, prompt)[1] for prompt in ASKED]
-        ids = [ask(client, prompt)[0] for prompt in ASKED]
+        alone = [ask(client, prompt)[1] for prompt in PROMPTS]
+        ids = [ask(client, prompt)[0] for prompt in PROMPTS]
         for id in ids:
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         until(lambda: history(client)[-1]["status"] == "learning")
-        asked = 0
+        request_count = 0
         while history(client)[-1]["status"] == "learning":
-            found = [ask(client, prompt)[1] for prompt in ASKED]
+            result = [ask(client, prompt)[1] for prompt in PROMPTS]
             if history(client)[-1]["status"] == "learning":
-                assert found == alone
-                asked += 1
+                assert result == alone
+                request_count += 1
             time.sleep(0.05)
-        assert asked
+        assert request_count
 
 
 @pytest.mark.whole
@@ -143,15 +145,15 @@ def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     with pytest.raises(RuntimeError, match="StopIteration"), serving(bundle, learn, "--memory", "20MB"):
         pass
-    told = (tmp_path / "log").read_text()
-    least = re.search(r"a server that learns needs at least (\d+) MB", told)
-    assert least, told
+    output = (tmp_path / "log").read_text()
+    least = re.search(r"a server that learns needs at least (\d+) MB", output)
+    assert least, output
     with serving(bundle, learn, "--memory", f"{least[1]}MB") as (process, client):
-        for prompt in ASKED:
+        for prompt in PROMPTS:
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         until(lambda: history(client)[-1]["status"] not in ("start", "learning"))
-        assert not learners(process)  # and gives the memory back
+        assert not learners(process)  # and frees the memory
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     assert f"MB at most, of the {least[1]} MB of --memory" in (tmp_path / "log").read_text()
@@ -161,7 +163,7 @@ def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -
 def test_a_child_that_is_killed_alone_is_started_again(workshop: Path, tmp_path: Path) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
     with serving(bundle, learn) as (process, client):
-        for prompt in ASKED:
+        for prompt in PROMPTS:
             id, _ = ask(client, prompt)
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
         journal = learn / "rounds/0001/journal.jsonl"
@@ -170,6 +172,6 @@ def test_a_child_that_is_killed_alone_is_started_again(workshop: Path, tmp_path:
         os.kill(child, signal.SIGKILL)
         url = str(client.base_url).replace("/v1/", "/health")
         until(lambda: json.load(urllib.request.urlopen(url))["status"] == "degraded")
-        assert "the process that learns was ended by SIGKILL" in (tmp_path / "log").read_text()
+        assert "The learning process was ended by SIGKILL" in (tmp_path / "log").read_text()
         until(lambda: history(client)[-1]["status"] == "served")
         until(lambda: json.load(urllib.request.urlopen(url))["status"] == "ok")

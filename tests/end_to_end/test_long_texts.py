@@ -1,4 +1,4 @@
-"""A trained model has the same loss on long texts, in pieces, as transformers has of whole ones."""
+"""The loss of a trained model on long texts in chunks equals transformers' loss on the whole texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_loss_of_long_texts(shared: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     prge.export(model=str(model), out=bundle, quantize="fp32", sequence_length=1024, roles=("forward",))
     assert open_bundle(bundle).chain.bounds.chunk < LENGTH - 100
-    found = prge.evaluate(bundle=bundle, data=rows)
+    result = prge.evaluate(bundle=bundle, data=rows)
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     losses = []
@@ -45,4 +45,4 @@ def test_the_loss_of_long_texts(shared: Path, tmp_path: Path) -> None:
         assert row.shape[1] > LENGTH - 100
         with torch.no_grad():
             losses.append(float(whole(row, labels=row).loss))
-    assert found["loss"] == pytest.approx(np.mean(losses), rel=2e-6)
+    assert result["loss"] == pytest.approx(np.mean(losses), rel=2e-6)

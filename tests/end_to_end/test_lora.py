@@ -1,4 +1,4 @@
-"""LoRA, both matrices of which are trained, as a user calls it."""
+"""LoRA with both matrices trained, as a user runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.workshop import write_rows
 
 
 def both(bundle: Path, run: Path) -> tuple[PeftAdapter, PeftAdapter]:
-    """What a run began with, and what it trained."""
+    """Return the initial and the trained adapter of a run."""
     return read_lora(bundle / "adapter"), read_lora(run / "final")
 
 
@@ -31,18 +31,18 @@ def test_both_matrices_learn(workshop: Path, lora_bundle: Path, tmp_path: Path, 
     prge(*words)
     before, *_, after = losses(tmp_path / "run")
     assert after < (0.2 if estimator == "exact" else 0.99) * before
-    start, found = both(lora_bundle, tmp_path / "run")
-    assert start.lora_a.keys() == found.lora_a.keys()
+    start, result = both(lora_bundle, tmp_path / "run")
+    assert start.lora_a.keys() == result.lora_a.keys()
     for name in start.lora_a:
-        assert not np.array_equal(start.lora_a[name], found.lora_a[name]), name
-        assert found.lora_b[name].any(), name
+        assert not np.array_equal(start.lora_a[name], result.lora_a[name]), name
+        assert result.lora_b[name].any(), name
     assert json.loads((tmp_path / "run/run.json").read_text())["train"]["trained_values"] == sum(
-        matrix.size for matrices in (found.lora_a, found.lora_b) for matrix in matrices.values()
+        matrix.size for matrices in (result.lora_a, result.lora_b) for matrix in matrices.values()
     )
 
 
 def test_lora_plus_moves_lora_b_further(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
-    """Adam's first step is the learning rate, whatever the gradient."""
+    """The first step of Adam has the size of the learning rate, whatever the gradient."""
     for ratio in (1, 8):
         words = words_of(workshop, lora_bundle, tmp_path / f"{ratio}", steps=1)
         prge(*words, "--lora-plus", ratio)
@@ -59,18 +59,18 @@ def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path,
     for bundle in (lora_bundle, workshop / "bundle"):
         words = ["--prompt", "aa bb", "--adapter", run, "--max-tokens", 4, "--json"]
         written[bundle.name] = json.loads(prge("generate", "--bundle", bundle, *words).stdout)["tokens"]
-    # One in whose programs lora_a is a constant takes it as an input where it writes.
+    # For generation, programs with constant lora_a take it as an input.
     assert written["lora"] == written["bundle"]
     prge(*words_of(workshop, lora_bundle, tmp_path / "on", steps=2), "--adapter", run)
     refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "no"), "--adapter", run, check=False)
-    told = refused.stderr
-    assert refused.returncode == 2 and "lora_A" in told and "--start-adapter" in told
+    output = refused.stderr
+    assert refused.returncode == 2 and "lora_A" in output and "--start-adapter" in output
 
 
 def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
     workshop: Path, lora_bundle: Path, tmp_path: Path
 ) -> None:
-    """Of some of the bundle's modules, of a lower rank and another scale, in bfloat16: in every verb."""
+    """An adapter of some modules, with a lower rank and another scale, in bfloat16, works in every verb."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -110,5 +110,5 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
 
 def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:
     refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "run"), "--lora-plus", 4, check=False)
-    told = refused.stderr
-    assert refused.returncode == 2 and "--lora-plus is 4" in told and "export with --adapter lora" in told
+    output = refused.stderr
+    assert refused.returncode == 2 and "--lora-plus is 4" in output and "export with --adapter lora" in output

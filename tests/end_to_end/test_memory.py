@@ -1,6 +1,6 @@
-"""`--memory`: what is predicted of processes and what they take, and what every verb says of too little.
+"""`--memory`: predicted and measured memory of processes, and refusals of too little memory.
 
-A child process is measured from its start to its end, as the system does: ru_maxrss is VmHWM.
+A child process is measured from start to end, as the system does: ru_maxrss is VmHWM.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
 
 Words = list[object]
-# A prediction is an upper bound, but not a far one.
+# A prediction is an upper bound, but a close one.
 LEAST_SHARE, MOST_SHARE = 0.97, 1.6
 
 
-# The system counts what a process had before it became another program, so a small one starts the verb.
+# The system counts memory from before exec, so a small process starts the verb.
 _SHIM = """
 import os, subprocess, sys
 process = subprocess.Popen(sys.argv[1:])
@@ -37,7 +37,7 @@ os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 
 def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
-    """A verb in a process of its own, and the most memory that the process took, in bytes."""
+    """Run a verb in its own process, and return its output and peak memory in bytes."""
     command = [
         sys.executable,
         "-S",
@@ -59,7 +59,7 @@ def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[st
 
 
 def needed(said: str) -> int:
-    """The least memory that a refusal names, in bytes."""
+    """Return the minimum memory in a refusal, in bytes."""
     match = re.search(r"needs at least ([\d,]+) MB", said)
     assert match, said
     return int(match[1].replace(",", "")) * 10**6
@@ -67,7 +67,7 @@ def needed(said: str) -> int:
 
 @pytest.fixture
 def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Words]]:
-    """Words of every verb that runs an engine."""
+    """Arguments of every verb that runs an engine."""
     bundle = ["--bundle", workshop / "bundle"]
     task = ["--task", workshop / "task.yaml"]
     out = tmp_path / "out"
@@ -120,7 +120,7 @@ def test_a_tuning_refuses_too_little_before_its_export(workshop: Path, tmp_path:
 def test_a_run_that_took_more_than_was_predicted_says_so(
     verbs: dict[str, Callable[[], Words]], tmp_path: Path
 ) -> None:
-    """A prediction of nothing stands for one that is wrong."""
+    """A prediction of zero simulates a wrong prediction."""
     script = (
         "import sys; from prge.training import costs; from prge.cli.main import main; "
         "costs.RunMemory.total = costs.RunMemory.total_starting_from = property(lambda self: lambda *_: 1); "
@@ -140,7 +140,7 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
 def test_what_is_predicted_is_what_a_run_takes(
     workshop: Path, tmp_path: Path, batch: int, tokens: int
 ) -> None:
-    """The least that `prge inspect` and tunings predict, of a whole process."""
+    """The minimum that `prge inspect` and tunings predict covers the whole process."""
     text = "abcdefgh" * 8
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text[at : at + tokens]} for at in range(8)])
     predicted = minimum_memory(open_bundle(workshop / "bundle"), BACKWARD, batch, tokens)

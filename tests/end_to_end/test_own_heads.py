@@ -1,4 +1,4 @@
-"""A checkpoint with a classification head: scored by it, trained, published, and others' classes."""
+"""A checkpoint with its own classification head: scored with it, trained, published, and other classes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(made_once: FolderBuilder) -> Path:
 
 
 def logits_of(model: Any, texts: list[str] = TEXTS) -> torch.Tensor:
-    """What transformers answers, [texts, classes]."""
+    """Return transformers' logits, [texts, classes]."""
     tokenizer = make_tokenizer()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([tokenizer(text)["input_ids"]])).logits for text in texts])
@@ -53,14 +53,14 @@ def base(folder: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
 
 
-def rows(place: Path, classes: list[str] | list[int]) -> list[object]:
-    """Rows whose classes are called so, in an order of the task's own, as words of a verb."""
+def rows(folder: Path, classes: list[str] | list[int]) -> list[object]:
+    """Write rows with named classes, in the task's own order, and return arguments of a verb."""
     order = [*range(1, len(classes)), 0]
     labelled = [{"text": text, "label": classes[number % len(classes)]} for number, text in enumerate(TEXTS)]
-    (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in labelled))
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in labelled))
     words = ", ".join(f'"{classes[n]}": " word{n}"' for n in order)
-    (place / "task.yaml").write_text(f'name: own\ntemplate: "{{text}}"\nlabel_words: {{{words}}}\n')
-    return ["--task", place / "task.yaml"]
+    (folder / "task.yaml").write_text(f'name: own\ntemplate: "{{text}}"\nlabel_words: {{{words}}}\n')
+    return ["--task", folder / "task.yaml"]
 
 
 @pytest.mark.parametrize("classes", [["Bad", "good", "so-so"], [0, 1, 2]], ids=str)
@@ -70,8 +70,8 @@ def test_rows_of_its_classes_are_scored_as_transformers_does(
     words = ["--bundle", folder / "bundle", "--data", tmp_path / "rows.jsonl", *rows(tmp_path, classes)]
     prge("eval", *words, "--json", tmp_path / "eval.json", "--predictions", tmp_path / "lines.jsonl")
     expected = logits_of(base(folder))
-    found = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose([line["scores"] for line in found], expected, atol=1e-4)
+    result = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([line["scores"] for line in result], expected, atol=1e-4)
     right = expected.argmax(-1) == torch.arange(len(TEXTS)) % len(LABELS)
     assert json.loads((tmp_path / "eval.json").read_text())["accuracy"] == pytest.approx(
         float(right.float().mean())
@@ -85,8 +85,8 @@ def test_it_is_trained_replayed_and_published(folder: Path, tmp_path: Path) -> N
     task = rows(tmp_path, list(LABELS))
     run = tmp_path / "run"
     words = ["--bundle", folder / "bundle", "--train", tmp_path / "rows.jsonl", *task, "--out", run]
-    told = prge("run", *words, "--steps", 3, "--head-learning-rate", 0.01, "--keep-gradients").stderr
-    assert "heads: the checkpoint's own, of bad, good, so-so" in told
+    output = prge("run", *words, "--steps", 3, "--head-learning-rate", 0.01, "--keep-gradients").stderr
+    assert "heads: the checkpoint's own, of bad, good, so-so" in output
     assert "the same bits" in prge("replay", run, "--out", tmp_path / "replayed").stdout
     head = read_arrays(run / "final/head.safetensors")
     own = read_arrays(open_bundle(folder / "bundle").adapter / "head.safetensors")
@@ -116,8 +116,8 @@ def test_other_classes_get_a_head_of_their_own(folder: Path, tmp_path: Path) -> 
     refused = prge("eval", *words, "--data", tmp_path / "rows.jsonl", check=False)
     assert refused.returncode == 2 and "whose classes are bad, good, so-so" in refused.stderr
     run = tmp_path / "run"
-    told = prge("run", *words, "--train", tmp_path / "rows.jsonl", "--out", run, "--steps", 2).stderr
-    assert "heads: fitted on 32 rows; the checkpoint's own head isn't used" in told
+    output = prge("run", *words, "--train", tmp_path / "rows.jsonl", "--out", run, "--steps", 2).stderr
+    assert "heads: fitted on 32 rows; the checkpoint's own head isn't used" in output
     prge("publish", run, "--out", tmp_path / "peft", "--model", folder / "model")
     assert read_arrays(tmp_path / "peft/head.safetensors")["weight"].shape == (2, 64)
     assert "modules_to_save" not in json.loads((tmp_path / "peft/adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""The page of a real `prge serve` and of `prge watch`, in a real browser."""
+"""The page of a real `prge serve` and `prge watch` in a real browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 @contextmanager
 def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """A verb in a process of its own."""
+    """Start a verb in its own process."""
     command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
@@ -40,7 +40,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 
 def ended(process: subprocess.Popen[str], number: int) -> None:
-    """A signal ends a verb at once, though a page looks at it, and nothing is said of that."""
+    """Check that a signal ends a verb at once and silently, even with an open page."""
     process.send_signal(number)
     assert process.wait(10) == 0
     assert process.stderr is not None and process.stderr.read() == ""
@@ -62,13 +62,13 @@ def test_a_bundle_and_a_run_on_the_page(
         expect(about).to_contain_text("exact")
         expect(about).to_contain_text("train.jsonl")
         assert str(workshop) not in about.inner_text()
-        page.get_by_label("Most tokens").fill("12")
+        page.get_by_label("Max tokens").fill("12")
         page.get_by_role("textbox", name="Message").fill("aa bb")
         page.keyboard.press("Enter")
         answer = page.get_by_role("article", name="run")
         expect(answer.locator("footer")).to_contain_text("tokens")
         answer.get_by_role("button", name="Good answer").click()
-        expect(answer).to_contain_text("Kept")
+        expect(answer).to_contain_text("Saved")
         (row,) = map(json.loads, (tmp_path / "feedback.jsonl").read_text().splitlines())
         assert (row["model"], row["rating"]) == ("run", "good")
         page.get_by_role("link", name="Training").click()
@@ -90,12 +90,14 @@ def test_a_run_is_watched_and_stopped_after_its_step(
     (tmp_path / "runs").mkdir()
     with verb("run", *words) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
         page = visit(url_of(process))
-        expect(page.get_by_role("link", name="Talk")).to_have_count(0)
+        expect(page.get_by_role("link", name="Chat")).to_have_count(0)
         button = page.get_by_role("button", name="Stop after this step")
         expect(button).to_be_visible(timeout=60_000)
         expect(page.locator(".training article")).to_contain_text("Time left")
         button.click()
-        expect(page.locator(".training article .mark")).to_have_text("interrupted, can go on", timeout=15_000)
+        expect(page.locator(".training article .mark")).to_have_text(
+            "interrupted, can be resumed", timeout=15_000
+        )
         assert run.wait(30) == 130
         summary = json.loads((out / "run.json").read_text())
         assert (
@@ -106,7 +108,7 @@ def test_a_run_is_watched_and_stopped_after_its_step(
 
 @pytest.mark.whole
 def test_watching_what_is_not_there(tmp_path: Path) -> None:
-    found = prge("watch", tmp_path / "none", check=False)
-    assert found.returncode == 2 and f"{tmp_path / 'none'} is no folder" in found.stderr
-    found = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
-    assert found.returncode == 2 and "there is no API key" in found.stderr
+    result = prge("watch", tmp_path / "none", check=False)
+    assert result.returncode == 2 and f"{tmp_path / 'none'} is not a folder" in result.stderr
+    result = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
+    assert result.returncode == 2 and "there is no API key" in result.stderr

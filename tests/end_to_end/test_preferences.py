@@ -1,4 +1,4 @@
-"""Preferences on real programs: with both kinds of adapters and all estimators, and tuned by one command."""
+"""Preferences on real programs: with both types of adapters and all estimators, and with `prge tune`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workshop import bits, write_rows
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """After a word the chosen answer says it again."""
+    """Pairs whose chosen answer repeats the prompt's word."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -45,14 +45,14 @@ def test_a_run_learns_pairs_and_replays(
     for out in ("run", "again"):
         prge("run", *words, "--steps", 40, "--learning-rate", 0.02, "--out", tmp_path / out, "--quiet")
     assert bits(tmp_path / "run") == bits(tmp_path / "again")
-    told = json.loads((tmp_path / "run/run.json").read_text())["train"]
-    assert told["best"]["loss"] < told["before"]["loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert told["best"]["margin"] > 0
+    output = json.loads((tmp_path / "run/run.json").read_text())["train"]
+    assert output["best"]["loss"] < output["before"]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert output["best"]["margin"] > 0
     assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
 
 
 def unequal_pairs(count: int) -> list[dict[str, Any]]:
-    """Prompts and answers of very different lengths."""
+    """Pairs with prompts and answers of very different lengths."""
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
@@ -71,7 +71,7 @@ STARTS = [("upper_bundle", "exact", 4), ("upper_bundle", "exact", 8), ("bundle",
 def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
     workshop: Path, upper_bundle: Path, tmp_path: Path, bundle: str, estimator: str, batch: int
 ) -> None:
-    """With int4, too, where the last bit of a float in another batch may come to a hundredth of a nat."""
+    """This holds for int4 too, where a float's last bit in another batch may change the loss by 0.01 nat."""
     folder = upper_bundle if bundle == "upper_bundle" else workshop / "bundle"
     train = write_rows(tmp_path / "train.jsonl", unequal_pairs(16))
     dev = write_rows(tmp_path / "dev.jsonl", unequal_pairs(23)[-8:])
@@ -93,25 +93,25 @@ def test_the_reference_of_a_row_is_the_same_whatever_rows_are_trained_with_it(
 ) -> None:
     rows = unequal_pairs(12)
     orders = {"all": rows, "reversed": rows[::-1], "few": rows[3:6]}
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for name, some in orders.items():
         words = ["--bundle", upper_bundle, "--train", write_rows(tmp_path / f"{name}.jsonl", some)]
         prge("run", *words, "--steps", 1, "--learning-rate", 1e-9, "--out", tmp_path / name, "--quiet")
-        found[name] = json.loads((tmp_path / name / "reference.json").read_text())["scores"]
-    assert found["reversed"] == found["all"][::-1]
-    assert found["few"] == found["all"][3:6]
+        result[name] = json.loads((tmp_path / name / "reference.json").read_text())["scores"]
+    assert result["reversed"] == result["all"][::-1]
+    assert result["few"] == result["all"][3:6]
 
 
 def test_pairs_are_tuned_by_one_command(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
     words = ["--bundle", lora_bundle, "--data", data, "--out", tmp_path / "out", "--steps", 40]
     done = prge("tune", *words, "--json", tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
-    before, after = found["score_before"], found["score_after"]
+    result = json.loads((tmp_path / "found.json").read_text())
+    before, after = result["score_before"], result["score_after"]
     assert (before["pairs_right"], before["margin"]) == (0.5, 0)
     assert after["pairs_right"] > 0.5
     assert after["loss"] < before["loss"]
-    assert found["samples"]["before"] and found["samples"]["after"]
+    assert result["samples"]["before"] and result["samples"]["after"]
     assert "pairs_right" in done.stdout
     assert "pairs right" in (tmp_path / "out/report.html").read_text()
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
@@ -122,6 +122,6 @@ def test_a_tuning_takes_its_objective(workshop: Path, lora_bundle: Path, tmp_pat
     data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
     words = ["--bundle", lora_bundle, "--data", data, "--steps", 20, "--learning-rate", 0.01]
     for objective, name in (("completion", "perplexity"), ("kto", "pairs_right"), ("orpo", "pairs_right")):
-        out, told = tmp_path / objective, tmp_path / f"{objective}.json"
-        prge("tune", *words, "--objective", objective, "--out", out, "--json", told)
-        assert name in json.loads(told.read_text())["score_after"]
+        out, output = tmp_path / objective, tmp_path / f"{objective}.json"
+        prge("tune", *words, "--objective", objective, "--out", out, "--json", output)
+        assert name in json.loads(output.read_text())["score_after"]

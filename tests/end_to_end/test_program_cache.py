@@ -1,4 +1,4 @@
-"""Programs that an export leaves in the user's cache, for another one in a process of its own."""
+"""Programs in the user's cache are reused by an export in another process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.verbs import prge
 def test_another_adapter_of_the_same_shapes_lowers_nothing(workshop: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         words = ["--out", tmp_path / name, "--roles", "forward", "--seed", len(name)]
-        told = prge("export", "--model", workshop / "model", *words).stdout
-    assert told.count("(from the cache)") == 3
+        output = prge("export", "--model", workshop / "model", *words).stdout
+    assert output.count("(from the cache)") == 3
     first, second = (
         (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("first", "second")
     )

@@ -1,4 +1,4 @@
-"""`prge run` and its neighbours on a real bundle, as a user calls them."""
+"""`prge run` and related verbs on a real bundle, as a user calls them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     )
     assert sharded == whole
     assert "a b.jsonl and c.jsonl" in said + (tmp_path / "run/log.txt").read_text()
-    # From another folder, and not with other rows.
+    # Resume works from another folder, and not with other rows.
     prge("run", "--resume", tmp_path / "run", cwd=tmp_path)
     (shards / "c.jsonl").write_text("".join(lines[11:]))
     assert prge("run", "--resume", tmp_path / "run", "--steps", 14, check=False).returncode == 2
@@ -69,7 +69,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
 
 
 def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
-    """`eval` takes its bundle without a flag too, and its rows from several files."""
+    """`eval` accepts its bundle without a flag, and rows from several files."""
     scored: dict[str, float] = {}
     for name, files in (("twice", ("dev", "train")), ("dev", ("dev",)), ("train", ("train",))):
         out = tmp_path / f"{name}.json"
@@ -82,8 +82,8 @@ def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: P
         lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
         scored[f"{name} rows"] = len(lines)
         if name == "twice":
-            places = {(line["file"], line["row"]) for line in lines}
-            assert len(places) == len(lines) and (str(workshop / "train.jsonl"), 1) in places
+            row_sources = {(line["file"], line["row"]) for line in lines}
+            assert len(row_sources) == len(lines) and (str(workshop / "train.jsonl"), 1) in row_sources
     total = sum(scored[name] * scored[f"{name} rows"] for name in ("dev", "train"))
     assert scored["twice rows"] == scored["dev rows"] + scored["train rows"]
     assert np.isclose(scored["twice"], total / scored["twice rows"], rtol=1e-6)
@@ -105,13 +105,13 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
         "--task", workshop / "task.yaml", "--adapter", done,
         "--json", tmp_path / "eval.json", "--predictions", tmp_path / "rows.jsonl",
     )  # fmt: skip
-    found = json.loads((tmp_path / "eval.json").read_text())
+    result = json.loads((tmp_path / "eval.json").read_text())
     records = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
     evaluations = [record for record in records if record["event"] == "evaluation"]
-    assert found["accuracy"] == max(record["accuracy"] for record in evaluations)
-    assert any(found["loss"] == pytest.approx(record["loss"], abs=1e-6) for record in evaluations)
+    assert result["accuracy"] == max(record["accuracy"] for record in evaluations)
+    assert any(result["loss"] == pytest.approx(record["loss"], abs=1e-6) for record in evaluations)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert found["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
+    assert result["accuracy"] == np.mean([row["prediction"] == row["label"] for row in rows])
 
 
 def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done: Path) -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF file: scores and answers of a bundle are those of transformers."""
+"""SmolLM2-135M-Instruct from its GGUF file: scores and completions equal those of transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHATS: list[dict[str, object]] = [
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> tuple[Any, Any]:
-    """transformers' own dequantized model in float32, and its tokenizer."""
+    """transformers' dequantized model in float32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +66,7 @@ def bundle(smollm2: Path, made_once: FolderBuilder) -> Path:
 
 
 def of_text(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Tokens of a text or of a prompt and its completion, and which of them are learnt."""
+    """Return tokens of a text or of a prompt with completion, and which of them are targets."""
     prompt = tokenizer(row["prompt"]).input_ids if "prompt" in row else []
     answer = tokenizer(row.get("text", row.get("completion"))).input_ids
     answer += [] if answer[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
@@ -74,7 +74,7 @@ def of_text(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]
 
 
 def of_chat(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Tokens of a chat; what an answer adds to the prompt before it is learnt."""
+    """Return tokens of a chat; the tokens that an answer adds to its prompt are targets."""
     messages = row["messages"]
 
     def rendered(count: int, **more: bool) -> list[int]:
@@ -140,7 +140,7 @@ def test_the_manifest_says_what_was_rounded(bundle: Path) -> None:
 def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     reference: tuple[Any, Any], smollm2: Path, tmp_path: Path
 ) -> None:
-    """Of texts, where the probabilities of most tokens are too small for int8 beside the target's."""
+    """The rows are texts, where most tokens' probabilities are too small for int8 next to the target's."""
     import numpy as np
     import torch
 
@@ -165,8 +165,8 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     step = Step(adapter, [example], 0, 0)
     lora_a = {name: torch.from_numpy(matrix) for name, matrix in scaled_lora_a(bundle.adapter).items()}
     engines = open_engine(bundle, "backward").engine, TorchEngine(model, bundle.chain.model, lora_a)
-    found, expected = (Exact().measure(engine, step).gradient for engine in engines)
-    assert found is not None and expected is not None
-    cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
+    actual, expected = (Exact().measure(engine, step).gradient for engine in engines)
+    assert actual is not None and expected is not None
+    cosine = actual @ expected / np.linalg.norm(actual) / np.linalg.norm(expected)
     assert cosine > 0.95
-    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.1)
+    assert np.linalg.norm(actual) == pytest.approx(np.linalg.norm(expected), rel=0.1)

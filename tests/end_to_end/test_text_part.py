@@ -1,4 +1,4 @@
-"""The text part of a checkpoint of texts and images is trained, and its adapter loads as its card says."""
+"""The text part of a multimodal checkpoint is trained, and its adapter loads as its card says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_t
 
 
 def write_checkpoint(folder: Path) -> Any:
-    """A tiny model of texts and images with random weights, and its tokenizer."""
+    """Write a tiny model of images and texts with random weights, and its tokenizer."""
     from transformers import AutoModelForMultimodalLM, Gemma3Config
 
     torch.manual_seed(0)
@@ -38,18 +38,18 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number} is", "completion": " yes" if number % 2 else " no"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = ("--rank", 2, "--sequence-length", 16, "--roles", "forward", "backward")
-    told = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
-    assert "of gemma3 the text part (gemma3_text) is taken" in told
+    output = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
+    assert "checkpoint (gemma3). Only its text part (gemma3_text) is exported" in output
     run = ("run", "--bundle", tmp_path / "bundle", "--train", tmp_path / "rows.jsonl", "--steps", 3)
     prge(*run, "--learning-rate", 0.1, "--out", tmp_path / "run")
     prge("publish", tmp_path / "run", "--bundle", tmp_path / "bundle", "--out", tmp_path / "adapter")
 
     code = re.findall(r"```python\n(.*?)```", (tmp_path / "adapter/README.md").read_text(), re.DOTALL)[0]
     code = code.replace("<folder of the base model>", str(tmp_path / "model"))
-    found: dict[str, Any] = {}
-    exec(code.replace("<this folder>", str(tmp_path / "adapter")), found)
+    result: dict[str, Any] = {}
+    exec(code.replace("<this folder>", str(tmp_path / "adapter")), result)
 
-    # The same adapter in the weights of the whole model.
+    # Load the same adapter into the whole model.
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -63,6 +63,6 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
                 layer = name.removeprefix("base_model.model.model.").partition(".lora_A")[0]
                 whole.model.language_model.get_submodule(layer).weight += change
         expected = whole(input_ids=tokens).logits
-        answered = found["model"](input_ids=tokens).logits
+        answered = result["model"](input_ids=tokens).logits
     assert float((expected - before).abs().max()) > 1e-3
     assert torch.allclose(answered, expected, atol=1e-4)

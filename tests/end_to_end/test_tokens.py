@@ -1,4 +1,4 @@
-"""Loss and targets of rows are those that transformers computes of their tokens."""
+"""Loss and targets of rows equal those that transformers computes from their tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROWS: dict[str, list[dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("words", [(), ("--control-tokens", "text"), ("--no-append-eos",)], ids=str)
 def test_loss_and_targets_are_those_of_transformers(
-    workshop: Path, tmp_path: Path, kind: str, words: tuple[str, ...]
+    workshop: Path, tmp_path: Path, form: str, words: tuple[str, ...]
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,11 +34,11 @@ def test_loss_and_targets_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
 
     def ids(text: object) -> list[int]:
-        found: list[int] = tokenizer(text, split_special_tokens="text" in words).input_ids
-        return found
+        result: list[int] = tokenizer(text, split_special_tokens="text" in words).input_ids
+        return result
 
     losses, targets = [], 0
-    for row in ROWS[kind]:
+    for row in ROWS[form]:
         prompt = ids(row["prompt"]) if "prompt" in row else []
         answer = ids(row["text"] if "text" in row else row["completion"])
         if "--no-append-eos" not in words and answer[-1] != tokenizer.eos_token_id:
@@ -51,7 +51,7 @@ def test_loss_and_targets_are_those_of_transformers(
         with torch.no_grad():
             losses.append((float(model(input_ids=tokens, labels=labels).loss), count))
         targets += count
-    rows = ROWS[kind][: len(losses)]
+    rows = ROWS[form][: len(losses)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     done = prge("eval", workshop / "bundle", "--data", data, "--json", tmp_path / "a.json", *words)
     record = json.loads((tmp_path / "a.json").read_text())

@@ -1,4 +1,4 @@
-"""`prge tune`: from rows to an adapter, killed in any stage, on rows that are few, equal or long."""
+"""`prge tune` from rows to an adapter: killed in any stage, and with few, equal or long rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(300)
 
-# Files that appear in the stages after rows and plan, and how a process is ended when they do.
+# Files that appear in the stages after rows and plan, and the signal that ends the process then.
 INSTANTS = {
     "before.json": signal.SIGKILL,
     "search/0.001-8/journal.jsonl": signal.SIGTERM,
@@ -36,7 +36,7 @@ INSTANTS = {
 
 
 def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
-    """Start a tuning and end its own process, and no other, when a file is there; returns what it said."""
+    """Start a tuning and end only its own process when a file exists; return its output."""
     command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
@@ -45,7 +45,7 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Tests that a shell runs in the background were told to ignore Ctrl-C, and would hand that on.
+        # Background processes of a shell ignore Ctrl-C, and tests would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until = time.monotonic() + 120
@@ -57,8 +57,8 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
 
 
 def result_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out.parent / "tune-result.json").read_text())
-    return found
+    actual: dict[str, Any] = json.loads((out.parent / "tune-result.json").read_text())
+    return actual
 
 
 def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
@@ -85,10 +85,10 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     out = tmp_path / "out"
     words = tune_words(workshop, out)
     for pattern, how in INSTANTS.items():
-        # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
-        told = end_after(pattern, out, words, how)
-        assert "in use" not in told
-        assert (f"go on with: prge tune --resume {out}" in told) == (how is signal.SIGINT)
+        # The child process ends too: the next tuning starts at once, and no process holds the folder.
+        output = end_after(pattern, out, words, how)
+        assert "in use" not in output
+        assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
@@ -132,7 +132,7 @@ def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_p
 
 @pytest.mark.whole
 def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
-    """Of a hundred thousand tokens, and nothing of them is lost."""
+    """The long row has a hundred thousand tokens, none of which is lost."""
     texts = ["aa bb " * 17_000, "cc dd", "dd cc"]
     rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     dev = write_rows(tmp_path / "dev.jsonl", [{"text": "aa bb"}])
@@ -167,7 +167,7 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
     words += ["--dev", rows, "--learning-rate", 0.01, "--json", tmp_path / "tune-result.json"]
     done = prge("tune", rows, *words)
     result = result_of(tmp_path / "out")
-    # The start is one of the steps that development rows choose from.
+    # The start is a step that development rows may choose.
     assert result["score_after"]["loss"] <= result["score_before"]["loss"]
     assert "2 different rows" in result["chosen"]["head_folds"]["why"]
     before, after = result["samples"]["before"], result["samples"]["after"]
@@ -177,14 +177,17 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
 
 
 @pytest.mark.whole
-def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
-    """Of the user's own file, before anything is made; the same folder takes the corrected command."""
+def test_an_empty_completion_is_reported_with_its_row(workshop: Path, tmp_path: Path) -> None:
+    """The message names the user's file before any work; the same folder accepts the corrected command."""
     lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
     rows, out = write_rows(tmp_path / "rows.jsonl", lines), tmp_path / "out"
     words = ["tune", rows, "--model", workshop / "model", "--dev", rows, "--out", out, "--steps", 2]
-    told = "its columns are question, completion"
+    output = "its columns are question, completion"
     columns = ["--columns", "prompt=question", "completion=completion"]
-    for more, message in (([], told), (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp")):
+    for more, message in (
+        ([], output),
+        (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp"),
+    ):
         done = prge(*words, *more, check=False)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
         assert not out.exists()
@@ -209,27 +212,27 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("size", "told", "left"),
+    ("size", "output", "left"),
     [
         ("200k", "too little room", set()),
-        # What was decided stays for who makes room and resumes; no half of a bundle does.
+        # Earlier decisions are kept for a resume with more room; no partial bundle is left.
         ("900k", "No space left", {"config.yaml", "rows", "run.lock", "settings", "tune.json"}),
     ],
 )
-def test_no_room_for_the_bundle_is_told_and_leaves_none(
-    workshop: Path, small_disk: Callable[[str], Path], size: str, told: str, left: set[str]
+def test_a_full_disk_is_reported_and_leaves_no_bundle(
+    workshop: Path, small_disk: Callable[[str], Path], size: str, output: str, left: set[str]
 ) -> None:
     disk = small_disk(size)
     words = ["--model", workshop / "model", "--task", workshop / "task.yaml", "--init", "random"]
     done = prge("tune", workshop / "train.jsonl", *words, "--out", disk / "out", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert told in done.stderr
+    assert output in done.stderr
     assert {path.name for path in (disk / "out").glob("*")} == left
 
 
 @pytest.mark.whole
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
-    """The final run says what to do where the user insists on one."""
+    """If the user insists on the rate, the final run's message says what to do."""
     words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr
@@ -238,7 +241,7 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_a_model_that_isnt_here_is_told_at_once(
+def test_a_missing_model_is_reported_at_once(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

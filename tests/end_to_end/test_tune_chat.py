@@ -1,4 +1,4 @@
-"""`prge tune` on messages for a model that has no chat template, from its rows to an answer."""
+"""`prge tune` on messages for a model without chat template, from rows to an answer."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_it_learns_whole_test_rows(tuned: Path) -> None:
 
 
 def test_all_stages_have_one_date_and_columns_that_are_not_read_are_named(tuned: Path) -> None:
-    found = json.loads((tuned / "tune.json").read_text())["found"]
+    actual = json.loads((tuned / "tune.json").read_text())["found"]
     for name in ("run/config.yaml", "settings/before.yaml", "settings/after.yaml"):
-        assert yaml.safe_load((tuned / name).read_text())["date"] == found["date"]
-    assert any(note.endswith("a.jsonl: columns: messages; not read: id") for note in found["rows"])
+        assert yaml.safe_load((tuned / name).read_text())["date"] == actual["date"]
+    assert any(note.endswith("a.jsonl: columns: messages; not read: id") for note in actual["rows"])
 
 
 def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:
-    asked = [{"role": "user", "content": "What did the dog see?"}]
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    messages = [{"role": "user", "content": "What did the dog see?"}]
+    (tmp_path / "asked.json").write_text(json.dumps(messages))
     words = ["--messages", tmp_path / "asked.json"]
     answer = json.loads(prge("generate", tuned, *words, "--json", "--threads", 1).stdout)
     assert answer["reason"] == "stop"

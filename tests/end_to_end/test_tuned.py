@@ -1,4 +1,4 @@
-"""A folder of `prge tune` wherever a bundle, an adapter or a run is asked for, by real verbs."""
+"""A folder of `prge tune` works as a bundle, an adapter or a run of other verbs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def answer(*words: object) -> dict[str, object]:
-    found: dict[str, object] = json.loads(
+    result: dict[str, object] = json.loads(
         prge("generate", *words, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout
     )
-    return found
+    return result
 
 
 def test_its_model_speaks_by_its_name(workshop: Path, tuned: Path) -> None:
-    found = answer(tuned)
-    assert found["adapter"] == "letters" and found["text"] == answer("--bundle", tuned)["text"]
-    assert found["text"] == answer(workshop / "bundle", "--adapter", tuned)["text"]
+    result = answer(tuned)
+    assert result["adapter"] == "letters" and result["text"] == answer("--bundle", tuned)["text"]
+    assert result["text"] == answer(workshop / "bundle", "--adapter", tuned)["text"]
     plain = answer(tuned, "--adapter", "base")
     assert plain["adapter"] == "base" and plain["text"] == answer(workshop / "bundle")["text"]
     said = prge("chat", tuned, "--temperature", 0, "--max-tokens", 2, input="aa\n/adapter\n/quit\n")

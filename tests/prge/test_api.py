@@ -1,4 +1,4 @@
-"""The functions of `import prge` with numpy's numbers, with paths that are none, and from threads."""
+"""The functions of `import prge` with numpy's numbers, with invalid paths, and from threads."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def adapter_of(run: prge.Run) -> bytes:
     return read_peft(run.adapter, modules).values.tobytes()
 
 
-def test_numbers_of_numpy_are_numbers(given: dict[str, Any], tmp_path: Path) -> None:
-    """The same bits as with Python's."""
+def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> None:
+    """They give the same bits as Python's numbers."""
     expected = prge.run(**given)
     of_numpy = {
         "steps": np.int64(4),
@@ -88,7 +88,7 @@ def test_other_values_of_numpy_are_refused(given: dict[str, Any], wrong: dict[st
     assert not Path(given["out"]).exists()
 
 
-def test_paths_with_nul_are_none(given: dict[str, Any], tmp_path: Path) -> None:
+def test_paths_with_nul_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
     nul = "a\0b"
     for path in (nul, Path(nul), 3, None, b"bundle", ""):
         with raises(prge.PrgeError, "settings-unusable"):
@@ -112,7 +112,7 @@ def test_paths_with_nul_are_none(given: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_calls_from_threads(given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as from the main thread, whose signals stay as they were."""
+    """They give the same bits as in the main thread, and don't change signal handlers."""
     expected = prge.run(**given)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with ThreadPoolExecutor(2) as pool:

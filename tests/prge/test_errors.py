@@ -1,4 +1,4 @@
-"""Errors tell what happened and what to do, and several problems at once."""
+"""Errors say what happened and what to do, and list several problems at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_message_holds_what_happened_and_the_remedy() -> None:
     assert str(RunError("the disk is full")) == "the disk is full"
 
 
-def test_problems_are_listed_one_a_line() -> None:
+def test_problems_are_listed_one_per_line() -> None:
     error = ConfigError(
         "two settings can't be used:", (text for text in ("first", "second")), remedy="see help"
     )
@@ -40,7 +40,7 @@ def test_problems_are_listed_one_a_line() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_is_one_family_with_exit_code_2(kind: type[PrgeError]) -> None:
+def test_every_error_is_a_prge_error_with_exit_code_2(kind: type[PrgeError]) -> None:
     assert issubclass(kind, PrgeError)
     assert kind.exit_code == 2
     if issubclass(kind, Refusal):
@@ -73,14 +73,14 @@ def test_shortening_leaves_both_ends() -> None:
     assert shortened("abcdefghijk", 9) == "abcd...jk"
 
 
-def test_a_message_moves_no_cursor_and_has_short_lines() -> None:
+def test_a_message_has_no_control_characters_and_short_lines() -> None:
     assert str(RunError("\x1b[2Jgone\rX\ud800")) == "\\x1b[2Jgone\\rX\\ud800"
     assert printable("two\nlines") == "two\nlines"
     message = str(ConfigError("a" * 10_000, ["b" * 10_000]))
     assert [len(line) for line in message.splitlines()] == [1000, 1000]
 
 
-def test_of_many_problems_the_first_are_listed() -> None:
+def test_only_the_first_of_many_problems_are_listed() -> None:
     error = ConfigError("settings:", map(str, range(57)))
     assert str(error).splitlines()[-2:] == ["  - 39", "  - ... and 17 more (57 in all)"]
     assert len(error.problems) == 57

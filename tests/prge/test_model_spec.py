@@ -1,4 +1,4 @@
-"""What callers know of a model, and what is refused."""
+"""The description of a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.refusals import raises
         ({"modules": (AdaptedModule("q", 4, 8, 8),) * 2}, "2"),
     ],
 )
-def test_sizes_of_no_model_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_sizes_out_of_bounds_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with raises(ConfigError, "model-sizes", saying=named):
         make_spec(**changes)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make_spec(sequence_length=0, vocabulary_size=0, modules=())
     assert all(word in str(caught.value) for word in ("sequence_length", "vocabulary_size", "modules"))

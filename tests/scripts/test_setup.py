@@ -1,4 +1,4 @@
-"""The scripts that a person starts: where they look, what they pass on, what they say when they can't."""
+"""The scripts that users start: their working directory, the arguments they pass on, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the script
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in a path with a space, with a made environment whose programs print what they are given."""
+    """A checkout in a path with a space, with a fake environment whose programs print their arguments."""
     root = tmp_path / "a check out"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("*.py"))
     (root / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
@@ -98,12 +98,12 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path, tmp_path: Path) 
     (checkout / "pyproject.toml").write_text("[project]\nname = 'x'\n", encoding="utf-8")
     for installs in (1, 0):
         child = start(checkout, "demo.sh", cwd=tmp_path)
-        # The made environment's python prints pip's arguments; they must not mix with the demo's output.
+        # The fake environment's python prints pip's arguments, which must not mix with the demo's output.
         assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|\n"
         assert child.stderr.count("|-m|pip|install|") == installs
 
 
-def test_failed_installation_is_told_and_tried_again(checkout: Path, tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_tried_again(checkout: Path, tmp_path: Path) -> None:
     (checkout / ".venv" / ".prge-installed").unlink()
     python = '#!/bin/sh\nif [ "$2" = pip ]; then exit 1; fi\n'
     (checkout / ".venv" / "bin" / "python").write_text(python, encoding="utf-8")
@@ -113,7 +113,7 @@ def test_failed_installation_is_told_and_tried_again(checkout: Path, tmp_path: P
         assert "the packages can't be installed" in child.stderr
 
 
-def test_no_suitable_python_is_told(checkout: Path, tmp_path: Path) -> None:
+def test_a_missing_python_is_reported(checkout: Path, tmp_path: Path) -> None:
     shutil.rmtree(checkout / ".venv")
     child = start(checkout, "demo.sh", cwd=tmp_path, PRGE_PYTHON="/bin/false")
     assert child.returncode == 2
@@ -122,7 +122,7 @@ def test_no_suitable_python_is_told(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_ci_says_what_is_left_out_for_lack_of_a_tool(checkout: Path, tmp_path: Path) -> None:
-    """Without the right to install it; a tool that is missing is no failure."""
+    """Without permission to install it, a missing tool is no failure."""
     shutil.copytree(SCRIPTS.parent / ".ci", checkout / ".ci")
     programs = tmp_path / "bin"
     programs.mkdir()

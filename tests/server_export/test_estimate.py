@@ -1,4 +1,4 @@
-"""`prge estimate`: numbers from a configuration, without weights."""
+"""`prge estimate`: costs from a configuration, without weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.tiny_models import save_model
 
 
 @pytest.fixture
-def outline_folder(tmp_path: Path) -> Path:
-    """A folder with a configuration and nothing else."""
+def config_folder(tmp_path: Path) -> Path:
+    """A folder with only a configuration."""
     model = save_model(tmp_path / "model", "llama")
     folder = tmp_path / "outline"
     folder.mkdir()
@@ -31,29 +31,29 @@ def outline_folder(tmp_path: Path) -> Path:
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """What `prge estimate --json` prints."""
+    """Return the output of `prge estimate --json`."""
     capsys.readouterr()
     assert main([*map(str, words), "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 
 
-def test_a_configuration_is_enough(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", str(outline_folder), "--tokens", "8"]) == 0
+def test_a_configuration_is_enough(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(config_folder), "--tokens", "8"]) == 0
     text = capsys.readouterr().out
     for words in ("parameters in", "4 rows of 8 tokens", "memory of a run", "anonymous"):
         assert words in text, words
-    one = ["--model", str(outline_folder), "--tokens", "8", "--estimator", "tangent"]
+    one = ["--model", str(config_folder), "--tokens", "8", "--estimator", "tangent"]
     assert main(one) == 0
     text = capsys.readouterr().out
-    for words in ("20 rows of 8 tokens", "memory of a run", "workspace", "anonymous"):
+    for words in ("20 forward passes of 8 tokens", "memory of a run", "workspace", "anonymous"):
         assert words in text, words
 
 
 def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
-    outline_folder: Path, capsys: pytest.CaptureFixture[str]
+    config_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--model", outline_folder, "--tokens", 8)
+    words = ("--model", config_folder, "--tokens", 8)
     runs = report_of(capsys, *words)["runs"]
     assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic", "fzoo"]
     for whole, bounded in zip(runs[::2], runs[1::2], strict=True):
@@ -67,7 +67,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
         *2 * ["antithetic"],
         *2 * ["fzoo"],
     ]
-    # A bound alone is one run, of the estimator that `prge run` would take.
+    # With only a memory bound, one run is estimated, of the estimator that `prge run` would choose.
     bounded = report_of(capsys, *words, "--memory", "400MB")
     assert bounded["estimator"] == "exact"
     assert bounded["run_memory"]["native"]["total_bytes"] <= 400_000_000
@@ -77,7 +77,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "gemma3"])
-def test_weights_make_no_difference(architecture: str, tmp_path: Path) -> None:
+def test_estimates_do_not_depend_on_weights(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", architecture)
     whole = estimate(EstimateConfig(model=str(folder)))
     (folder / "model.safetensors").unlink()
@@ -90,45 +90,45 @@ def test_weights_make_no_difference(architecture: str, tmp_path: Path) -> None:
     [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * BACKPROPAGATION_PASSES)],
 )
 def test_a_run_chooses_its_estimator(
-    estimator: str, rows: int, outline_folder: Path, capsys: pytest.CaptureFixture[str]
+    estimator: str, rows: int, config_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = report_of(capsys, "--model", outline_folder, "--estimator", estimator, "--tokens", 8)
+    report = report_of(capsys, "--model", config_folder, "--estimator", estimator, "--tokens", 8)
     assert report["step"]["rows"] == rows
-    larger = report_of(capsys, "--model", outline_folder, "--estimator", estimator, "--tokens", 16)
+    larger = report_of(capsys, "--model", config_folder, "--estimator", estimator, "--tokens", 16)
     assert larger["run_memory"]["native"]["total_bytes"] > report["run_memory"]["native"]["total_bytes"]
-    # What is exported doesn't depend on it.
+    # The cost of the export does not depend on the length of rows.
     assert [larger[name] for name in ("weights_bytes", "export")] == [
         report[name] for name in ("weights_bytes", "export")
     ]
 
 
-def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", outline_folder, "--estimator", "antithetic")
+def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", config_folder, "--estimator", "antithetic")
     whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "forward")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
         assert stack[name] < whole[name], name
     with raises(ConfigError, "role-missing", saying="tangent"):
         main(
             [
-                *("--model", str(outline_folder)),
+                *("--model", str(config_folder)),
                 *("--roles", "forward", "--estimator", "tangent"),
             ]
         )
 
 
-def test_what_an_export_refuses_is_refused(outline_folder: Path, tmp_path: Path) -> None:
+def test_settings_that_an_export_refuses_are_refused(config_folder: Path, tmp_path: Path) -> None:
     with refusal("no-such-model"):
         main(["--model", str(tmp_path / "none")])
     with raises(ConfigError, "settings-unusable", saying="int3"):
-        main(["--model", str(outline_folder), "--quantize", "int3"])
+        main(["--model", str(config_folder), "--quantize", "int3"])
     with raises(ConfigError, "positions-too-few", saying="100000"):
-        main(["--model", str(outline_folder), "--sequence-length", "100000"])
+        main(["--model", str(config_folder), "--sequence-length", "100000"])
     with raises(ConfigError, "row-too-long", saying="tokens is 9"):
-        main(["--model", str(outline_folder), "--sequence-length", "8", "--tokens", "9"])
+        main(["--model", str(config_folder), "--sequence-length", "8", "--tokens", "9"])
 
 
-def test_all_tables_of_tokens_are_counted_as_such(tmp_path: Path) -> None:
-    """Gemma's inputs of each layer come from one of their own, which is larger than the embedding's."""
+def test_all_token_tables_are_counted(tmp_path: Path) -> None:
+    """Gemma has another table for the inputs of each layer, which is larger than the embedding."""
     folder = save_model(tmp_path / "model", "gemma4")
     config = json.loads((folder / "config.json").read_text())
     width = config["hidden_size"] + config["num_hidden_layers"] * config["hidden_size_per_layer_input"]
@@ -137,12 +137,12 @@ def test_all_tables_of_tokens_are_counted_as_such(tmp_path: Path) -> None:
     assert outline.table_numbers == config["vocab_size"] * width
 
 
-def test_an_export_is_announced(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_estimate(estimate(EstimateConfig(model=str(outline_folder))))
+def test_an_export_prints_its_estimate(config_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_estimate(estimate(EstimateConfig(model=str(config_folder))))
     assert "of memory at the peak of the export" in capsys.readouterr().out
 
 
-def test_an_epoch_of_rows_is_told_and_the_memory_of_its_longest_step(
+def test_an_epoch_and_the_memory_of_its_longest_step_are_estimated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_model(tmp_path / "model", "llama")
@@ -156,15 +156,15 @@ def test_an_epoch_of_rows_is_told_and_the_memory_of_its_longest_step(
     short, long, both = epoch(2), epoch(9), epoch(2, 9, 2)
     assert (both["epoch"]["rows"], both["epoch"]["steps"]) == (3, 3)
     assert short["step"]["tokens"] < long["step"]["tokens"]
-    # The step that is told is the longest.
+    # The report is about the longest step.
     assert both["step"] == long["step"] and both["run_memory"] == long["run_memory"]
 
 
-def test_an_operator_without_a_derivative_is_told_before_an_export(
-    outline_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_operator_without_a_derivative_is_refused_before_an_export(
+    config_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(TABLE, "aten.rsqrt.default")
-    words = ["--model", str(outline_folder), "--tokens", "8"]
+    words = ["--model", str(config_folder), "--tokens", "8"]
     with refusal("operator-without-derivative") as caught:
         main(words)
     assert caught.value.operator == "aten.rsqrt.default" and caught.value.module.endswith("layernorm")

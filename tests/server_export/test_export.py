@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def config(model: object, out: Path = Path("unused"), **changes: Any) -> ExportConfig:
-    """Settings of a small export for scores."""
+    """Return the settings of a small export with the forward role only."""
     return ExportConfig(model=str(model), out=out, **{"roles": ["forward"], "rank": 4, **changes})
 
 
@@ -41,11 +41,11 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Path) -> None:
+def test_a_bundle_opens_with_its_description(llama_bundle: Path, llama_folder: Path) -> None:
     bundle = open_bundle(llama_bundle)
     manifest = bundle.manifest
     assert bundle.chain.roles == ("forward", "jvp")
-    # The model has so many positions.
+    # The model's number of positions.
     assert bundle.chain.bounds.tokens == 64
     assert manifest["lora"] == {
         "adapter": "lora-fa",
@@ -76,11 +76,11 @@ def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Pa
     ]
 
 
-def test_without_flags_it_has_all_roles() -> None:
+def test_all_roles_are_the_default() -> None:
     assert ExportConfig(model="m", out=Path("b")).roles == list(ROLES)
 
 
-def test_layers_that_are_chosen_where_peft_has_no_choice_are_not_told_as_all(
+def test_explicit_target_modules_are_not_reported_as_all_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def enough(*_: object) -> None:
@@ -90,12 +90,10 @@ def test_layers_that_are_chosen_where_peft_has_no_choice_are_not_told_as_all(
     model = save_model(tmp_path / "model", "qwen3_5")
     with raises(BundleError, "enough"):
         export(config(model, tmp_path / "bundle", target_modules=None))
-    assert "usual target modules" not in capsys.readouterr().out
+    assert "default target modules" not in capsys.readouterr().out
 
 
-def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
-    llama_bundle: Path, llama_folder: Path
-) -> None:
+def test_an_existing_folder_is_kept_without_overwrite(llama_bundle: Path, llama_folder: Path) -> None:
     before = (llama_bundle / "manifest.json").read_bytes()
     with raises(RunError, "folder-exists", saying=str(llama_bundle)):
         export(config(llama_folder, llama_bundle))
@@ -131,7 +129,7 @@ def test_an_encoder_with_its_progress(tmp_path: Path, capsys: pytest.CaptureFixt
         assert word in output
 
 
-def test_states_of_a_decoder_are_pooled_if_asked(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_decoder_can_be_exported_with_pooled_states(llama_folder: Path, tmp_path: Path) -> None:
     bundle = open_bundle(export(config(llama_folder, tmp_path / "bundle", readout="pooled")))
     assert bundle.chain.is_encoder and bundle.pooling == "mean"
 
@@ -161,16 +159,18 @@ def test_settings_are_checked_together() -> None:
         ),
     ],
 )
-def test_an_init_has_its_settings_and_no_other(changes: dict[str, Any], value: str) -> None:
+def test_settings_of_another_init_are_refused(changes: dict[str, Any], value: str) -> None:
     with raises(ConfigError, "settings-unusable", saying=value):
         config("llama", **changes)
 
 
-def test_a_model_without_a_usual_choice_of_layers_is_exported_and_it_is_said(
+def test_a_model_without_default_target_modules_adapts_all_layers_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_model(tmp_path / "model", "persimmon", num_hidden_layers=1)
     bundle = open_bundle(export(config(model, tmp_path / "bundle")))
     assert len(bundle.chain.modules) == 4
-    told = "no usual target modules for persimmon: linear layers of all kinds are adapted, 4 in all"
-    assert told in capsys.readouterr().out
+    message = (
+        "no default target modules for persimmon, so all linear layers of the blocks are adapted (4 layers)"
+    )
+    assert message in capsys.readouterr().out

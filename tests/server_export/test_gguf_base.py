@@ -1,4 +1,4 @@
-"""A GGUF file as the base model of every verb: exported, trained on, published, compared."""
+"""A GGUF file as the base model of every verb: export, training, publishing, comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILE = "tiny.Q8_0.gguf"
 
 
 def fill(folder: Path) -> None:
-    """`FILE`, its bundle, that of a folder with the same weights, and an adapter."""
+    """Write `FILE`, its bundle, the bundle of a folder with the same weights, and an adapter."""
     from server_export.checkpoint.tokenization import load_tokenizer
     from server_export.export import ExportConfig, export
 
@@ -43,14 +43,14 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def made(made_once: FolderBuilder) -> Path:
-    """See `fill`."""
+def base_folder(made_once: FolderBuilder) -> Path:
+    """The folder that `fill` writes."""
     return made_once("gguf base", fill)
 
 
-def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
-    model = read_manifest(made / "bundle")["model"]
-    assert model["sha256"] == file_sha256(made / FILE)
+def test_a_bundle_records_its_file(base_folder: Path) -> None:
+    model = read_manifest(base_folder / "bundle")["model"]
+    assert model["sha256"] == file_sha256(base_folder / FILE)
     assert model["source"] == {
         "format": "gguf",
         "file": FILE,
@@ -58,69 +58,69 @@ def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
         "file_type": "Q8_0",
         "types": {"F32": 5, "Q8_0": 15},
     }
-    assert "Q8_0" in prge("inspect", made / "bundle").stdout
+    assert "Q8_0" in prge("inspect", base_folder / "bundle").stdout
 
 
-def test_weights_and_programs_are_those_of_a_folder_with_the_same_weights(made: Path) -> None:
+def test_weights_and_programs_equal_those_of_a_folder_with_the_same_weights(base_folder: Path) -> None:
     files, others = (
-        {name: each["sha256"] for name, each in read_manifest(made / bundle)["files"].items()}
+        {name: each["sha256"] for name, each in read_manifest(base_folder / bundle)["files"].items()}
         for bundle in ("bundle", "bundle-of-folder")
     )
-    assert "source" not in read_manifest(made / "bundle-of-folder")["model"]
-    # The adapter's configuration names the base model.
+    assert "source" not in read_manifest(base_folder / "bundle-of-folder")["model"]
+    # The adapter's configuration differs, as it names the base model.
     del files["adapter/adapter_config.json"], others["adapter/adapter_config.json"]
     assert files == others
 
 
-def test_a_published_adapter_names_the_file(made: Path, tmp_path: Path) -> None:
+def test_a_published_adapter_names_the_file(base_folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder = publish(PublishConfig(made / "trained", tmp_path / "peft", bundle=made / "bundle"))
+    folder = publish(PublishConfig(base_folder / "trained", tmp_path / "peft", bundle=base_folder / "bundle"))
     named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert FILE in named
     card = (folder / "README.md").read_text()
     assert f'from_pretrained("<folder of the GGUF file>", gguf_file="{FILE}", dtype=torch.float32)' in card
     assert f"GGUF file {FILE} stands for: its weights, in Q8_0, were dequantized" in " ".join(card.split())
     assert "| base model weights | GGUF, Q8_0 |" in card
-    # As the card says.
-    base = AutoModelForCausalLM.from_pretrained(made, gguf_file=FILE, dtype=torch.float32)
+    # These are the commands of the model card.
+    base = AutoModelForCausalLM.from_pretrained(base_folder, gguf_file=FILE, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(folder)).eval()
-    torch.testing.assert_close(answer(model), by_hand(made), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(model), merged_logits(base_folder), atol=1e-4, rtol=0)
 
 
-def test_a_merged_model_is_an_ordinary_folder(made: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_an_ordinary_folder(base_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = [
         "--bundle",
-        made / "bundle",
+        base_folder / "bundle",
         "--model",
-        made / FILE,
+        base_folder / FILE,
         "--format",
         "merged",
         "--weights",
         "original",
     ]
-    prge("publish", made / "trained", *words, "--out", tmp_path / "merged")
+    prge("publish", base_folder / "trained", *words, "--out", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype is torch.float32
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
-    torch.testing.assert_close(answer(merged), by_hand(made), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(merged), merged_logits(base_folder), atol=1e-4, rtol=0)
     assert json.loads((tmp_path / "merged/generation_config.json").read_text())["eos_token_id"] == [2]
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
     assert "The weights here are what the GGUF file" in (tmp_path / "merged/README.md").read_text()
 
 
-def test_an_adapter_for_llama_cpp_fits_the_file(made: Path, tmp_path: Path) -> None:
-    """In the file's own layout: its weights and what the adapter adds give the merged model's weights."""
+def test_an_adapter_for_llama_cpp_fits_the_file(base_folder: Path, tmp_path: Path) -> None:
+    """The file's weights plus the adapter, in the layout of the file, equal the merged weights."""
     import gguf
 
-    words = ["--bundle", made / "bundle", "--model", made / FILE, "--format", "gguf"]
-    prge("publish", made / "trained", *words, "--out", tmp_path / "gguf")
+    words = ["--bundle", base_folder / "bundle", "--model", base_folder / FILE, "--format", "gguf"]
+    prge("publish", base_folder / "trained", *words, "--out", tmp_path / "gguf")
     assert f'-m "{FILE}" --lora adapter.gguf' in (tmp_path / "gguf/README.md").read_text()
     adapter = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "gguf/adapter.gguf").tensors}
-    base = {each.name: each for each in gguf.GGUFReader(made / FILE).tensors}
+    base = {each.name: each for each in gguf.GGUFReader(base_folder / FILE).tensors}
     stems = {name.rpartition(".")[0] for name in adapter}
     assert stems and stems <= base.keys()
     merged = {
@@ -128,51 +128,54 @@ def test_an_adapter_for_llama_cpp_fits_the_file(made: Path, tmp_path: Path) -> N
         + 16 / RANK * adapter[f"{name}.lora_b"] @ adapter[f"{name}.lora_a"]
         for name in stems
     }
-    model = load_model(str(made / FILE)).model
+    model = load_model(str(base_folder / FILE)).model
     written = write_gguf(tmp_path / "merged.gguf", model, make_tokenizer(), tensors=merged)
-    torch.testing.assert_close(answer(load_model(str(written)).model), by_hand(made), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of(load_model(str(written)).model), merged_logits(base_folder), atol=1e-4, rtol=0
+    )
 
 
-def by_hand(made: Path) -> Any:
-    """What the model answers with W + alpha / rank * lora_b @ lora_a in its weights."""
+def merged_logits(base_folder: Path) -> Any:
+    """Return the logits of the model with weights W + alpha / rank * lora_b @ lora_a."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(made / "model").eval()
-    adapter = read_lora(made / "trained")
+    model = AutoModelForCausalLM.from_pretrained(base_folder / "model").eval()
+    adapter = read_lora(base_folder / "trained")
     with torch.no_grad():
         for name, lora_b in adapter.lora_b.items():
             model.get_submodule(name).weight += torch.from_numpy(16 / RANK * lora_b @ adapter.lora_a[name])
-    return answer(model)
+    return logits_of(model)
 
 
-def answer(model: Any) -> Any:
+def logits_of(model: Any) -> Any:
     tokens = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return model(input_ids=tokens).logits
 
 
-def test_another_file_is_not_the_bundles_model(made: Path, tmp_path: Path) -> None:
+def test_another_file_is_not_the_bundles_model(base_folder: Path, tmp_path: Path) -> None:
     from server_export.oracle import load_base_model
 
-    bundle = open_bundle(made / "bundle")
-    assert load_base_model(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)
+    bundle = open_bundle(base_folder / "bundle")
+    assert load_base_model(bundle, str(base_folder / FILE)).sha256 == file_sha256(base_folder / FILE)
     other = write_gguf(tmp_path / FILE, make_model("llama"), make_tokenizer(), "Q4_1")
     with raises(BundleError, "model-differs"):
         load_base_model(bundle, str(other))
 
 
-def test_a_file_is_estimated_like_a_folder(made: Path) -> None:
-    found, expected = (
-        json.loads(prge("estimate", "--model", made / name, "--json").stdout) for name in (FILE, "model")
+def test_a_file_is_estimated_like_a_folder(base_folder: Path) -> None:
+    estimated, expected = (
+        json.loads(prge("estimate", "--model", base_folder / name, "--json").stdout)
+        for name in (FILE, "model")
     )
-    assert found["model"].pop("name_or_path") == str(made / FILE)
+    assert estimated["model"].pop("name_or_path") == str(base_folder / FILE)
     del expected["model"]["name_or_path"]
-    assert found == expected
+    assert estimated == expected
 
 
-def test_a_damaged_file_ends_with_a_sentence_and_the_code_2(made: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_with_exit_code_2(base_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
-    path.write_bytes((made / FILE).read_bytes()[:-1])
+    path.write_bytes((base_folder / FILE).read_bytes()[:-1])
     ended = prge("export", "--model", path, "--out", tmp_path / "out", check=False)
     assert ended.returncode == 2
     assert "would end at byte" in ended.stderr

@@ -1,4 +1,4 @@
-"""PyTorch's engine computes what transformers and PEFT do, its derivatives are exact, and prge trains it."""
+"""The PyTorch engine agrees with transformers and PEFT, its derivatives are exact, and prge can train it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = ["llama", "llama lora", "bert", *second_tier("gpt2", "gemma3", "bert lo
 
 
 def make_engine(name: str, **settings: Any) -> TorchEngine:
-    """A tiny model's, in double precision: of LoRA-FA, or of LoRA."""
+    """Return the engine of a tiny model in double precision, with LoRA-FA or LoRA."""
     architecture, _, kind = name.partition(" ")
     network = make_model(architecture)
     network.eval().requires_grad_(False)
@@ -56,7 +56,7 @@ def make_engine(name: str, **settings: Any) -> TorchEngine:
 
 
 def make_call(engine: TorchEngine, copies: int = 1) -> Call:
-    """Sequences of different lengths."""
+    """Return a call with sequences of different lengths."""
     random, sequences = np.random.default_rng(0), []
     for length in (5, 11, 1):
         tokens = tuple(random.integers(4, VOCABULARY, length).tolist())
@@ -77,7 +77,7 @@ def make_directions(engine: TorchEngine, queries: int, sequences: int) -> Mappin
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_of_every_copy_are_those_of_peft(name: str) -> None:
+def test_outputs_of_every_copy_equal_pefts(name: str) -> None:
     engine = make_engine(name)
     call, names = make_call(engine, copies=2), [module.name for module in engine.model.modules]
     found = engine.forward(call)
@@ -94,9 +94,9 @@ def test_outputs_of_every_copy_are_those_of_peft(name: str) -> None:
         np.testing.assert_allclose(engine.outputs(call.sequences).detach().numpy(), outputs, atol=1e-12)
 
 
-# Norms of others compute in single precision, whatever they are given.
+# The norms of other architectures always compute in single precision.
 @pytest.mark.parametrize("name", ["bert", *second_tier("bert lora", "gpt2")])
-def test_derivatives_along_directions_are_limits_of_differences(name: str) -> None:
+def test_directional_derivatives_are_limits_of_differences(name: str) -> None:
     engine = make_engine(name)
     call, epsilon = make_call(engine), 1e-5
     directions = make_directions(engine, 2, len(call.sequences))
@@ -136,7 +136,7 @@ def test_padding_changes_nothing(name: str) -> None:
     np.testing.assert_allclose(other, gradient, atol=1e-10)
 
 
-def test_each_row_may_have_an_adapter_of_its_own() -> None:
+def test_each_row_may_have_its_own_adapter() -> None:
     engine = make_engine("llama lora")
     values = torch.from_numpy(make_call(engine, copies=3).adapters).double()
     tokens = torch.arange(4, 16).reshape(3, 4)
@@ -145,7 +145,7 @@ def test_each_row_may_have_an_adapter_of_its_own() -> None:
     torch.testing.assert_close(found, alone)
 
 
-def test_what_is_not_finite_makes_the_whole_gradient_so() -> None:
+def test_a_non_finite_output_makes_the_whole_gradient_nan() -> None:
     engine = make_engine("llama")
     call = make_call(engine)
     call.adapters[0, 3] = np.inf
@@ -161,7 +161,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 
 
 def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
-    """prge's loop, loss, estimator and optimizer, against autograd and PyTorch's Adam."""
+    """prge's loop, loss, estimator and optimizer equal autograd and PyTorch's Adam."""
     engine, rows = make_engine("llama").to(torch.float32), bigram_completions(8)
     recipe = Recipe(
         estimator="exact", optimizer="adam", beta2=0.98, batch_size=8, steps=5, learning_rate=0.01,

@@ -1,4 +1,4 @@
-"""What an export tells of its passes: those that changed something in this model, in order."""
+"""`prge export --explain` lists the passes that changed a model, in order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_linear_attention_is_explained_by_its_patterns(tmp_path: Path) -> None:
     assert lines[1] == "delta rule: replaces 1 torch_chunk_gated_delta_rule of the model"
 
 
-def test_a_pass_that_changes_nothing_is_not_named(tmp_path: Path) -> None:
+def test_a_pass_without_changes_is_not_listed(tmp_path: Path) -> None:
     make_tiny("bert").save_pretrained(tmp_path)
     changes = changes_of(tmp_path)
     assert "learned positions" in changes.names and "rotations by layers" not in changes.names

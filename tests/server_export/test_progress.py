@@ -1,4 +1,4 @@
-"""What a person sees of an export's stage while it runs."""
+"""The displayed progress of an export's stages."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_a_bar_moves_on_a_terminal_and_leaves_the_time(monkeypatch: pytest.Monke
     assert last.startswith("lowering") and last.endswith("s  two kinds\n") and "#" not in last
 
 
-def test_elsewhere_a_dot_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_dots_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DOT_SECONDS", 0.02)
     stream = io.StringIO()
     with stage("lowering", stream):
         time.sleep(0.1)
-    told = stream.getvalue()
-    assert told.startswith("lowering  ..") and told.endswith(" s  \n") and "\r" not in told
+    output = stream.getvalue()
+    assert output.startswith("lowering  ..") and output.endswith(" s  \n") and "\r" not in output
 
 
-def test_who_counts_parts_learns_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_parts_give_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DOT_SECONDS", 0.05)
     stream = io.StringIO()
     with stage("lowering", stream):
@@ -50,7 +50,7 @@ def test_who_counts_parts_learns_how_long_the_others_take(monkeypatch: pytest.Mo
     assert "0%, about " in stream.getvalue() and " s left  " in stream.getvalue()
 
 
-def test_a_stage_that_fails_leaves_its_line_to_the_error() -> None:
+def test_a_failed_stage_ends_its_line_before_the_error() -> None:
     stream = io.StringIO()
     with pytest.raises(ValueError, match="no"), stage("lowering", stream):
         count_parts(3)()
@@ -58,7 +58,7 @@ def test_a_stage_that_fails_leaves_its_line_to_the_error() -> None:
     assert stream.getvalue() == "lowering  \n"
 
 
-def test_parts_that_are_counted_without_a_stage_are_none_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_counted_without_a_stage_do_not_count_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DOT_SECONDS", 0.02)
     count_parts(3)(2)
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""A published adapter computes what was trained: in PEFT, merged, and as an inference program."""
+"""A published adapter computes what was trained, with PEFT, merged, and as an inference program."""
 
 from __future__ import annotations
 
@@ -50,30 +50,30 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def saved(made_once: FolderBuilder) -> Path:
-    """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
+    """Folders `llama`, `gpt2` and `bert` with base models, and `llama-trained` etc. with their adapters."""
     return made_once("publish", fill)
 
 
 @pytest.fixture(scope="session")
 def bundle(saved: Path) -> Bundle:
-    """A real bundle of the tiny llama, with a chat template that the model has not."""
+    """A bundle of the tiny Llama with a chat template, which the model itself lacks."""
     return open_bundle(saved / "bundle")
 
 
 @pytest.fixture(scope="session")
 def trained(saved: Path) -> Path:
-    """An adapter of the bundle."""
+    """The folder of a trained adapter of the bundle."""
     return saved / "trained"
 
 
 def rows() -> tuple[Any, Any]:
-    """Tokens without padding ids i64 [2, LENGTH] and a mask."""
+    """Return tokens i64 [2, LENGTH] without padding ids, and a mask."""
     tokens = torch.randint(3, 128, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])).long()
     return tokens, mask
 
 
-def answer(model: Any, architecture: str) -> Any:
+def outputs_of(model: Any, architecture: str) -> Any:
     tokens, mask = rows()
     with torch.no_grad():
         if architecture in DECODERS:
@@ -81,8 +81,8 @@ def answer(model: Any, architecture: str) -> Any:
         return model(input_ids=tokens, attention_mask=mask).last_hidden_state[:, :7]
 
 
-def by_hand(saved: Path, architecture: str) -> Any:
-    """The base model with W + alpha / rank * lora_b @ lora_a written into its weights."""
+def merged_model(saved: Path, architecture: str) -> Any:
+    """Return the base model with weights W + alpha / rank * lora_b @ lora_a."""
     model = make_model(architecture)
     adapter = read_lora(saved / f"{architecture}-trained")
     with torch.no_grad():
@@ -106,18 +106,18 @@ def test_peft_and_merged_folders_give_the_trained_logits(
     from peft import PeftModel
 
     source = saved / f"{architecture}-trained"
-    expected = answer(by_hand(saved, architecture), architecture)
-    assert (answer(make_model(architecture), architecture) - expected).abs().max() > 0.1
+    expected = outputs_of(merged_model(saved, architecture), architecture)
+    assert (outputs_of(make_model(architecture), architecture) - expected).abs().max() > 0.1
 
     model = str(saved / architecture)
     folder = publish(PublishConfig(source, tmp_path / "peft", model=model))
     base = auto(architecture).from_pretrained(saved / architecture)
-    actual = answer(PeftModel.from_pretrained(base, str(folder)).eval(), architecture)
+    actual = outputs_of(PeftModel.from_pretrained(base, str(folder)).eval(), architecture)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
     folder = publish(PublishConfig(source, tmp_path / "merged", model=model, format="merged"))
     merged = auto(architecture).from_pretrained(folder).eval()
-    torch.testing.assert_close(answer(merged, architecture), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(outputs_of(merged, architecture), expected, atol=1e-4, rtol=0)
     if architecture in DECODERS:
         assert merged.config.use_cache
     assert not any("lora" in name for name, _ in merged.named_modules())
@@ -128,9 +128,9 @@ def test_peft_and_merged_folders_give_the_trained_logits(
         card = (published / "README.md").read_text()
         assert re.search(r"\| base model sha256 +\| [0-9a-f]{64} \|", card)
         for path in published.iterdir():
-            # A place is told where PEFT looks for one.
-            is_told = path.name == "adapter_config.json"
-            assert (str(saved).encode() in path.read_bytes()) == is_told, path
+            # Only the field in which PEFT expects a path has one.
+            has_path = path.name == "adapter_config.json"
+            assert (str(saved).encode() in path.read_bytes()) == has_path, path
     from transformers import AutoTokenizer
 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) > 10
@@ -139,8 +139,8 @@ def test_peft_and_merged_folders_give_the_trained_logits(
 def run(program: Path, inputs: list[Any]) -> Any:
     from server_export.check.engine import bind_method
 
-    (answer,) = bind_method(program / "program.pte", "forward", inputs)()
-    return answer
+    (output,) = bind_method(program / "program.pte", "forward", inputs)()
+    return output
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> None:
+def test_an_encoder_program_returns_class_scores(saved: Path, tmp_path: Path) -> None:
     folder = publish(
         PublishConfig(
             saved / "bert-trained",
@@ -161,7 +161,7 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
     tokens, mask = rows()
     tokens = torch.where(mask.bool(), tokens, 0)
     with torch.no_grad():
-        states = by_hand(saved, "bert")(input_ids=tokens, attention_mask=mask).last_hidden_state
+        states = merged_model(saved, "bert")(input_ids=tokens, attention_mask=mask).last_hidden_state
     pooled = (states * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
     expected = pooled @ torch.from_numpy(HEAD["weight"]).T + torch.from_numpy(HEAD["bias"])
     for row in range(2):
@@ -176,13 +176,13 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.whole
-def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tmp_path: Path) -> None:
+def test_a_quantized_program_keeps_the_adapter_separate(saved: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"format": "program", "sequence_length": LENGTH, "quantize": "8da4w"}
     settings["model"] = str(saved / "bert")
     folder = publish(PublishConfig(saved / "bert-trained", tmp_path / "program", **settings))
     tokens, mask = rows()
     with torch.no_grad():
-        states = by_hand(saved, "bert")(input_ids=tokens[:1], attention_mask=mask[:1]).last_hidden_state
+        states = merged_model(saved, "bert")(input_ids=tokens[:1], attention_mask=mask[:1]).last_hidden_state
     expected = states.mean(1) @ torch.from_numpy(HEAD["weight"]).T + torch.from_numpy(HEAD["bias"])
     actual = run(folder, [tokens[:1], mask[:1]])
     assert torch.corrcoef(torch.cat([actual, expected]))[0, 1] > 0.95
@@ -191,7 +191,7 @@ def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tm
     assert 0.01 < manifest["verification"]["float_difference"] < 0.5
 
 
-def test_a_decoder_is_no_program_but_an_llm(saved: Path, tmp_path: Path) -> None:
+def test_a_decoder_is_published_as_llm_and_not_as_program(saved: Path, tmp_path: Path) -> None:
     refused(
         BundleError,
         "program-of-decoder",
@@ -249,7 +249,7 @@ def test_a_base_model_of_another_shape_is_refused_without_a_bundle(saved: Path, 
 
 
 @pytest.mark.parametrize("model", ["gone", "/nowhere/model"])
-def test_a_base_model_that_is_not_there_is_told(
+def test_a_missing_base_model_is_refused(
     trained: Path, bundle: Bundle, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -266,7 +266,7 @@ def test_a_base_model_that_is_not_there_is_told(
 
 
 def make_run(folder: Path, bundle: Bundle, trained: Path, finished: bool = True) -> Path:
-    """A run folder as `prge run` leaves it, as far as publishing reads it."""
+    """Write the files of a run folder that publishing reads."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "journal.jsonl").write_text("")
     write_settings(folder / "config.yaml", json.dumps({"bundle": str(bundle.folder)}) + "\n")
@@ -294,15 +294,13 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
         assert re.search(rf"\| {name} +\| {value} \|", card)
     assert str(tmp_path) not in card
     config = json.loads((folder / "adapter_config.json").read_text())
-    # What loads here, and by its content what can't be taken for another.
+    # A path that loads on this machine, and the hash of its content.
     assert Path(config["base_model_name_or_path"]).is_dir()
     assert config["revision"] == f"sha256:{bundle.manifest['model']['sha256']}"
     assert config["task_type"] == "CAUSAL_LM"
 
 
-def test_a_bundle_that_somebody_elses_run_names_is_not_taken(
-    bundle: Bundle, trained: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_named_by_a_foreign_run_is_not_used(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     (run_folder / "config.yaml").write_text(json.dumps({"bundle": str(bundle.folder)}))
     with raises(RunError, "path-outside") as caught:
@@ -311,7 +309,7 @@ def test_a_bundle_that_somebody_elses_run_names_is_not_taken(
     assert publish(PublishConfig(run_folder, tmp_path / "out", bundle=bundle.folder)).is_dir()
 
 
-def test_what_a_link_leads_to_is_not_given_away(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_targets_of_links_are_not_published(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
     folder = tmp_path / "theirs"
     shutil.copytree(trained, folder)
@@ -322,7 +320,7 @@ def test_what_a_link_leads_to_is_not_given_away(bundle: Bundle, trained: Path, t
 
 
 @pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
-def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
+def test_a_hub_id_is_loaded_at_the_recorded_commit(
     saved: Path,
     bundle: Bundle,
     trained: Path,
@@ -348,9 +346,7 @@ def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["revision"] == commit
 
 
-def test_the_template_of_the_messages_goes_along(
-    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
-) -> None:
+def test_the_chat_template_is_published(saved: Path, bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     template = (bundle.tokenizer / "chat_template.jinja").read_text()
@@ -358,21 +354,23 @@ def test_the_template_of_the_messages_goes_along(
     adapter = publish(PublishConfig(trained, tmp_path / "peft", bundle=bundle.folder))
     assert (adapter / "chat_template.jinja").read_text() == template
     assert "Messages become text by `chat_template.jinja`" in (adapter / "README.md").read_text()
-    # Where the bundle is forgotten, the adapter's folder still has it.
+    # The adapter's folder has the template even without the bundle.
     model = str(saved / "llama")
     merged = publish(PublishConfig(adapter, tmp_path / "merged", model=model, format="merged"))
     assert AutoTokenizer.from_pretrained(merged).chat_template == template
     assert "chat_template.jinja" in (merged / "README.md").read_text()
 
 
-def test_a_run_without_a_result_says_how_to_get_one(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_result_is_refused_with_a_remedy(
+    bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained, finished=False)
     error = refused(RunError, "run-unfinished", source=run_folder, out=tmp_path / "out")
     assert "prge run --resume" in error.remedy
     publish(PublishConfig(run_folder / "checkpoints/step-000003", tmp_path / "out"))
 
 
-def test_nothing_is_replaced_unasked(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_nothing_is_replaced_without_overwrite(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     settings = PublishConfig(trained, tmp_path / "out", bundle.folder)
     publish(settings)
     before = sorted((tmp_path / "out").iterdir())
@@ -400,7 +398,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, small_disk: Callable[[str], Pat
     assert list(disk.iterdir()) == []
 
 
-def test_the_output_is_apart_from_what_is_read(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+def test_the_output_must_be_apart_from_the_inputs(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     for out in (run_folder, run_folder / "final", run_folder / "final/sub", bundle.folder / "x", tmp_path):
         refused(RunError, "out-within-input", source=run_folder, out=out, overwrite=True)
@@ -415,7 +413,7 @@ def test_settings_of_another_format_are_refused() -> None:
 
 @pytest.fixture(scope="session")
 def rounded(made_once: FolderBuilder) -> Path:
-    """Per architecture: a model whose embeddings are tied, its bundle in int4, and an adapter of that."""
+    """For each architecture: a model with tied embeddings, its int4 bundle, and an adapter of the bundle."""
 
     def fill(folder: Path) -> None:
         from server_export.export import ExportConfig, export
@@ -443,29 +441,29 @@ INT4: dict[str, dict[str, Any]] = {
 
 
 def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
-    """Weights f32 that an export writes as codes, by the bytes of their shape and values."""
+    """Return the weights f32 whose codes an export writes, by the bytes of their shape and values."""
     from server_export.quantize.frozen import FrozenTensors, codes_name, scale_name
 
     found: list[Any] = []
     tensors = FrozenTensors.tensors
 
-    def noted(self: Any, *given: Any) -> Any:
+    def record_tensors(self: Any, *given: Any) -> Any:
         made = dict(tensors(self, *given))
         for codes, scale in ((made[codes_name(name)], made[scale_name(name)]) for name in self.layers):
             groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
             found.append(groups.view(codes.shape))
         return iter(made.items())
 
-    monkeypatch.setattr(FrozenTensors, "tensors", noted)
+    monkeypatch.setattr(FrozenTensors, "tensors", record_tensors)
     export_again()
     return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_merged_model_has_the_weights_that_were_trained_against(
+def test_a_merged_model_has_the_weights_of_the_training(
     rounded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    """To the bit those that the export writes as codes, for an adapter of zeros; all layers of them."""
+    """With a zero adapter, all weights equal the dequantized codes of the export exactly."""
     from server_export.export import ExportConfig, export
 
     bundle = open_bundle(rounded / f"{architecture}-bundle")
@@ -493,7 +491,7 @@ def test_a_merged_model_has_the_weights_that_were_trained_against(
     assert layers and not missing
     assert zeros.lm_head.weight is not zeros.get_input_embeddings().weight
 
-    # With a trained adapter: the engine's scores, but for what rounds in the engine alone.
+    # With a trained adapter, scores differ from the engine's only by its rounded activations.
     from device_runner.engines.opening import open_engine
     from prge.objectives.scoring import score
 
@@ -520,7 +518,7 @@ def test_a_merged_model_has_the_weights_that_were_trained_against(
     assert distances["trained"] < 0.02 and distances["trained"] < distances["original"] / 2
 
 
-def test_weights_that_were_not_rounded_are_merged_as_they_are(
+def test_unquantized_weights_are_merged_unchanged(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
@@ -537,7 +535,7 @@ def test_weights_that_were_not_rounded_are_merged_as_they_are(
 def test_a_published_adapter_names_a_base_model_that_loads(
     bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
 ) -> None:
-    """By its path, which the hub is not told; the content's hash comes along."""
+    """By its path and the hash of its content; an adapter for the Hub names no path."""
     from peft import AutoPeftModelForCausalLM
 
     given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
@@ -550,10 +548,10 @@ def test_a_published_adapter_names_a_base_model_that_loads(
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str((saved / "llama").resolve())
     assert config["revision"] == f"sha256:{bundle.manifest['model']['sha256']}"
-    # It goes on being taken by everything that takes the bundle's own.
+    # All verbs that accept the bundle's own adapter accept the published one.
     again = publish(PublishConfig(folder, tmp_path / "again", bundle=bundle.folder))
     assert (again / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
-    # The hub is told no place.
+    # An adapter for the Hub names no path.
     pushed = publish(PublishConfig(trained, tmp_path / "pushed", **given, push="me/adapter"))
     name = json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert name == f"llama@{config['revision']}"

@@ -1,1 +1,1 @@
-"""How tasks and answers travel: Flower's SuperLink and SuperNodes, keys and certificates."""
+"""Fleets over a network, through Flower."""

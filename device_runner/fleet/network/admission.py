@@ -1,10 +1,10 @@
-"""Who may talk to a fleet's server, how much and for how long: decided before anything of it is read.
+"""Admission control of a fleet's server: who may connect and send how much, decided before bodies are read.
 
-Flower's own servers, HTTP and gRPC, can't hold the promise that no body is read without a device's signature
-in its head: they read a request to its end, gRPC up to 2 GB, before they ask who sent it.
+Flower's own servers, HTTP and gRPC, read a request to its end, gRPC up to 2 GB, before they ask who sent it.
 
-Here a head says who a request is from, by a signature, and how long it is; nobody else's body is read, and of
-the connections that haven't shown a device's key the oldest make room for new ones.
+Here the head of a request identifies the device by a signature, and says how long the request is. Bodies of
+others are not read, and of the connections that have not shown a device's key, the oldest make room for new
+ones.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from device_runner.fleet.network.flower import FLEET_PATHS, PUSH_OBJECT, refusal, signer
+from device_runner.fleet.network.flower import FLEET_PATHS, PUSH_OBJECT, authenticated_key, refusal
 
-# Every request but an object's; and an object beside what a device says in it.
+# Bodies of all requests except PushObject; and what PushObject adds to the object.
 SMALL_BYTES = 1 << 16
-# With TLS each takes a third of a megabyte.
+# Each connection takes a third of a megabyte with TLS.
 MOST_STRANGERS = 64
 MOST_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
 SECONDS_TO_ASK = 60.0
-_SLOWEST = 20_000  # bytes a second
+_SLOWEST = 20_000  # bytes per second
 Client = tuple[str, int]
 
 
 class Listener(socket):
-    """A listening socket that bounds how many connections are open, strangers' and each key's."""
+    """A listening socket that limits the number of open connections, unauthenticated and per key."""
 
     def __init__(self, listener: socket, most: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
         self._most = most
         self._accepted = 0
-        gc.freeze()  # what serves stays; so looking for circles among connections is quick
+        gc.freeze()  # existing objects stay alive; excluding them keeps collections fast
         self._strangers: dict[Client, socket] = {}
         self._known: defaultdict[bytes, dict[Client, socket]] = defaultdict(dict)
 
     def accept(self) -> tuple[socket, Any]:
-        """The next connection; it may cost the oldest stranger its own."""
+        """Accept a connection; may close the oldest unauthenticated one."""
         connection, address = super().accept()
-        # An ended connection is a circle of a third of a megabyte; Python, counting objects, finds it late.
+        # A closed connection is a reference cycle of a third of a megabyte, which the default thresholds
+        # collect late.
         self._accepted += 1
         if self._accepted % (MOST_STRANGERS // 4) == 0:
             gc.collect()
@@ -61,14 +62,14 @@ class Listener(socket):
                 raise ConnectionAbortedError
         return connection, address
 
-    def know(self, client: Client, key: bytes) -> None:
-        """Take a connection for one of a key's, which lasts."""
+    def mark_known(self, client: Client, key: bytes) -> None:
+        """Count a connection as one of a key's, which stays open."""
         if (connection := self._strangers.pop(client, None)) is not None:
             self._known[key] = _bounded({**self._known[key], client: connection}, MOST_CONNECTIONS_OF_A_KEY)
 
 
 def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict[Client, socket]:
-    """Those that are open; of more than `most` the oldest are ended."""
+    """Return the open connections; if there are more than `most`, close the oldest ones."""
     alive = {client: connection for client, connection in connections.items() if connection.fileno() >= 0}
     while most is not None and len(alive) > most:
         with suppress(OSError):
@@ -77,52 +78,52 @@ def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict
 
 
 class Connection(H11Protocol):
-    """A connection that ends where a request, its head or its body, takes too long to come."""
+    """A connection that closes if a request, its head or its body, takes too long to arrive."""
 
     seconds = SECONDS_TO_ASK
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait."""
+        """Start the timeout."""
         super().connection_made(transport)
         self._late = self.loop.call_later(self.seconds, transport.abort)
 
     def handle_events(self) -> None:
-        """Answers may take longer."""
+        """Stop the timeout once the request is complete: the response may take longer."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.more_body:
             self._late.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Say that it is no request, unless another answer was the last word."""
+        """Send status 400, unless a response has already ended the connection."""
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Start the timeout of the next request."""
         self._late.cancel()
         self._late = self.loop.call_later(self.seconds, self.transport.abort)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing."""
+        """Stop the timeout."""
         self._late.cancel()
         super().connection_lost(exc)
 
 
-def connections_for(most_bytes: int) -> type[Connection]:
-    """Connections whose bodies may have so many bytes, over a slow network."""
+def make_connection_class(most_bytes: int) -> type[Connection]:
+    """Return a Connection class whose timeout allows bodies of this size over a slow network."""
     return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + most_bytes / _SLOWEST})
 
 
 class Admission:
-    """ASGI application that lets requests of devices through to another one.
+    """ASGI middleware that passes only requests of admitted devices to an application.
 
     Args:
-        app: what is behind.
-        listener: has the connections.
-        keys: public keys that may come in; None: anyone's.
+        app: the application.
+        listener: owns the connections.
+        keys: public keys of the admitted devices; None: any key.
         most_bytes: of an object.
     """
 
@@ -134,14 +135,14 @@ class Admission:
         self._reading: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it and close its connection."""
-        # One whose body was no HTTP has its answer already.
+        """Pass a request to the application, or refuse it and close its connection."""
+        # A request with an invalid HTTP body has already been answered.
         with suppress(h11.LocalProtocolError):
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        key = signer(headers, self._keys)
+        key = authenticated_key(headers, self._keys)
         length = headers.get("content-length", "")
         most = self._most_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
         if scope["method"] != "POST" or scope["path"] not in FLEET_PATHS:
@@ -155,12 +156,12 @@ class Admission:
         elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * most:
             refused = Response(status_code=503)
         else:
-            self._listener.know(scope["client"], key)
+            self._listener.mark_known(scope["client"], key)
             self._reading[key] += int(length)
             try:
                 return await self._app(scope, receive, send)
             finally:
                 self._reading[key] -= int(length)
-                self._reading += Counter()  # forgets who has none
+                self._reading += Counter()  # removes zero entries
         refused.headers["connection"] = "close"
         await refused(scope, receive, send)

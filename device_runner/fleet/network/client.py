@@ -1,6 +1,6 @@
-"""A device's side of Flower: it takes its tasks from a server's Fleet API, and sends its answers there.
+"""The device side of Flower: receive tasks from a server's Fleet API, and send replies.
 
-Flower's own SuperNode also fetches the app that the server sends, and has it run. Here nobody asks for it.
+Flower's own SuperNode also downloads and runs the app that the server sends. This client never asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from device_runner.fleet.network.flower import FleetClient, Offer, repeating
+from device_runner.fleet.network.flower import FleetClient, TaskOffer, call_repeatedly
 from device_runner.fleet.network.flower_files import flower_home, log_to
 from device_runner.fleet.network.keys import DeviceKeys
 from prge.errors import DeviceError, PrgeError
@@ -35,41 +35,42 @@ def join(
     server: str,
     keys: DeviceKeys | None,
     answer: Callable[[bytes], bytes],
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> NoReturn:
-    """Answer a server's tasks until interrupted; a server that is away is waited for.
+    """Answer a server's tasks until interrupted; waits for a server that is away.
 
     Args:
-        folder: the device's; Flower's files are within.
+        folder: of the device; contains Flower's files.
         server: HOST:PORT.
-        keys: by which each knows the other; None: no encryption, and the server doesn't know who this is.
-        answer: makes an answer of a task; see `messages`.
-        tell: takes a line about each task.
+        keys: authenticate the server and the device; None: no encryption, and the server does not know the
+            device.
+        answer: turns a task into a reply; see `messages`.
+        log: called with a line about each task.
 
     Raises:
-        DeviceError: the server isn't there, isn't who its certificate should say, or doesn't let this
-            device in.
-        RunError: another process is this device.
+        DeviceError: the server is not there, is not the one that its certificate should name, or does not
+            admit this device.
+        RunError: another process uses this device's folder.
     """
     home = flower_home(folder)
     check_server(server, keys)
     log_to(home / "device.log")
     with run_lock(home), _connected(home, server, keys) as client:
         while True:
-            offer = _patiently(client.look)
+            offer = _retry(client.poll)
             if offer is None:
                 time.sleep(_SECONDS_TO_LOOK)
                 continue
             try:
-                tell(_answer(client, offer, answer))
-            except Exception as error:  # whatever the server did meanwhile, it asks again
-                tell(f"a task or its answer is lost: {error}")
+                log(_answer(client, offer, answer))
+            except Exception as error:  # a task that is lost for any reason is sent again by the server
+                log(f"A task or its reply was lost: {error}")
 
 
-def _answer(client: FleetClient, offer: Offer, answer: Callable[[bytes], bytes]) -> str:
-    """Answer a task; a line about it, for what `answer` raises may name rows."""
+def _answer(client: FleetClient, offer: TaskOffer, answer: Callable[[bytes], bytes]) -> str:
+    """Answer a task; returns a line for the device's terminal only, because errors may name rows."""
     begin = time.monotonic()
-    task = _patiently(lambda: client.fetch(offer))
+    task = _retry(lambda: client.fetch(offer))
     try:
         reply = task.answer(answer(task.content))
         outcome = f"answered in {time.monotonic() - begin:.1f} s"
@@ -77,13 +78,13 @@ def _answer(client: FleetClient, offer: Offer, answer: Callable[[bytes], bytes])
         name = type(error).__name__
         reply = task.failure(name)
         outcome = f"failed: {name}: {error}"
-    _patiently(lambda: client.send(reply))
+    _retry(lambda: client.send(reply))
     return f"round {task.round[:9]}: {outcome}"
 
 
 @contextmanager
 def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[FleetClient]:
-    """Be there for a server until the block ends; raises DeviceError where it lets this device in no more."""
+    """Stay registered with a server until the block ends; raises DeviceError if it stops admitting us."""
     key = ec.generate_private_key(ec.SECP384R1()) if keys is None else keys.key
     path = home / "node"
     with FleetClient(server, None if keys is None else keys.authority, key) as client:
@@ -91,29 +92,29 @@ def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[Fle
             if keys is None:
                 client.register()
             elif path.is_file():
-                _leave(client, int(path.read_bytes()))  # one that was killed said no goodbye
+                _leave(client, int(path.read_bytes()))  # a killed device could not leave
             node = client.activate()
             write_file(path, str(node).encode())
             try:
-                with repeating(lambda: _beat(client)):
+                with call_repeatedly(lambda: _send_heartbeat(client)):
                     yield client
             finally:
                 _leave(client, node)
         except httpx.HTTPStatusError as error:
             raise DeviceError(
-                f"{server} doesn't let this device in, it answers {error.response.status_code}",
-                remedy="its NAME.pub must lie in devices/ of the server's keys when the server starts; where "
-                "its key was used from another folder, wait a minute",
+                f"{server} does not admit this device: it returned status {error.response.status_code}.",
+                remedy="its NAME.pub must be in devices/ of the server's keys when the server starts; if the "
+                "key was used from another folder, wait a minute",
                 code="device-not-admitted",
             ) from None
         except httpx.TransportError as error:
             raise DeviceError(
-                f"the connection to {server} has ended: {error}", code="connection-lost"
+                f"The connection to {server} was lost: {error}", code="connection-lost"
             ) from None
 
 
-def _patiently(call: Callable[[], T]) -> T:
-    """Call a server again and again while it is away, unless another one has taken its place."""
+def _retry(call: Callable[[], T]) -> T:
+    """Repeat a call while the server is away; raises if another server has taken its place."""
     seconds = 1.0
     while True:
         try:
@@ -124,14 +125,14 @@ def _patiently(call: Callable[[], T]) -> T:
         except httpx.HTTPError as error:
             if "certificate" in str(error).lower():
                 raise
-        time.sleep(random.uniform(0, seconds))  # devices of a fleet don't come back all at once
+        time.sleep(random.uniform(0, seconds))  # spreads the reconnections of a fleet's devices
         seconds = min(2 * seconds, _MOST_SECONDS_TO_RETRY)
 
 
-def _beat(client: FleetClient) -> None:
-    """Let the server know of the device; what it says to that, the next look for a task hears too."""
+def _send_heartbeat(client: FleetClient) -> None:
+    """Send a heartbeat; errors are ignored, because the next poll for a task meets them too."""
     with suppress(httpx.HTTPError):
-        client.beat()
+        client.send_heartbeat()
 
 
 def _leave(client: FleetClient, node: int) -> None:
@@ -140,20 +141,20 @@ def _leave(client: FleetClient, node: int) -> None:
 
 
 def check_server(server: str, keys: DeviceKeys | None) -> None:
-    """Look for the server once, so that what is wrong has a name.
+    """Connect to the server once, to report what is wrong.
 
     Raises:
-        PrgeError: the authority's file can't be used.
-        DeviceError: nobody is there, or another one.
+        PrgeError: the authority's file cannot be used.
+        DeviceError: no server is there, or another one.
     """
     host, _, port = server.rpartition(":")
     if not (host and port.isdigit()):
-        raise PrgeError(f"{server} is no HOST:PORT", code="server-address-malformed")
+        raise PrgeError(f"{server} is not HOST:PORT.", code="server-address-malformed")
     try:
         context = None if keys is None else ssl.create_default_context(cafile=str(keys.authority))
-    except OSError as error:  # ssl's errors among them
+    except OSError as error:  # includes ssl errors
         raise PrgeError(
-            f"{keys and keys.authority} is no certificate: {error}",
+            f"{keys and keys.authority} is not a certificate: {error}",
             remedy="give ca.pem of the server's keys; see `prge fleet keys`",
             code="certificate-unreadable",
         ) from None
@@ -164,15 +165,15 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
                 context.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
         code = "server-of-other-certificate"
-        problem = f"{server} isn't the server of this certificate: {error.verify_message}"
+        problem = f"{server} is not the server of this certificate: {error.verify_message}"
         remedy = "give the ca.pem of this server; `prge fleet keys --hosts` names its hosts"
     except ssl.SSLError as error:
-        code, problem = "server-without-tls", f"{server} doesn't speak TLS: {error.reason}"
-        remedy = "does the server run --insecure?"
+        code, problem = "server-without-tls", f"{server} does not use TLS: {error.reason}"
+        remedy = "check whether the server runs with --insecure"
     except (OSError, UnicodeError) as error:
         code = "server-not-reachable"
-        problem = f"no server at {server}: {getattr(error, 'strerror', None) or error}"
-        remedy = "start it with `prge fleet serve`, and check address and firewall"
+        problem = f"No server at {server}: {getattr(error, 'strerror', None) or error}"
+        remedy = "start it with `prge fleet serve`, and check the address and the firewall"
     else:
         return
     raise DeviceError(problem, remedy=remedy, code=code)

@@ -1,18 +1,18 @@
-"""All that fleets use of Flower, written for Flower 1.41.0; no other file imports it.
+"""Everything that fleets use of Flower, written for Flower 1.41.0; no other file imports Flower.
 
-Public are the records and messages of `flwr.app`. The rest has no public API: Flower's public ways to connect
-a server and its devices are commands, of which `flower-superlink` lets whoever reaches its port start apps,
-and `flower-supernode` runs the app that a server sends. What is private here is needed
+The records and messages of `flwr.app` are public. The rest has no public API: Flower's public ways to connect
+a server and its devices are commands. `flower-superlink` lets anyone who reaches its port start apps, and
+`flower-supernode` runs the app that a server sends. The private parts are needed
 
-- on a device to speak the Fleet API without an app: its HTTP client with the headers that carry version and
-  signature, its protobuf messages, and the trees of objects in which messages travel;
-- on the server to keep nodes, one run and its messages in Flower's database: the link state, its object
-  store, and the identity of the task that sends;
-- on the server to answer devices: the routes of the Fleet API with the middleware that they rely on;
-- before a body is read: the names of the signed headers, and how a key is written and verified.
+- on a device, to use the Fleet API without an app: the HTTP client with its version and signature headers,
+  the protobuf messages, and the object trees in which messages travel;
+- on the server, to keep nodes, one run and its messages in Flower's database: the link state, its object
+  store, and the identity of the sending task;
+- on the server, to answer devices: the routes of the Fleet API with the middleware that they rely on;
+- before a body is read: the names of the signed headers, and how a key is encoded and verified.
 
-`tests/device_runner/fleet/network/test_flower.py` names each of them with its signature. What imports a
-database stands within the functions that need it: a phone has none.
+`tests/device_runner/fleet/network/test_flower.py` lists each of them with its signature. Imports of a
+database are inside the functions that need them, because a phone has none.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ _SECONDS_TO_PULL = 60.0
 
 
 @contextmanager
-def repeating(call: Callable[[], object], seconds: float = HEARTBEAT_SECONDS * 2 / 3) -> Iterator[None]:
-    """Call a function now and every so many seconds, in another thread, until the block ends."""
+def call_repeatedly(call: Callable[[], object], seconds: float = HEARTBEAT_SECONDS * 2 / 3) -> Iterator[None]:
+    """Call a function now and every `seconds` in another thread, until the block ends."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -124,19 +124,19 @@ def repeating(call: Callable[[], object], seconds: float = HEARTBEAT_SECONDS * 2
 
 
 def encode_content(content: bytes) -> RecordDict:
-    """Bytes as the content of a message."""
+    """Encode bytes as the content of a message."""
     return RecordDict({_RECORD: ConfigRecord({_CONTENT: content})})
 
 
 def decode_content(message: Message) -> bytes:
-    """Inverse of `encode_content`; no bytes where the message has none of ours."""
+    """Return the bytes of a message's content; empty if `encode_content` did not write it."""
     record = message.content.get(_RECORD) if message.has_content() else None
     content = record.get(_CONTENT) if isinstance(record, ConfigRecord) else None
     return content if isinstance(content, bytes) else b""
 
 
 def _identify(message: Message, name: str) -> Message:
-    """Name a message by the hash of its objects, as Flower does with those that it sends."""
+    """Set a message's id to the hash of its objects, as Flower does for messages that it sends."""
     message.metadata.__dict__["_message_id"] = name
     return message
 
@@ -146,8 +146,8 @@ def _without_content(message: Message) -> Message:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A task that waits at the server: the run that it belongs to, and the objects of its message."""
+class TaskOffer:
+    """A task that waits at the server: its run, and the object tree of its message."""
 
     run: int
     tree: ObjectTree
@@ -155,18 +155,24 @@ class Offer:
 
 @dataclass(frozen=True)
 class FlowerTask:
-    """A task of a server: its bytes, its round as the server counts, and the message that carried it."""
+    """A task from a server.
+
+    Attributes:
+        content: bytes of the task.
+        round: as the server numbers it.
+        message: that carried the task.
+    """
 
     content: bytes
     round: str
     message: Message
 
     def answer(self, content: bytes) -> Message:
-        """The message of an answer."""
+        """Return the message with a reply."""
         return self._reply(encode_content(content))
 
     def failure(self, reason: str) -> Message:
-        """The message that there is no answer."""
+        """Return the message that the task failed."""
         return self._reply(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason))
 
     def _reply(self, content: RecordDict | Error) -> Message:
@@ -177,13 +183,12 @@ class FlowerTask:
 class FleetClient:
     """A device's connection to a server's Fleet API.
 
-    Every method raises httpx.HTTPStatusError where the server refuses, and httpx.TransportError where it is
-    away.
+    All methods raise httpx.HTTPStatusError if the server refuses, and httpx.TransportError if it is away.
 
     Args:
         server: HOST:PORT.
-        authority: certificate that has signed the server's; None: no encryption.
-        key: by which the server knows the device.
+        authority: certificate that signed the server's; None: no encryption.
+        key: identifies the device to the server.
     """
 
     def __init__(self, server: str, authority: Path | None, key: ec.EllipticCurvePrivateKey) -> None:
@@ -200,40 +205,40 @@ class FleetClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.close()
 
     def register(self) -> None:
-        """Make the key known to a server that lets everyone in."""
+        """Register the key with a server that admits everyone."""
         self._client.RegisterNode(RegisterNodeFleetRequest(public_key=self._public))
 
     def activate(self) -> int:
-        """Be there for tasks; the number of the device's node."""
+        """Become available for tasks; returns the number of the device's node."""
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_SECONDS)
         self._node = Node(node_id=self._client.ActivateNode(request).node_id)
         return self._node.node_id
 
     def deactivate(self, node: int) -> None:
-        """Be there no longer."""
+        """Become unavailable."""
         self._client.DeactivateNode(DeactivateNodeRequest(node_id=node))
 
-    def beat(self) -> None:
-        """Let the server know that the device is there."""
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat."""
         self._client.SendNodeHeartbeat(
             SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT_SECONDS)
         )
 
-    def look(self) -> Offer | None:
-        """The next task that waits for this device, if there is one."""
+    def poll(self) -> TaskOffer | None:
+        """Return the next task that waits for this device, or None."""
         response = self._client.PullMessages(PullMessagesRequest(node=self._node))
         if not response.messages_list:
             return None
         (message,), (tree,) = response.messages_list, response.message_object_trees
-        return Offer(message.metadata.run_id, tree)
+        return TaskOffer(message.metadata.run_id, tree)
 
-    def fetch(self, offer: Offer) -> FlowerTask:
-        """Fetch a task."""
+    def fetch(self, offer: TaskOffer) -> FlowerTask:
+        """Download a task."""
         message = pull_and_inflate_object_from_tree(
             offer.tree,
             make_pull_object_fn_protobuf(self._client.PullObject, self._node, offer.run),
@@ -247,7 +252,7 @@ class FleetClient:
         return FlowerTask(decode_content(message), message.metadata.group_id, message)
 
     def send(self, reply: Message) -> None:
-        """Send the answer to a task."""
+        """Send the reply to a task."""
         with no_object_id_recompute():
             response = self._client.PushMessages(
                 PushMessagesRequest(
@@ -267,7 +272,13 @@ class FleetClient:
 
 @dataclass(frozen=True)
 class FlowerReply:
-    """What Flower's database says of an answer: its name, the task's, and why a device has none."""
+    """A reply in Flower's database.
+
+    Attributes:
+        name: id of the reply.
+        task: id of the task.
+        problem: why the device has no result; None if it has one.
+    """
 
     name: str
     task: str
@@ -278,7 +289,7 @@ class FleetState:
     """A server's nodes, run and messages, in Flower's database.
 
     Args:
-        database: file; made where there is none.
+        database: file; created if there is none.
     """
 
     def __init__(self, database: Path) -> None:
@@ -289,7 +300,7 @@ class FleetState:
         self._run = 0
 
     def register(self, keys: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
-        """Let in the devices with these keys, by name, and no others."""
+        """Admit the devices with these keys, by name, and no others."""
         wanted = {public_key_to_bytes(key): name for name, key in keys.items()}
         for node in self._state.get_node_info():
             if wanted.pop(node.public_key, None) is None:
@@ -298,15 +309,15 @@ class FleetState:
             self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_SECONDS, name=name)
 
     def names(self) -> dict[int, str]:
-        """What registered devices are called, by the ids of their nodes."""
+        """Return the names of registered devices, by node id."""
         return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
 
     def nodes(self) -> list[int]:
-        """Devices that are there."""
+        """Return the nodes of available devices."""
         return list(self._state.get_nodes(self._run))
 
-    def forget_runs(self) -> None:
-        """Remove the runs of earlier servers with their messages."""
+    def delete_runs(self) -> None:
+        """Delete the runs of earlier servers with their messages."""
         for run in self._state.get_run_info():
             if run.status.status != Status.FINISHED:
                 self._state.stop_run(run.run_id)
@@ -314,7 +325,7 @@ class FleetState:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep a run going that has no app, until the block ends; raises RunError."""
+        """Keep a run without an app alive until the block ends; raises RunError if it cannot be started."""
         state = self._state
         state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
         self._run = state.create_run(
@@ -329,17 +340,17 @@ class FleetState:
         )
         (task,) = state.get_tasks(run_ids=[self._run])
         if state.claim_task(task.task_id) is None or not state.activate_task(task.task_id):
-            raise RunError("Flower doesn't start the run", code="flower-not-started")
+            raise RunError("Flower did not start the run.", code="flower-not-started")
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, self._run
         TaskIdentity.node_id = state.get_node_id()
-        with repeating(lambda: state.acknowledge_task_heartbeat(task.task_id)):
+        with call_repeatedly(lambda: state.acknowledge_task_heartbeat(task.task_id)):
             try:
                 yield
             finally:
                 state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
     def is_running(self) -> bool:
-        """Whether Flower still takes the run for one; it gives up one that is silent for a minute."""
+        """Whether Flower still considers the run alive; it gives up a run that is silent for a minute."""
         (run,) = self._state.get_run_info(run_ids=[self._run])
         return bool(run.status.status == Status.RUNNING)
 
@@ -350,14 +361,18 @@ class FleetState:
     def send(
         self, content: bytes, node: int, group: str, seconds: float, before: Callable[[str], object]
     ) -> str | None:
-        """Send a task; its name, or None where the node is no longer there.
+        """Send a task.
 
         Args:
-            content: the task's.
+            content: of the task.
             node: of the device.
-            group: what the device is shown as the round.
-            seconds: that an answer may take.
-            before: called with the name when the device can't have the task yet: its answer may come at once.
+            group: shown to the device as the round.
+            seconds: until the task expires.
+            before: called with the task's id before the device can receive it, because a reply may come at
+                once.
+
+        Returns:
+            The task's id; None if the node is no longer there.
         """
         message = Message(
             encode_content(content),
@@ -382,10 +397,10 @@ class FleetState:
         return name
 
     def answers(self, tasks: Iterable[str]) -> list[FlowerReply]:
-        """Answers to these tasks, begun or complete.
+        """Return the replies to these tasks, complete or not.
 
         Raises:
-            LookupError, TypeError, ValueError: Flower can't read one of them.
+            LookupError, TypeError, ValueError: Flower cannot read one of them.
         """
         return [
             FlowerReply(
@@ -397,11 +412,15 @@ class FleetState:
         ]
 
     def delete(self, tasks: Iterable[str]) -> None:
-        """Delete tasks with their answers."""
+        """Delete tasks with their replies."""
         self._state.delete_messages(set(tasks))
 
     def content(self, answer: str) -> bytes | None:
-        """Take a device's bytes from the store; none of ours are b"", and None is for those still coming."""
+        """Take a reply's bytes from the store.
+
+        Returns:
+            The bytes; empty if `encode_content` did not write them, None if they have not all arrived.
+        """
         from flwr.supercore.object_store import NoObjectInStoreError
 
         store = self._state.object_store
@@ -416,13 +435,13 @@ class FleetState:
         try:
             message = inflate_object_from_contents(answer, contents)
             return decode_content(message) if isinstance(message, Message) else b""
-        except Exception:  # a stranger to every rule of Flower's raises any of its errors
+        except Exception:  # malformed objects can raise any of Flower's errors
             return b""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """A device's request to confirm that it has a task."""
+    """A device's confirmation that it has received a task."""
 
     node: int
     task: str
@@ -430,13 +449,14 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Push:
-    """A device's request to begin an answer.
+    """A device's request to begin a reply.
 
     Args:
-        node, source: of the device, by the request and by the message.
-        task: which it answers; "" where the request isn't one message.
-        objects: how many the message has.
-        is_sound: whether Flower can keep the message.
+        node: of the device, according to the request.
+        source: of the device, according to the message.
+        task: that the message answers; empty if the request does not have exactly one message.
+        objects: number of the message's objects.
+        is_sound: whether Flower can store the message.
     """
 
     node: int
@@ -447,7 +467,7 @@ class Push:
 
 
 def _describe(request: object) -> Receipt | Push | None:
-    """The messages that a request to the Fleet API would change, or None."""
+    """Return how a request to the Fleet API would change messages, or None."""
     match request:
         case ConfirmMessageReceivedRequest():
             return Receipt(request.node.node_id, request.message_object_id)
@@ -458,7 +478,7 @@ def _describe(request: object) -> Receipt | Push | None:
             message, tree = request.messages_list[0], request.message_object_trees[0]
             del request.clientapp_runtime_list[:]
             metadata = message.metadata
-            # Flower's database keeps what is no number as nothing, and fails over it later.
+            # Flower's database stores NaN as NULL, and fails on it later.
             is_timed = math.isfinite(metadata.created_at + metadata.ttl)
             return Push(
                 node,
@@ -471,12 +491,12 @@ def _describe(request: object) -> Receipt | Push | None:
 
 
 def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Receipt | Push], bool]) -> FastAPI:
-    """The Fleet API as a web application, without Flower's other APIs.
+    """Return the Fleet API as a web application, without Flower's other APIs.
 
     Args:
-        state: the server's.
-        has_keys: whether devices prove who they are, and none registers itself.
-        allows: decides about what devices want to change of messages, in the web server's thread.
+        state: of the server.
+        has_keys: whether devices prove who they are, and cannot register themselves.
+        allows: decides about changes of messages that devices request; called in the web server's thread.
     """
     from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
     from flwr.superlink.routers.fleet.router import router
@@ -485,7 +505,7 @@ def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Recei
         change = _describe(getattr(request.state, "protobuf_request", None))
         if change is None or allows(change):
             return await call_next(request)
-        # To a SuperNode this says that the run is over: it drops the answer and goes on.
+        # A SuperNode takes this as the end of the run, drops the reply and continues.
         return JSONResponse({"detail": "not a task of this node's"}, 403)
 
     application = FastAPI(
@@ -504,19 +524,19 @@ def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Recei
 
 
 def encode_keys(keys: Iterable[ec.EllipticCurvePublicKey]) -> frozenset[bytes]:
-    """Public keys as requests name them."""
+    """Encode public keys as requests name them."""
     return frozenset(map(public_key_to_bytes, keys))
 
 
-def signer(headers: Mapping[str, str], known: Collection[bytes] | None) -> bytes | None:
-    """The public key that has signed a request's head, as `encode_keys` writes it.
+def authenticated_key(headers: Mapping[str, str], known: Collection[bytes] | None) -> bytes | None:
+    """Return the public key that signed a request's head, as `encode_keys` encodes it.
 
     Args:
-        headers: the request's.
-        known: keys of which it has to be one; None: any key, and no signature.
+        headers: of the request.
+        known: admitted keys; None: any key, and no signature is needed.
 
     Returns:
-        the key, or None where there is no such signature of these minutes.
+        The key; None if there is no valid signature of the last minutes.
     """
     try:
         key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
@@ -536,7 +556,7 @@ def signer(headers: Mapping[str, str], known: Collection[bytes] | None) -> bytes
 
 
 def refusal(path: str) -> Response:
-    """What Flower answers a device without a known key."""
+    """Return Flower's response to a device without a known key."""
     if path != _ACTIVATE:
         return Response(status_code=401)
     code = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED

@@ -1,6 +1,6 @@
-"""Flower's files within a folder of ours, and what keeps Flower from talking to anyone but the fleet.
+"""Flower's files within a folder of prge, and the environment that keeps Flower from contacting anyone else.
 
-It imports Flower only to let it log: Flower reads its environment when it is imported.
+Flower is imported only for its logger, because it reads its environment on import.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from prge.system.atomic import storage_error
 NAME = "flower"
 _MOST_LOG_BYTES = 4 << 20
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-# What makes a SuperLink open further ports, and Flower take another account's rights.
+# These make a SuperLink open more ports, or Flower use another account's permissions.
 _UNWANTED = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_OIDC_ENABLED")
 
 
 def flower_home(folder: Path) -> Path:
-    """The folder within `folder` that is Flower's, for its owner alone; sets the environment to it.
+    """Return Flower's folder within `folder`, accessible only to its owner; sets Flower's environment.
 
     Raises:
-        RunError: it can't be made.
+        RunError: the folder cannot be created.
     """
     home = folder.absolute() / NAME
     private_folder(home)
@@ -34,7 +34,7 @@ def flower_home(folder: Path) -> Path:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that its owner alone may enter, where there is none; raises RunError."""
+    """Create a folder that only its owner may enter, if it does not exist; raises RunError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -42,7 +42,7 @@ def private_folder(folder: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone may read, over an older one; raises RunError."""
+    """Write a file that only its owner may read, replacing an older one; raises RunError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def log_to(path: Path) -> None:
-    """Let Flower and its web server write what they log to a file instead of the terminal."""
+    """Let Flower and its web server log to a file instead of the terminal."""
     from device_runner.fleet.network.flower import LOGGER
 
     handler = RotatingFileHandler(path, maxBytes=_MOST_LOG_BYTES, backupCount=1, encoding="utf-8")
@@ -69,7 +69,7 @@ def log_to(path: Path) -> None:
 
 
 def last_lines(path: Path) -> list[str]:
-    """The end of a log; empty where there is none."""
+    """Return the last lines of a log; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-16:]
     except OSError:

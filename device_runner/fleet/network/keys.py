@@ -1,11 +1,12 @@
-"""Certificates and keys of a fleet: an authority, its server's certificate, a key pair for each device.
+"""Certificates and keys of a fleet: an authority, the server's certificate, and a key pair for each device.
 
-    KEYS/authority.key            signs server certificates; keep it, give it to nobody
+    KEYS/authority.key            signs server certificates; keep it secret
     KEYS/server/                  for the server: ca.pem, server.pem, server.key, devices/NAME.pub
     KEYS/devices/NAME/            for the device NAME: ca.pem, device.key
 
-The server proves who it is by a certificate that ca.pem has signed. A device proves it by signing with its
-key, whose public half lies in the server's folder: a device without a file there isn't let in.
+The server proves its identity by a certificate that ca.pem has signed. A device proves its identity by a
+signature of its key, whose public half is in the server's folder; devices without a file there are not
+admitted.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from prge.system.regular_files import warn_if_key_is_shared
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "authority.key"
 CERTIFICATE, CERTIFICATE_KEY, DEVICE_KEY = "server.pem", "server.key", "device.key"
 SERVER, DEVICES = "server", "devices"
-# By which the server's own process reaches it.
+# Names by which the server's own process connects.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS, _CERTIFICATE_DAYS = 3650, 825
-_NO_CURVE = "it is no key on an elliptic curve"
+_NOT_ELLIPTIC = "it is not an elliptic-curve key"
 _USES = (
     "digital_signature content_commitment key_encipherment data_encipherment key_agreement key_cert_sign "
     "crl_sign encipher_only decipher_only"
@@ -55,12 +56,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class KeysError(ProblemsError):
-    """Keys or certificates of a fleet that are missing, damaged or not what they should be."""
+    """Keys or certificates of a fleet that are missing, damaged or do not match."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A server's keys, checked: the authority's certificate, its own with the key, and devices' keys."""
+    """A server's verified keys: the authority's certificate, its own with the key, and devices' keys."""
 
     authority: Path
     certificate: Path
@@ -69,10 +70,10 @@ class ServerKeys:
 
     @classmethod
     def open(cls, folder: Path) -> ServerKeys:
-        """Read and check a server's keys.
+        """Read and verify a server's keys.
 
         Raises:
-            KeysError: files are missing, don't fit each other, or are no keys; each is named.
+            KeysError: files are missing, do not match, or are not keys; each is named.
         """
         authority, certificate, key = _files(folder, (AUTHORITY, CERTIFICATE, CERTIFICATE_KEY), "server")
         keys = cls(authority, certificate, key, _device_keys(folder))
@@ -82,72 +83,74 @@ class ServerKeys:
             context.load_cert_chain(keys.certificate, keys.key)
         except OSError as error:
             raise KeysError(
-                f"{folder} isn't a certificate with its key:", [str(error)], code="certificate-unusable"
+                f"{folder} does not hold a certificate with its key:",
+                [str(error)],
+                code="certificate-unusable",
             ) from None
         return keys
 
 
 @dataclass(frozen=True)
 class DeviceKeys:
-    """A device's keys: the authority's certificate to know the server by, its own key to be known by."""
+    """A device's keys: the authority's certificate, which verifies the server, and its own private key."""
 
     authority: Path
     key: ec.EllipticCurvePrivateKey
 
     @classmethod
     def open(cls, folder: Path) -> DeviceKeys:
-        """Read a device's keys; raises KeysError where one is missing or damaged."""
+        """Read a device's keys; raises KeysError if one is missing or damaged."""
         authority, path = _files(folder, (AUTHORITY, DEVICE_KEY), "device")
         return cls(authority, _key(path, load_ssh_private_key))
 
 
 @dataclass(frozen=True)
-class Made:
-    """What `make_keys` has made: names of devices, and until when the server's certificate holds."""
+class CreatedKeys:
+    """What `make_keys` created: names of devices, and the end of the server certificate's validity."""
 
     devices: tuple[str, ...]
     until: datetime | None
 
 
-def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Made:
-    """Make what is missing: the authority, a server certificate, devices' keys. Existing keys stay.
+def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> CreatedKeys:
+    """Create what is missing: the authority, a server certificate, and devices' keys. Existing keys stay.
 
     Args:
-        folder: where; see the module.
-        hosts: names and addresses by which devices reach the server; given again, they replace the
-            server's certificate, and devices need nothing new.
-        devices: names of devices, in any mixture of old and new ones.
+        folder: for all keys; see the module.
+        hosts: names and addresses by which devices reach the server. If they are given again, they replace
+            the server's certificate, and devices need nothing new.
+        devices: names of devices, old and new ones in any mixture.
 
     Raises:
-        KeysError: a name can't be used, or what is there is damaged.
-        RunError: the folder can't be written.
+        KeysError: a name cannot be used, or existing files are damaged.
+        RunError: the folder cannot be written.
     """
-    problems = [f"{name!r} is no name of a device" for name in devices if not _NAME.fullmatch(name)]
-    problems += [f"{host!r} is no name of a host" for host in hosts if _general_name(host) is None]
+    problems = [f"{name!r} is not a valid name of a device" for name in devices if not _NAME.fullmatch(name)]
+    problems += [f"{host!r} is not a valid host name" for host in hosts if _general_name(host) is None]
     if problems:
-        raise KeysError("these keys can't be made:", problems, code="names-unusable")
+        raise KeysError("These keys cannot be created:", problems, code="names-unusable")
     server = folder / SERVER
     for each in (folder, server, server / DEVICES, folder / DEVICES):
         private_folder(each)
     key = _authority(folder)
     certificate = (server / AUTHORITY).read_bytes()
-    until = None
+    valid_until = None
     if hosts or not (server / CERTIFICATE).exists():
-        until = _certify(server, key, x509.load_pem_x509_certificate(certificate), hosts)
-    made = tuple(name for name in dict.fromkeys(devices) if _make_device(folder, name, certificate))
-    return Made(made, until)
+        valid_until = _certify(server, key, x509.load_pem_x509_certificate(certificate), hosts)
+    created = tuple(name for name in dict.fromkeys(devices) if _make_device(folder, name, certificate))
+    return CreatedKeys(created, valid_until)
 
 
 def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
-    """The authority's key, made with its certificate where there is none."""
+    """Return the authority's key; creates it with its certificate if there is none."""
     path = folder / AUTHORITY_KEY
     if path.exists() and (folder / SERVER / AUTHORITY).exists():
         return _key(path, load_pem_private_key)
     if path.exists() or (folder / SERVER / AUTHORITY).exists():
         raise KeysError(
-            f"{folder} can't be used:",
+            f"{folder} cannot be used:",
             [f"it has only one of {AUTHORITY_KEY} and {SERVER}/{AUTHORITY}"],
-            remedy="bring the other one back, or give another folder",
+            remedy="restore the other one, or give another folder",
             code="authority-incomplete",
         )
     key = ec.generate_private_key(ec.SECP256R1())
@@ -167,7 +170,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
 def _certify(
     server: Path, authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, hosts: Iterable[str]
 ) -> datetime:
-    """Make the server's certificate; until when it holds."""
+    """Create the server's certificate; returns the end of its validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     names = [name for host in dict.fromkeys([*hosts, *LOCAL]) if (name := _general_name(host))]
     certificate = (
@@ -187,7 +190,7 @@ def _certify(
 
 
 def _make_device(folder: Path, name: str, authority: bytes) -> bool:
-    """Make a device's key pair; False where it has one."""
+    """Create a device's key pair; False if it exists."""
     device = folder / DEVICES / name
     private_folder(device)
     public = folder / SERVER / DEVICES / f"{name}.pub"
@@ -224,7 +227,7 @@ def _named(name: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName | None:
-    """A host as certificates name it; None for what is no name of one."""
+    """Return a host as certificates name it; None if it is not a host name."""
     with suppress(ValueError):
         return x509.IPAddress(ip_address(host))
     return x509.DNSName(host) if _HOST.fullmatch(host) else None
@@ -235,47 +238,47 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
-    """Public keys of the devices that a server lets in, by name."""
+    """Read the public keys of admitted devices, by name."""
     keys: dict[str, ec.EllipticCurvePublicKey] = {}
     problems = []
     for path in sorted((server / DEVICES).glob("*.pub")):
         try:
             key = load_ssh_public_key(path.read_bytes())
             if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ValueError(_NO_CURVE)
+                raise ValueError(_NOT_ELLIPTIC)
             keys[path.stem] = key
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             problems.append(f"{path}: {error}")
     if problems:
         raise KeysError(
-            "keys of devices can't be used:",
+            "These keys of devices cannot be used:",
             problems,
-            remedy="`prge fleet keys` makes them",
+            remedy="create keys with `prge fleet keys`",
             code="key-unreadable",
         )
     return keys
 
 
 def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurvePrivateKey:
-    """The key of a file; raises KeysError for what is none."""
+    """Read the key in a file; raises KeysError if there is none."""
     warn_if_key_is_shared(path)
     try:
         key = load(path.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError(_NO_CURVE)
+            raise ValueError(_NOT_ELLIPTIC)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise KeysError(f"{path} can't be used:", [str(error)], code="key-unreadable") from None
+        raise KeysError(f"{path} cannot be used:", [str(error)], code="key-unreadable") from None
     return key
 
 
-def _files(folder: Path, names: Sequence[str], whose: str) -> list[Path]:
-    """Files of a folder of keys; raises KeysError where some are missing."""
+def _files(folder: Path, names: Sequence[str], owner: str) -> list[Path]:
+    """Return the paths of key files in a folder; raises KeysError if some are missing."""
     paths = [folder.absolute() / name for name in names]
-    if missing := [f"{path} is no file" for path in paths if not path.is_file()]:
+    if missing := [f"{path} does not exist" for path in paths if not path.is_file()]:
         raise KeysError(
-            f"these aren't a {whose}'s keys:",
+            f"These are not the keys of a {owner}:",
             missing,
-            remedy=f"`prge fleet keys` makes a folder for each {whose}",
+            remedy=f"`prge fleet keys` creates a folder for each {owner}",
             code="keys-missing",
         )
     return paths

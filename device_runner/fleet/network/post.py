@@ -1,8 +1,8 @@
-"""Tasks to devices and their answers, by Flower's store within this process.
+"""Sends tasks to devices and collects their replies, through Flower's store within this process.
 
-Flower's Grid asks its own server over HTTP and believes a message about what it answers. Here the store's
-record says which task an answer is to, what a device's message holds can't raise, and what isn't of the
-present round is deleted.
+Flower's Grid polls its own server over HTTP, and believes what a message says about the task that it answers.
+Here the store's records say which task a reply belongs to, the content of a device's message cannot raise
+errors, and messages of other rounds are deleted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from device_runner.fleet.network.flower import FleetState, FlowerReply, Push, Receipt
 from prge.errors import RunError, shown
 
-# For an answer that is made when its round ends, and may be asked for again.
+# For a reply that is being computed when its round ends: it still counts if the round is asked for again.
 _LATE_SECONDS = 600.0
-# A message with its records; Flower tries again where a connection breaks.
+# Objects of a message with its records; retries of Flower after a lost connection.
 _MOST_OBJECTS, _MOST_TRIES = 3, 8
 
 
 @dataclass
-class Sent:
-    """A task on its way: to which node, in which round, and how often an answer to it was begun."""
+class SentTask:
+    """A task that was sent.
+
+    Attributes:
+        node: of the device.
+        round: number of the round.
+        tries: how often a reply to it was begun.
+    """
 
     node: int
     round: int
@@ -30,50 +36,56 @@ class Sent:
 
 @dataclass(frozen=True)
 class NetworkReply:
-    """What came of a task: the device's bytes, or why there are none."""
+    """The outcome of a task.
 
-    sent: Sent
+    Attributes:
+        sent: the task.
+        content: the device's bytes; None if the task failed.
+        problem: why it failed.
+    """
+
+    sent: SentTask
     content: bytes | None
     problem: str = ""
 
 
-class Post:
-    """The messages of a run of Flower's; `allows` is for Flower's web application, in another thread."""
+class Mailbox:
+    """The messages of one Flower run; `allows` is called by Flower's web application in another thread."""
 
     def __init__(self, state: FleetState) -> None:
         self._state = state
         self._number = -1
-        self._out: dict[str, Sent] = {}
+        self._out: dict[str, SentTask] = {}
         self._begun: dict[str, FlowerReply] = {}
 
     def nodes(self) -> list[int]:
-        """Devices that are there."""
+        """Return the nodes of available devices."""
         return self._state.nodes()
 
     def begin(self, number: int) -> None:
-        """Keep nothing of other rounds than `number`."""
+        """Delete the messages of all rounds but `number`."""
         if number != self._number:
             self._number, self._out = number, {}
             self._begun.clear()
             self._state.clean()
 
-    def send(self, tasks: Mapping[int, bytes], number: int, seconds: float) -> list[Sent]:
-        """Send tasks of a round to devices' nodes; those that are on their way.
+    def send(self, tasks: Mapping[int, bytes], number: int, seconds: float) -> list[SentTask]:
+        """Send the tasks of a round to devices' nodes, and return those that were sent.
 
         Raises:
-            RunError: Flower has given the run up, as it does when this machine sleeps for a minute.
+            RunError: Flower has given the run up, as it does if this machine sleeps for a minute.
         """
         if not self._state.is_running():
             raise RunError(
-                "Flower has given the run up, as it does when this machine sleeps",
-                remedy="go on with it: prge fleet serve --resume FOLDER",
+                "Flower has given up the run, as it does when this machine sleeps.",
+                remedy="resume with `prge fleet serve --resume FOLDER`",
                 code="flower-stopped",
             )
-        out = [Sent(node, number) for node in tasks]
-        return [sent for sent in out if self._send(sent, tasks[sent.node], seconds + _LATE_SECONDS)]
+        sent_tasks = [SentTask(node, number) for node in tasks]
+        return [sent for sent in sent_tasks if self._send(sent, tasks[sent.node], seconds + _LATE_SECONDS)]
 
-    def _send(self, sent: Sent, task: bytes, seconds: float) -> bool:
-        """Send a task, which counts as sent before a device can ask for it; False if the device is gone."""
+    def _send(self, sent: SentTask, task: bytes, seconds: float) -> bool:
+        """Send a task, recording it before a device can ask for it; False if the device is gone."""
         names: list[str] = []
 
         def expect(name: str) -> None:
@@ -87,29 +99,29 @@ class Post:
         return False
 
     def replies(self) -> Iterator[NetworkReply]:
-        """What has come since it was last asked for."""
-        for answer in self._come(set(self._out) - set(self._begun)):
-            self._begun[answer.task] = answer
-        for name, answer in list(self._begun.items()):
-            failed = answer.problem is not None
-            content = None if failed else self._state.content(answer.name)
+        """Yield the replies that have arrived since the last call."""
+        for reply in self._read_replies(set(self._out) - set(self._begun)):
+            self._begun[reply.task] = reply
+        for name, reply in list(self._begun.items()):
+            failed = reply.problem is not None
+            content = None if failed else self._state.content(reply.name)
             if failed or content is not None:
                 del self._begun[name]
                 self._state.delete([name])
-                yield NetworkReply(self._out.pop(name), content, shown(answer.problem or ""))
+                yield NetworkReply(self._out.pop(name), content, shown(reply.problem or ""))
 
-    def _come(self, names: set[str]) -> list[FlowerReply]:
-        """Flower's records of answers; one that it fails over is deleted, for it would fail again."""
+    def _read_replies(self, names: set[str]) -> list[FlowerReply]:
+        """Read Flower's records of replies; deletes records that Flower fails on, as it would fail again."""
         try:
             return self._state.answers(names) if names else []
         except (LookupError, TypeError, ValueError):
             if len(names) > 1:
-                return [answer for name in names for answer in self._come({name})]
+                return [reply for name in names for reply in self._read_replies({name})]
             self._state.delete(names)
             return []
 
     def allows(self, change: Receipt | Push) -> bool:
-        """Whether a device may make this change: it may only answer its own tasks, each once."""
+        """Whether a device may make a change: it may only answer its own tasks, each once."""
         sent = self._out.get(change.task)
         if sent is None:
             return False

@@ -1,4 +1,4 @@
-"""A fleet's rounds over the network: tasks of a coordinator go out, answers come in until time is up."""
+"""Rounds of a fleet over the network: sends a coordinator's tasks, and collects replies until time is up."""
 
 from __future__ import annotations
 
@@ -6,57 +6,57 @@ import time
 from collections.abc import Callable, Mapping
 
 from device_runner.fleet.coordinator import Coordinator
-from device_runner.fleet.network.post import Post
+from device_runner.fleet.network.post import Mailbox
 
 POLL_SECONDS = 0.5
 
 
 def run_rounds(
-    post: Post, coordinator: Coordinator, devices: int, tell: Callable[[str], None] = print
+    mailbox: Mailbox, coordinator: Coordinator, devices: int, log: Callable[[str], None] = print
 ) -> None:
-    """Take a fleet's rounds, from the coordinator's next on to its last.
+    """Run a fleet's rounds, from the coordinator's next round to its last.
 
     Args:
-        post: carries messages to the devices.
-        coordinator: the fleet's.
-        devices: the first of these rounds waits until so many are there.
-        tell: takes a line about each round.
+        mailbox: carries messages to the devices.
+        coordinator: of the fleet.
+        devices: number of devices to wait for before the first of these rounds.
+        log: called with a line about each round.
     """
-    _await_devices(post, devices, tell)
+    _await_devices(mailbox, devices, log)
     while not coordinator.finished:
-        _await_devices(post, 1, tell)
-        tasks = coordinator.tasks(post.nodes())
+        _await_devices(mailbox, 1, log)
+        tasks = coordinator.tasks(mailbox.nodes())
         seconds = coordinator.flags.seconds
-        answers = _round(post, coordinator.round, tasks, seconds, tell) if tasks else {}
-        tell(str(coordinator.receive(answers)))
+        replies = _round(mailbox, coordinator.round, tasks, seconds, log) if tasks else {}
+        log(str(coordinator.receive(replies)))
 
 
-def _await_devices(post: Post, devices: int, tell: Callable[[str], None]) -> None:
-    told = -1
-    while (there := len(post.nodes())) < devices:
-        if there != told:
-            tell(f"{there} of {devices} devices are there")
-            told = there
+def _await_devices(mailbox: Mailbox, devices: int, log: Callable[[str], None]) -> None:
+    last_count = -1
+    while (count := len(mailbox.nodes())) < devices:
+        if count != last_count:
+            log(f"{count} of {devices} devices are connected")
+            last_count = count
         time.sleep(POLL_SECONDS)
 
 
 def _round(
-    post: Post, number: int, tasks: Mapping[int, bytes], seconds: float, tell: Callable[[str], None]
+    mailbox: Mailbox, number: int, tasks: Mapping[int, bytes], seconds: float, log: Callable[[str], None]
 ) -> dict[int, bytes]:
-    """Send tasks; the answers that come in time, by node."""
+    """Send tasks, and return the replies that arrive in time, by node."""
     deadline = time.monotonic() + seconds
-    post.begin(number)
-    waiting = {sent.node for sent in post.send(tasks, number, seconds)}
-    answers: dict[int, bytes] = {}
+    mailbox.begin(number)
+    waiting = {sent.node for sent in mailbox.send(tasks, number, seconds)}
+    replies: dict[int, bytes] = {}
     while True:
-        # A round that nobody answered is asked for again: an answer to the first asking is one.
-        for reply in post.replies():
+        # A round without enough results is asked for again, and late replies to the first tasks still count.
+        for reply in mailbox.replies():
             node = reply.sent.node
             waiting.discard(node)
             if reply.content is None:
-                tell(f"device {node} fails: {reply.problem}")
+                log(f"device {node} failed: {reply.problem}")
             else:
-                answers[node] = reply.content
+                replies[node] = reply.content
         if not waiting or time.monotonic() >= deadline:
-            return answers
+            return replies
         time.sleep(POLL_SECONDS)

@@ -1,8 +1,8 @@
-"""Flower's SuperLink within this process: the server that devices reach, and one run on it.
+"""Flower's SuperLink within this process: the server that devices connect to, and one run on it.
 
-Flower's own command `flower-superlink` is not used, because it gives everyone who reaches its port the right
-to start apps: it would run a stranger's code on the server and let strangers register devices. Here devices
-reach nothing but the Fleet API, through a `Admission`, and the run has no app: this process is its server.
+Flower's own command `flower-superlink` is not used, because it lets anyone who reaches its port start apps:
+it would run a stranger's code on the server, and let strangers register devices. Here devices reach only the
+Fleet API, through an `Admission`, and the run has no app: this process is its server.
 """
 
 from __future__ import annotations
@@ -17,78 +17,78 @@ from pathlib import Path
 
 import uvicorn
 
-from device_runner.fleet.network.admission import Admission, Listener, connections_for
+from device_runner.fleet.network.admission import Admission, Listener, make_connection_class
 from device_runner.fleet.network.flower import FleetState, encode_keys, fleet_application
 from device_runner.fleet.network.flower_files import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
-from device_runner.fleet.network.post import Post
+from device_runner.fleet.network.post import Mailbox
 from device_runner.serving.uvicorn_server import format_address, listening
 from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_END = 5.0
 _MOST_HEAD_BYTES = 1 << 14
-# Of files and sockets that this process may have open: half of them are connections at most.
+# Open files and sockets of this process; at most half of them are connections.
 _MOST_FILES = 1 << 13
 
 
 class SuperLink:
-    """A SuperLink that listens; `superlink` opens one."""
+    """A listening SuperLink; `superlink` opens one."""
 
-    def __init__(self, address: str, state: FleetState, post: Post) -> None:
+    def __init__(self, address: str, state: FleetState, mailbox: Mailbox) -> None:
         self.address = address
-        self._state, self._post = state, post
+        self._state, self._mailbox = state, mailbox
 
     def names(self) -> dict[int, str]:
-        """What registered devices are called, by the ids of their nodes."""
+        """Return the names of registered devices, by node id."""
         return self._state.names()
 
     @contextmanager
-    def run(self) -> Iterator[Post]:
-        """Start a run, and give what carries messages to the devices' nodes.
+    def run(self) -> Iterator[Mailbox]:
+        """Start a run, and yield what carries messages to the devices' nodes.
 
         Raises:
-            RunError: Flower doesn't start it.
+            RunError: Flower does not start the run.
         """
         with self._state.running():
-            yield self._post
+            yield self._mailbox
 
 
 @contextmanager
 def superlink(
     folder: Path, host: str, port: int, keys: ServerKeys | None, most_bytes: int = 1 << 20
 ) -> Iterator[SuperLink]:
-    """Listen at an address until the block ends; nodes and runs are kept within `folder`.
+    """Listen at an address until the block ends; nodes and runs are stored in `folder`.
 
     Args:
-        folder: the fleet's.
-        host, port: where devices reach it; port 0 is a free one.
-        keys: the server's; devices prove by theirs who they are. None: no encryption, and anyone may join.
-        most_bytes: of a device's answer.
+        folder: of the fleet.
+        host, port: address for the devices; port 0 is a free one.
+        keys: of the server and its devices; None: no encryption, and anyone may join.
+        most_bytes: of a device's reply.
 
     Raises:
-        RunError: the address can't be listened at, or Flower doesn't start.
+        RunError: the address cannot be listened at, or Flower does not start.
     """
     home = flower_home(folder)
     log_to(home / "superlink.log")
     with listening(host, port) as plain:
         state = FleetState(home / "superlink.db")
-        post, listener = Post(state), Listener(plain, _most_connections())
-        state.forget_runs()
+        mailbox, listener = Mailbox(state), Listener(plain, _most_connections())
+        state.delete_runs()
         with closing(sqlite3.connect(home / "superlink.db")) as database:
             database.execute("VACUUM")
         known = None
         if keys is not None:
             state.register(keys.devices)
             known = encode_keys(keys.devices.values())
-        application = fleet_application(state, keys is not None, post.allows)
-        door = Admission(application, listener, known, most_bytes)
-        with listener, _serving(door, listener, keys, most_bytes, home / "superlink.log"):
-            yield SuperLink(format_address(listener), state, post)
+        application = fleet_application(state, keys is not None, mailbox.allows)
+        admission = Admission(application, listener, known, most_bytes)
+        with listener, _serving(admission, listener, keys, most_bytes, home / "superlink.log"):
+            yield SuperLink(format_address(listener), state, mailbox)
 
 
 def _most_connections() -> int:
-    """How many connections of devices there may be, so that there is a file left for the fleet's own."""
+    """Return how many connections devices may have, so that files remain for the fleet itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -104,8 +104,8 @@ def _serving(
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=connections_for(most_bytes),
-            loop="asyncio",  # whose listeners are sockets of Python's
+            http=make_connection_class(most_bytes),
+            loop="asyncio",  # it accepts connections through Python's socket class, which Listener extends
             h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             ws="none",
             lifespan="off",
@@ -127,7 +127,7 @@ def _serving(
         while not server.started:
             if not thread.is_alive() or time.monotonic() > deadline:
                 raise RunError(
-                    "Flower's SuperLink doesn't start:\n  " + "\n  ".join(last_lines(log)),
+                    "Flower's SuperLink did not start:\n  " + "\n  ".join(last_lines(log)),
                     code="flower-not-started",
                 )
             time.sleep(0.05)

@@ -1,1 +1,1 @@
-"""Differential privacy of a device: noise, what it amounts to, and what was given away so far."""
+"""Differential privacy of a device: its noise, the resulting epsilon, and the ledger of past rounds."""

@@ -1,12 +1,12 @@
-"""The rounds that a device began and answered: what its privacy has cost follows from them.
+"""The ledger of the rounds that a device began and answered; the epsilon that it has spent follows from it.
 
-    {"kind": "begun", ...}     written and flushed before anything is computed for a round: it counts, however
-                               the round ends
-    {"kind": "answered", ...}  written and flushed after the answer's file, before the answer is sent
+    {"kind": "begun", ...}     written and flushed before anything is computed for a round: the round counts,
+                               however it ends
+    {"kind": "answered", ...}  written and flushed after the result's file, before the result is sent
 
-An answer exists at most once for a line `begun`: where the file of one that was answered is gone, the round
-is refused for ever; what was begun and not answered never left the device, and goes on. A round before the
-newest one of its agreement is refused. Nothing of this is forgotten with a fleet's folder.
+Each `begun` line has at most one result. If a round was answered and its file is gone, the round is refused
+forever; a round that was begun and not answered never left the device, and is resumed. Rounds before the
+newest one of their agreement are refused. Deleting a fleet's folder does not change the ledger.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from itertools import groupby
 from pathlib import Path
 
 from device_runner.fleet.messages import TaskRefusedError
-from device_runner.fleet.privacy.reported import COUNTED, exposure
+from device_runner.fleet.privacy.reported import EFFECTIVE_NOISE, max_participations
 from prge.formats.journal import Journal, Record
 from prge.training.privacy_accounting import epsilon_of
 
 BEGUN, ANSWERED = "begun", "answered"
-# A round of version 0.1.0, whose noise could be undone: it counts as one without.
-_OLD = "round"
-# The steps of an agreement that have these in common are one stretch of the rows' order.
-_STRETCH = ("rows", "data", "examples", "noise", "unit")
+# Rounds of version 0.1.0 count as rounds without noise, because their noise could be removed.
+_LEGACY_ROUND = "round"
+# Consecutive steps of an agreement with equal values of these share one pass order over the rows.
+_STRETCH_FIELDS = ("rows", "data", "examples", "noise", "unit")
 
 
 class Ledger:
-    """The ledger of one device; a torn last line is dropped.
+    """The ledger of one device; a truncated last line is dropped.
 
     Raises:
-        RunError: it is damaged, or can't be written.
+        RunError: the ledger is damaged, or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,13 +41,13 @@ class Ledger:
         return [record for record in self._journal.records if record["kind"] != ANSWERED]
 
     def line(self, agreement: str, number: int) -> Record | None:
-        """The line that a round was begun with; None of a new one.
+        """Return the `begun` line of a round; None for a new round.
 
         Raises:
             TaskRefusedError: a later round of the agreement was begun.
         """
-        ours = [record for record in self._begun if record["agreement"] == agreement]
-        newest = max(ours, key=lambda record: record["round"], default=None)
+        rounds = [record for record in self._begun if record["agreement"] == agreement]
+        newest = max(rounds, key=lambda record: record["round"], default=None)
         if newest is None or newest["round"] < number:
             return None
         if newest["round"] > number:
@@ -57,26 +57,26 @@ class Ledger:
         return newest
 
     def is_answered(self, line: Record) -> bool:
-        """Whether a round's answer may have been sent."""
-        return line["kind"] == _OLD or _answered(line) in self._journal.records
+        """Whether the result of a round may have been sent."""
+        return line["kind"] == _LEGACY_ROUND or _answered(line) in self._journal.records
 
     def begin(self, line: Record) -> None:
-        """Count a round; it is counted from here on, whatever happens."""
+        """Count a round; from here on it counts, whatever happens."""
         self._journal.append(line)
         self._journal.sync()
 
-    def answer(self, line: Record) -> None:
-        """Take note that an answer to a round exists, before it is sent."""
+    def mark_answered(self, line: Record) -> None:
+        """Record that the result of a round exists, before it is sent."""
         if not self.is_answered(line):
             self._journal.append(_answered(line))
             self._journal.sync()
 
     def begun_since(self, when: float) -> int:
-        """Rounds begun since a time, in seconds since the epoch."""
+        """Return the number of rounds begun since a time, in seconds since the epoch."""
         return sum(record["time"] > when for record in self._begun)
 
     def steps_before(self, agreement: str, number: int) -> int:
-        """Steps of an agreement's rounds before one: where in the rows' order it begins."""
+        """Return the steps of an agreement before a round: where the round begins in the rows' order."""
         return sum(
             record["steps"]
             for record in self._begun
@@ -84,32 +84,32 @@ class Ledger:
         )
 
     def privacy_epsilon(self, line: Record, delta: float, unit: str, whole: bool) -> float:
-        """What privacy has cost with all rounds that were begun, and `line`, which may be one of them.
+        """Return the epsilon of all rounds that were begun, and of `line`, which may be one of them.
 
-        Mechanisms that a server chooses by earlier answers add up like others: Smith and Thakurta 2022, arXiv
+        Mechanisms that a server chooses adaptively compose like others: Smith and Thakurta 2022, arXiv
         2210.17520.
 
         Args:
-            line: of the round to come.
+            line: of the present round.
             delta: of epsilon.
             unit: a row or the owner.
-            whole: count rounds without noise too, whose epsilon is infinite.
+            whole: also count rounds without noise, whose epsilon is infinite.
         """
         rounds = self._begun if line in self._begun else [*self._begun, line]
         parts = []
         for name in {record["agreement"] for record in rounds}:
-            ours = [record for record in rounds if record["agreement"] == name]
-            for (rows, _, examples, noise, by), stretch in groupby(
-                ours, lambda record: tuple(record.get(key) for key in _STRETCH)
+            agreement_rounds = [record for record in rounds if record["agreement"] == name]
+            for (rows, _, examples, noise, noise_unit), stretch in groupby(
+                agreement_rounds, lambda record: tuple(record.get(key) for key in _STRETCH_FIELDS)
             ):
                 steps = sum(record["steps"] for record in stretch)
-                if not noise or by is None:
+                if not noise or noise_unit is None:
                     parts += [(0.0, 1)] * whole
-                elif unit == by == "row":
-                    parts.append((COUNTED * noise, exposure(steps, examples, rows)))
+                elif unit == noise_unit == "row":
+                    parts.append((EFFECTIVE_NOISE * noise, max_participations(steps, examples, rows)))
                 else:
-                    # All rows together change a mean by as much as one does a sum.
-                    parts.append((COUNTED * noise / (examples if by == "row" else 1), steps))
+                    # All rows together change the mean as much as one row changes the sum.
+                    parts.append((EFFECTIVE_NOISE * noise / (examples if noise_unit == "row" else 1), steps))
         return epsilon_of(parts, delta)
 
 

@@ -1,21 +1,22 @@
-"""Local differential privacy: noise on what a device sends, and what it amounts to.
+"""Local differential privacy: the noise on what a device sends, and the epsilon that follows from it.
 
-Neighbours are two files of which one lacks what one row says: its part is replaced by nothing, wherever it
-comes. How many rows there are is public. With `--unit owner` one of them lacks what all rows say.
+Two files are neighbours if one lacks the contribution of one row: it is replaced by zeros wherever the row
+takes part. The number of rows is public. With `--unit owner`, one of the files lacks the contributions of all
+rows.
 
-A step's report is a sum over rows. Each row's part is clipped to a norm, cut toward zero to whole numbers of
-a public grid, and added up; so the sum is exact, and one row changes it by at most that norm. Discrete
-Gaussian noise of 2^20 grid units makes the step a mechanism; what is told follows from the noisy sum alone.
+A step's report is a sum over rows. Each row's contribution is clipped to a norm, truncated to integers on a
+public grid, and summed. The sum is therefore exact, and one row changes it by at most that norm. Discrete
+Gaussian noise of 2^20 grid units makes the step a mechanism; the report is a function of the noisy sum only.
 
-A device takes its rows in one order over and over, a step never has one twice: of n steps a row takes part
-in as many as there are passes over the rows, and no luck of sampling is counted. A text of several windows
-is one row: its windows take turns. prge/training/privacy_accounting.py tells what epsilon that is. For scalars of
-zeroth-order steps: DP-ZO, Tang et al. 2024, arXiv 2401.04343.
+A device cycles through its rows in one fixed order, and a step has no row twice. In n steps, a row therefore
+takes part as often as there are passes over the rows, and no amplification by sampling is claimed. A text of
+several windows is one row, whose windows take turns. prge/training/privacy_accounting.py computes epsilon.
+For projected gradients of zeroth-order steps: DP-ZO, Tang et al. 2024, arXiv 2401.04343.
 
-Why epsilon is that of continuous noise: normals of variance s^2 - 16, rounded to whole numbers at random by
-a discrete Gaussian of deviation 4, are the discrete Gaussian of deviation s but for a factor within 1e-130
-of 1 (Peikert 2010, "An efficient and parallel Gaussian sampler for lattices", theorem 3.1), and move along
-with the whole number that is hidden. So the noise tells at most what normals of that smaller variance do.
+Why the epsilon of continuous noise applies: a normal of variance s^2 - 16, rounded to an integer at random by
+a discrete Gaussian of deviation 4, equals the discrete Gaussian of deviation s up to a factor within 1e-130
+of 1 (Peikert 2010, "An efficient and parallel Gaussian sampler for lattices", theorem 3.1), and both shift
+with the hidden integer. The noise therefore reveals at most what a normal of that smaller variance reveals.
 """
 
 from __future__ import annotations
@@ -35,60 +36,60 @@ from prge.engine import Engine, Float64Array, FloatArray
 from prge.model_spec import AdaptedModule
 from prge.training.estimators.protocol import Estimator, Measurement, Step
 
-SPENT = "privacy_epsilon would be"
+BUDGET_EXCEEDED = "privacy_epsilon would be"
 GRID_BITS = 20
-# The deviation of the normals above, as a share of the noise.
-COUNTED = math.sqrt(1 - 16 / 4.0**GRID_BITS)
-# Norms and quotients are rounded by less.
+# Standard deviation of the normal above, relative to that of the noise.
+EFFECTIVE_NOISE = math.sqrt(1 - 16 / 4.0**GRID_BITS)
+# Bound on the rounding errors of norms and quotients.
 _ROUNDING = 1e-9
 Whole = NDArray[np.int64]
-Draw = Callable[[int], Whole]
-system_noise: Draw = partial(discrete_gaussian, GRID_BITS)
+NoiseSampler = Callable[[int], Whole]
+system_noise: NoiseSampler = partial(discrete_gaussian, GRID_BITS)
 
 
 def part_norm(plan: Plan) -> float:
-    """Largest norm of an example's part in a step's sum.
+    """Return the largest norm of an example's contribution to a step's sum.
 
-    The clipped root mean square of an example's scalars over q queries is at most `clip`, so their norm is
-    clip * sqrt(q); an exact gradient's norm is at most `clip`.
+    The root mean square of an example's projected gradients over q queries is clipped to `clip`, so their
+    norm is at most clip * sqrt(q); an exact gradient's norm is at most `clip`.
     """
     return plan.clip * math.sqrt(plan.queries) if plan.sends_projected_gradients else plan.clip
 
 
 def sensitivity(plan: Plan) -> float:
-    """How far the unit, a row or all that the owner has, can change a step's mean over examples."""
+    """Return how far the unit (a row, or all rows of the owner) can change a step's mean over examples."""
     return part_norm(plan) / (1 if plan.unit == "owner" else plan.examples)
 
 
 def grid(plan: Plan) -> float:
-    """What one whole number stands for in a step's sum: noise has 2^20 of it."""
+    """Return the size of one grid unit in a step's sum: the noise has 2^20 of it."""
     return plan.noise * sensitivity(plan) * plan.examples / 2**GRID_BITS
 
 
 def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
-    """Sum of examples' parts on a grid, i64 [n]; each changes it by at most norm / unit, whatever it is.
+    """Sum examples' contributions on a grid, i64 [n]; each example changes the sum by at most norm / unit.
 
     Args:
-        parts: f64 [examples, n]; one with a value that isn't finite counts as nothing.
-        norm: which longer parts are shortened to.
+        parts: f64 [examples, n]; an example with a value that is not finite contributes nothing.
+        norm: to which longer contributions are clipped.
         unit: of the grid.
     """
     parts = np.where(np.isfinite(parts).all(1, keepdims=True), parts, 0.0)
     with np.errstate(over="ignore"):
         sizes = np.sqrt((parts * parts).sum(1, keepdims=True))
-    short = parts * (norm * (1 - _ROUNDING) / np.maximum(sizes, norm))
-    return np.trunc(short / unit).astype(np.int64).sum(0)
+    clipped = parts * (norm * (1 - _ROUNDING) / np.maximum(sizes, norm))
+    return np.trunc(clipped / unit).astype(np.int64).sum(0)
 
 
 class ReportingEstimator:
-    """Implements Estimator: measures what a device reports, and so follows exactly that itself.
+    """Implements Estimator: measures exactly what a device reports, so that the device follows its report.
 
-    Scalars of one direction for all examples become their mean; noise is added where the plan has it, and the
-    loss is left out then, for it would say what the noise hides; scalars are rounded to the float32 of a
-    message.
+    Projected gradients that share one direction are averaged over examples. With noise in the plan, noise is
+    added and the loss is omitted, because it would reveal what the noise hides. Projected gradients are
+    rounded to the float32 of a message.
     """
 
-    def __init__(self, inner: Estimator, plan: Plan, draw: Draw = system_noise) -> None:
+    def __init__(self, inner: Estimator, plan: Plan, draw: NoiseSampler = system_noise) -> None:
         self._inner = inner
         self._plan = plan
         self._draw = draw
@@ -106,10 +107,10 @@ class ReportingEstimator:
         return _told(measured, scalars)
 
     def _with_noise(self, engine: Engine, step: Step) -> Measurement:
-        """Whatever the rows are, nothing but the noisy sum leaves this, not even a refusal."""
+        """Measure with noise; whatever the rows are, only the noisy sum leaves here, not even a refusal."""
         plan, unit = self._plan, grid(self._plan)
         total: Any = 0
-        # An exact gradient is an example's where there is no other.
+        # The exact gradient of one example needs a call of its own.
         groups = (
             [step.examples] if plan.sends_projected_gradients else [[example] for example in step.examples]
         )
@@ -117,7 +118,7 @@ class ReportingEstimator:
             with np.errstate(all="ignore"):
                 measured = self._inner.measure(engine, replace(step, examples=examples))
             derivatives: Float64Array = np.asarray(measured.derivatives, np.float64)
-            # Scalars are [queries, examples], or [queries] of one example as a gradient is [size].
+            # [queries, examples]; or of one example: [queries], or a gradient [size].
             parts = derivatives.T if derivatives.ndim == 2 else derivatives[None]
             total = total + whole_sum(parts, part_norm(plan), unit)
         noisy: Float64Array = (total + self._draw(parts.shape[1])) * (unit / plan.examples)
@@ -138,14 +139,14 @@ def _told(measured: Measurement, scalars: Float64Array) -> Measurement:
         return replace(measured, projected_gradients=scalars.astype(np.float32).astype(np.float64))
 
 
-def spent(epsilon: float, bound: float) -> str:
-    """Why a device takes no part any more; empty while it may spend more. A bound of 0 is none."""
+def budget_refusal(epsilon: float, bound: float) -> str:
+    """Return why the privacy budget forbids a round; empty if it does not. A bound of 0 means no bound."""
     if not bound or epsilon <= bound:
         return ""
-    why = ", for earlier rounds had no noise" if math.isinf(epsilon) else ""
-    return f"{SPENT} {epsilon:.3g} after this round{why}, at most {bound:g} is allowed"
+    why = ", because earlier rounds had no noise" if math.isinf(epsilon) else ""
+    return f"{BUDGET_EXCEEDED} {epsilon:.3g} after this round{why}, but at most {bound:g} is allowed"
 
 
-def exposure(steps: int, examples: int, rows: int) -> int:
-    """In how many of a device's steps one after another a row takes part at most; `examples` <= `rows`."""
+def max_participations(steps: int, examples: int, rows: int) -> int:
+    """Return in how many consecutive steps of a device a row takes part at most; `examples` <= `rows`."""
     return -(-steps * examples // rows)

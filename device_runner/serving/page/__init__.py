@@ -1,1 +1,1 @@
-"""The server's own page: a person talks to its models there, and looks at runs while they go on."""
+"""The server's web page: chat with its models, and watch training runs."""

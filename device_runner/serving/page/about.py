@@ -1,4 +1,4 @@
-"""What a page tells of models: the bundle, and of each adapter where it is from and how it was trained."""
+"""What the page shows about models: the bundle, and each adapter's origin and training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prge.formats.peft import find_adapter, find_run
 from prge.formats.run_folder import CONFIG, SUMMARY
 
 _LONGEST, _MOST = 200, 1e300
-# Of a run's settings: how it was trained. `train` is a file, of which the name is told.
+# Settings of a run that the page shows; of the path `train`, only the file name.
 _SETTINGS = ("estimator", "objective", "optimizer", "learning_rate", "train")
 
 
 def describe_bundle(bundle: Bundle) -> Json:
-    """Model, weights and size of a bundle, by names of the page's texts."""
+    """Return model, weights and size of a bundle, by names of the page's texts."""
     model = mapping(bundle.manifest.get("model"))
-    told = {
+    facts = {
         "bundle": bundle.folder.resolve().name,
         "base_model": _name(model.get("name_or_path")),
         "architecture": model.get("architecture"),
@@ -32,45 +32,47 @@ def describe_bundle(bundle: Bundle) -> Json:
         "weights": bundle.quantization or "fp32",
         "hash": bundle.sha256[:16],
     }
-    return _known(told)
+    return _showable(facts)
 
 
 def describe_adapter(source: Path) -> Json:
-    """Where an adapter is from and how it was trained, as far as its folder and its run's tell.
+    """Return where an adapter comes from and how it was trained, as far as its folder and its run say.
 
     Args:
-        source: what `prge.formats.peft.find_adapter` takes.
+        source: anything that `prge.formats.peft.find_adapter` accepts.
     """
     with suppress(PrgeError):
         folder = find_adapter(source)
         config = mapping(_document(folder / PEFT))
-        told = {"adapter": folder.resolve().name, "rank": config.get("r"), "alpha": config.get("lora_alpha")}
+        facts = {"adapter": folder.resolve().name, "rank": config.get("r"), "alpha": config.get("lora_alpha")}
         if (run := find_run(folder)) is not None:
-            told |= {"adapter": run.name, **about_run(run)}
-        return _known(told)
+            facts |= {"adapter": run.name, **describe_run(run)}
+        return _showable(facts)
     return {}
 
 
-def about_run(run: Path) -> Json:
-    """How a run was trained and what came out, as its folder tells."""
+def describe_run(run: Path) -> Json:
+    """Return how a run was trained and its result, from the run's folder."""
     settings, summary = mapping(_document(run / CONFIG)), mapping(_document(run / SUMMARY))
-    ran, trained = mapping(summary.get("run")), mapping(summary.get("train"))
-    told = {name: settings.get(name) for name in _SETTINGS}
-    told |= {
-        "estimator": told["estimator"] or ran.get("method"),
-        "train": _name(told["train"]),
-        "base_model": _name(mapping(ran.get("model")).get("name_or_path")),
-        "weights": mapping(ran.get("quantization")).get("scheme"),
-        "steps_taken": trained.get("final_step") or trained.get("steps"),
-        "training_rows": trained.get("training_rows"),
-        "seconds": trained.get("seconds"),
-        "best": _score(mapping(trained.get("best"))),
+    run_facts, result = mapping(summary.get("run")), mapping(summary.get("train"))
+    facts = {name: settings.get(name) for name in _SETTINGS}
+    facts |= {
+        "estimator": facts["estimator"] or run_facts.get("method"),
+        "train": _name(facts["train"]),
+        "base_model": _name(mapping(run_facts.get("model")).get("name_or_path")),
+        "weights": mapping(run_facts.get("quantization")).get("scheme"),
+        "steps_taken": result.get("final_step") or result.get("steps"),
+        "training_rows": result.get("training_rows"),
+        "seconds": result.get("seconds"),
+        "best": _score(mapping(result.get("best"))),
     }
-    return _known(told)
+    return _showable(facts)
 
 
 def _document(path: Path) -> Any:
-    if path.name != PEFT and path.is_symlink():  # to a file of this machine, perhaps; PEFT's may be a cache's
+    if (
+        path.name != PEFT and path.is_symlink()
+    ):  # may lead to any file; PEFT's may be a link of the hub's cache
         return None
     try:
         return read_yaml(path) if path.suffix == ".yaml" else read_json(path)
@@ -79,9 +81,9 @@ def _document(path: Path) -> Any:
 
 
 def _name(path: Any) -> str | None:
-    """The end of a path, which tells nothing of the machine's folders; names of the hub stay as they are.
+    """Return the last part of a path, which reveals no folders of the machine; hub names are unchanged.
 
-    Of several paths, their ends.
+    Of several paths, returns their last parts.
     """
     if isinstance(path, list):
         return ", ".join(filter(None, map(_name, path)))
@@ -91,17 +93,17 @@ def _name(path: Any) -> str | None:
 
 
 def _score(record: Mapping[str, Any]) -> str | None:
-    """The metric of an evaluation with its name."""
+    """Format the metric of an evaluation with its name."""
     with suppress(KeyError, TypeError, ValueError):
         name, value = score_of(record)
         return f"{name.replace('_', ' ')} {value:.4g}"
     return None
 
 
-def _known(told: Mapping[str, Any]) -> Json:
-    """Texts and numbers of it."""
+def _showable(facts: Mapping[str, Any]) -> Json:
+    """Return the strings and numbers that the page can show."""
     return {
         name: printable(shortened(value, _LONGEST)) if isinstance(value, str) else value
-        for name, value in told.items()
+        for name, value in facts.items()
         if (isinstance(value, str) and value) or (isinstance(value, int | float) and abs(value) < _MOST)
     }

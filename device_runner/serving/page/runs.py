@@ -1,7 +1,7 @@
-"""Runs of a folder: which there are, how each goes on as a stream of events, and stopping one.
+"""The runs below a folder: list them, stream their progress as events, and stop them.
 
-Names of runs are paths below the folder, in Unicode. What lies elsewhere, by a name or by a link, isn't
-there.
+Names of runs are paths below the folder, as Unicode text. Anything outside the folder, by name or by a link,
+does not exist.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from device_runner.serving.page.static import words_of
-from device_runner.serving.page.stopping import ask_to_stop, state_of
-from device_runner.serving.page.tail import Followed, stamp_of
+from device_runner.serving.page.static import translator
+from device_runner.serving.page.stopping import ask_to_stop, process_state
+from device_runner.serving.page.tail import RunFollower, file_stamp
 from device_runner.serving.protocol import Json, RequestError
 from device_runner.session.sensors import Sensors
 from prge.errors import RunError, printable, shown
@@ -38,7 +38,7 @@ from prge.formats.run_folder import (
 MOST_RUNS, MOST_ENTRIES, DEEPEST = 200, 10_000, 5
 MOST_STREAMS = 16
 SECONDS, SECONDS_TO_CATCH_UP = 1.0, 0.2
-# Between two lines of a stream: who has left is noticed by one that can't be sent.
+# Longest silence of a stream: a line that cannot be sent shows that the client is gone.
 SECONDS_OF_SILENCE = 10.0
 _MARKS = (JOURNAL, METRICS, SUMMARY)
 _SECONDS_OF_TEMPERATURE = 10.0
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class Runs:
-    """The runs below a folder, or the one that it is; asked by one event loop, looked at by one thread.
+    """The runs below a folder, or the one run that it is; called by one event loop, reads in one thread.
 
     Args:
         root: the folder.
@@ -58,72 +58,74 @@ class Runs:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise RunError(
-                f"{root} is no folder",
-                remedy="give a run, or a folder with runs in it",
+                f"{root} is not a folder.",
+                remedy="give a run, or a folder with runs",
                 code="folder-missing",
             )
         self._root = root.resolve()
         self._thread = ThreadPoolExecutor(1, "runs")
         self._sensors = Sensors()
         self._temperature: tuple[float, float | None] = (0.0, None)
-        # By folder; with how many streams tell of it.
-        self._followed: dict[Path, tuple[Followed, int]] = {}
+        # Followed runs by folder, with their numbers of streams.
+        self._followed: dict[Path, tuple[RunFollower, int]] = {}
         self._asked: set[tuple[Path, int]] = set()
-        # What run.json told when it was written so.
-        self._told_statuses: dict[Path, tuple[object, object]] = {}
+        # Status by folder, with the stamp of the run.json that it was read from.
+        self._statuses: dict[Path, tuple[object, object]] = {}
         self._closed = False
 
     def close(self) -> None:
         """End all streams soon."""
         self._closed = True
 
-    async def listed(self) -> Json:
-        """All runs, the newest first; `cut` where there are more than are looked for."""
-        return await self._apart(self._list)
+    async def list_runs(self) -> Json:
+        """Return all runs, the newest first; `cut` says whether there are more than the limit."""
+        return await self._run_in_thread(self._list)
 
-    def at(self, name: str) -> Path:
-        """The folder of a run by its name; raises RequestError."""
-        folder = self._found(self._root / name)
+    def folder_of(self, name: str) -> Path:
+        """Return the folder of a run by its name; raises RequestError if there is none."""
+        folder = self._resolve_run(self._root / name)
         if folder is None:
             raise RequestError(404, f"there is no run {shown(name)}", param="run", code="run_not_found")
         return folder
 
     async def stop(self, name: str) -> None:
-        """Ask a run to end after its step; raises RequestError where that can't be."""
-        await self._apart(lambda: self._stop(name))
+        """Ask a run to stop after its step; raises RequestError if it cannot be asked."""
+        await self._run_in_thread(lambda: self._stop(name))
 
     def _stop(self, name: str) -> None:
-        folder = self.at(name)
-        is_running, process = state_of(folder)
+        folder = self.folder_of(name)
+        is_running, process = process_state(folder)
         problem = ""
         if not is_running:
-            problem = "isn't running"
+            problem = "is not running"
         elif process is None:
-            problem = "can't be stopped from here: press Ctrl-C where it runs"
+            problem = "cannot be stopped from here: press Ctrl-C in its terminal"
         elif (folder, process) in self._asked:
-            # A second signal would end the run at once.
-            problem = "was asked before, and ends after its step"
+            # A second signal would end the run at once, in the middle of a step.
+            problem = "was already asked to stop, and stops after its step"
         elif _status(folder) != "running":
-            # A signal would end it before there is anything to go on from.
-            problem = "takes no step yet: try again later"
+            # A signal would end the run before there is a checkpoint to resume from.
+            problem = "has not started its first step: try again later"
         elif not ask_to_stop(process):
-            problem = "isn't running"
+            problem = "is not running"
         if problem or process is None:
             raise RequestError(409, f"{name} {problem}", param="run", code="run_not_stopped")
         self._asked.add((folder, process))
 
     async def follow(self, name: str, language: str) -> tuple[AsyncIterator[str], Callable[[], None]]:
-        """Events that tell of a run whenever something is new, and what to call when nobody reads them.
+        """Return a stream of a run's progress as events, and a function to call when nobody reads it.
 
         Raises:
             RequestError: there is no such run, or there are too many streams.
         """
-        folder = await self._apart(lambda: self.at(name))
+        folder = await self._run_in_thread(lambda: self.folder_of(name))
         if sum(users for _, users in self._followed.values()) >= MOST_STREAMS:
             raise RequestError(
-                429, f"at most {MOST_STREAMS} pages look at runs at once: close one", kind="rate_limit_error"
+                429,
+                f"at most {MOST_STREAMS} pages can watch runs at once: close one",
+                error_type="rate_limit_error",
             )
-        followed, users = self._followed.get(folder) or (Followed(folder, self._celsius), 0)
+        followed, users = self._followed.get(folder) or (RunFollower(folder, self._celsius), 0)
         self._followed[folder] = followed, users + 1
 
         def leave() -> None:
@@ -133,38 +135,38 @@ class Runs:
 
         return self._events(followed, language), leave
 
-    async def _events(self, followed: Followed, language: str) -> AsyncIterator[str]:
-        def look() -> str:
-            # The folder may have gone since, or be a link by now.
-            is_there = self._found(followed.folder) == followed.folder
-            return json.dumps(followed.told(language, words_of(language))) if is_there else ""
+    async def _events(self, followed: RunFollower, language: str) -> AsyncIterator[str]:
+        def read_snapshot() -> str:
+            # The folder may have been deleted or replaced by a link.
+            is_there = self._resolve_run(followed.folder) == followed.folder
+            return json.dumps(followed.snapshot(language, translator(language))) if is_there else ""
 
-        before, told_at = "", time.monotonic()
+        sent, sent_at = "", time.monotonic()
         while not self._closed:
-            told = await self._apart(look)
-            if not told:
+            snapshot = await self._run_in_thread(read_snapshot)
+            if not snapshot:
                 return
-            if told != before:
-                before, told_at = told, time.monotonic()
-                yield f"data: {told}\n\n"
-            elif time.monotonic() - told_at > SECONDS_OF_SILENCE:
-                told_at = time.monotonic()
+            if snapshot != sent:
+                sent, sent_at = snapshot, time.monotonic()
+                yield f"data: {snapshot}\n\n"
+            elif time.monotonic() - sent_at > SECONDS_OF_SILENCE:
+                sent_at = time.monotonic()
                 yield ": nothing new\n\n"
             await asyncio.sleep(SECONDS_TO_CATCH_UP if followed.has_more else SECONDS)
 
-    def _found(self, path: Path) -> Path | None:
-        """The folder of a run that a path leads to, below the root."""
+    def _resolve_run(self, path: Path) -> Path | None:
+        """Return the run's folder that a path leads to, if it is below the root."""
         with suppress(OSError, ValueError, RuntimeError):
             folder = path.resolve()
             if folder.is_relative_to(self._root) and _is_run(folder):
                 return folder
         return None
 
-    async def _apart(self, work: Callable[[], _T]) -> _T:
+    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _celsius(self) -> float | None:
-        """Temperature of this machine; asking a phone takes a while."""
+        """Return the temperature of this machine; cached, because reading it may take a while."""
         read_at, value = self._temperature
         if not read_at or time.monotonic() - read_at > _SECONDS_OF_TEMPERATURE:
             reading = self._sensors.temperature().value
@@ -174,20 +176,20 @@ class Runs:
 
     def _list(self) -> Json:
         entries = [MOST_ENTRIES]
-        found = sorted(_runs_in(self._root, DEEPEST, entries), key=_written, reverse=True)
-        told = [self._told(folder) for folder in found[:MOST_RUNS]]
-        self._told_statuses = {folder: self._told_statuses[folder] for folder in found[:MOST_RUNS]}
-        is_cut = len(found) > MOST_RUNS or entries[0] <= 0
-        return {"object": "list", "data": told, "cut": is_cut}
+        folders = sorted(_runs_in(self._root, DEEPEST, entries), key=_written, reverse=True)
+        listed_runs = [self._describe(folder) for folder in folders[:MOST_RUNS]]
+        self._statuses = {folder: self._statuses[folder] for folder in folders[:MOST_RUNS]}
+        is_cut = len(folders) > MOST_RUNS or entries[0] <= 0
+        return {"object": "list", "data": listed_runs, "cut": is_cut}
 
-    def _told(self, folder: Path) -> Record:
+    def _describe(self, folder: Path) -> Record:
         name = folder.relative_to(self._root).as_posix()
-        stamp = stamp_of(folder / SUMMARY)
-        read_at, status = self._told_statuses.get(folder, (None, None))
+        stamp = file_stamp(folder / SUMMARY)
+        read_at, status = self._statuses.get(folder, (None, None))
         if stamp is None or stamp != read_at:
             status = _status(folder)
-        self._told_statuses[folder] = stamp, status
-        is_running, _ = state_of(folder)
+        self._statuses[folder] = stamp, status
+        is_running, _ = process_state(folder)
         ended = "killed" if status in (None, "running") else str(status)[:40]
         return {
             "run": name,
@@ -197,7 +199,13 @@ class Runs:
 
 
 def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
-    """Runs below a folder, which is one itself or none; `entries` is how many are looked at still."""
+    """Yield runs below a folder, or the folder itself.
+
+    Args:
+        folder: to search.
+        depth: levels of folders below it.
+        entries: one number that counts down the entries that may still be visited.
+    """
     if _is_run(folder):
         yield folder
         return
@@ -210,7 +218,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
         entries[0] -= 1
         if entries[0] <= 0:
             return
-        # By bytes that are no text no browser could ask.
+        # A browser cannot ask for a name that is not valid Unicode.
         is_text = entry.name == entry.name.encode(errors="ignore").decode()
         is_other = entry.name.startswith(".") or entry.name in (CHECKPOINTS, FINAL)
         if depth and is_text and not is_other:
@@ -218,13 +226,13 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, and none of its files is a link, which may lead elsewhere."""
+    """Whether a folder is a run's, and none of its files is a link, which could lead elsewhere."""
     is_linked = any((folder / name).is_symlink() for name in (*_MARKS, CONFIG, LOCK, SAMPLES))
     return not is_linked and any((folder / name).is_file() for name in _MARKS)
 
 
 def _status(folder: Path) -> object:
-    """What a run's summary says of how it stands; None without one."""
+    """Return the status in a run's summary; None without one."""
     try:
         return mapping(mapping(read_json(folder / SUMMARY)).get("run")).get("status")
     except (OSError, DocumentError):
@@ -232,7 +240,7 @@ def _status(folder: Path) -> object:
 
 
 def _written(folder: Path) -> float:
-    """When something of a run was written last."""
+    """Return when a run was last written."""
     times = [0.0]
     for name in _MARKS:
         try:

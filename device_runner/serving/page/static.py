@@ -1,7 +1,7 @@
-"""The page's files as a browser gets them, and the one table of its texts.
+"""The page's files, and the table of its texts.
 
-preact.js is preact 10 with htm, preact/standalone.module.js of npm's package htm 3.1.1; their licences lie
-beside it. No other file comes from elsewhere, and none is made from another.
+preact.js is preact 10 with htm, preact/standalone.module.js of npm's package htm 3.1.1; their licences are
+next to it. All other files are prge's own, and none is generated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TYPES = {
 }
 
 
-def file_named(name: str) -> Response:
-    """One of the page's files; raises RequestError."""
+def page_file(name: str) -> Response:
+    """Return one of the page's files as a response; raises RequestError if there is none."""
     if name not in _names():
         raise RequestError(404, f"the page has no file {shown(name)}")
     path = FOLDER / name
@@ -36,13 +36,13 @@ def file_named(name: str) -> Response:
     return Response(path.read_bytes(), headers=headers, media_type=_TYPES[path.suffix])
 
 
-def words_of(language: str) -> Callable[[str], str]:
-    """Says an English word of a picture in a language of the page, or as it is."""
+def translator(language: str) -> Callable[[str], str]:
+    """Return a function that translates English words of a chart into a language of the page."""
     table = _texts()
     if language == "en" or language not in table:
         return str
-    said = {text: table[language][name] for name, text in table["en"].items()}
-    return lambda text: said.get(text, text)
+    translations = {text: table[language][name] for name, text in table["en"].items()}
+    return lambda text: translations.get(text, text)
 
 
 @lru_cache(maxsize=1)
@@ -52,6 +52,6 @@ def _names() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _texts() -> dict[str, dict[str, str]]:
-    """Texts by language and name."""
+    """Return the texts by language and name."""
     table: dict[str, dict[str, str]] = json.loads((FOLDER / TEXTS).read_text(encoding="utf-8"))
     return table

@@ -1,7 +1,7 @@
-"""Whether a run goes on, in which process, and asking that process to stop after its step.
+"""Whether a run is running, in which process, and how to ask that process to stop after its step.
 
-A run's lock names its process, but whoever can write the folder can write another there. So a signal goes
-only to a process that has the lock open itself.
+A run's lock names its process, but anyone who can write the folder can write another number. A signal is
+therefore sent only to a process that has the lock open itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from prge.system.regular_files import open_regular
 PROCESSES = Path("/proc")
 
 
-def state_of(folder: Path) -> tuple[bool, int | None]:
-    """Whether a process holds a run folder, and which one, where this process may know and signal it."""
+def process_state(folder: Path) -> tuple[bool, int | None]:
+    """Return whether a process holds a run folder, and its id if this process may know and signal it."""
     try:
         with open_regular(folder / LOCK, "rb") as stream:
             process = int(stream.read(20))
@@ -27,7 +27,7 @@ def state_of(folder: Path) -> tuple[bool, int | None]:
     try:
         opened = list((PROCESSES / str(process) / "fd").iterdir())
     except FileNotFoundError:
-        # Ended; unless nothing is told of any process here.
+        # The process has ended, unless this system has no /proc.
         return not (PROCESSES / "self").exists() and is_held(folder), None
     except OSError:
         return is_held(folder), None
@@ -36,7 +36,7 @@ def state_of(folder: Path) -> tuple[bool, int | None]:
 
 
 def ask_to_stop(process: int) -> bool:
-    """Ask a run's process to end after its step; whether it is there."""
+    """Ask a run's process to stop after its step; returns whether the process exists."""
     try:
         os.kill(process, signal.SIGTERM)
     except OSError:

@@ -1,4 +1,4 @@
-"""A run as it goes on: its files read from where the last look ended, within bounds whatever they hold.
+"""A run in progress: reads its files from where the last read ended, within bounds whatever they hold.
 
 new lines of metrics.jsonl and samples.jsonl -> records, thinned -> RunFacts -> what the page shows
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from device_runner.reporting.content import curves, prompt_text
 from device_runner.reporting.run_reader import RunFacts, collect_run_facts
-from device_runner.serving.page.about import about_run
-from device_runner.serving.page.stopping import PROCESSES, state_of
+from device_runner.serving.page.about import describe_run
+from device_runner.serving.page.stopping import PROCESSES, process_state
 from device_runner.serving.protocol import Json
 from device_runner.session.samples import sample_record
 from prge.errors import shortened
@@ -25,17 +25,17 @@ from prge.formats.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, Record, m
 from prge.system.memory import resident_bytes
 from prge.system.regular_files import open_regular
 
-# Read at one look, and the longest line that can be a record.
+# Bytes per read, which also bounds the length of a record's line.
 MOST_BYTES = 4 << 20
-# Records of an event that are kept; of more every second one, then every fourth, ...
+# Records of an event that are kept; if there are more, every second one, then every fourth, ...
 MOST_RECORDS = 4096
 MOST_PROMPTS, MOST_ANSWERS, LONGEST_TEXT = 20, 4, 2000
-# Steps that the time left is reckoned by.
+# Steps by which the remaining time is estimated.
 _RECENT = 32
 
 
-class Lines:
-    """Whole lines of a file that grows: those since the last look, or all where it was written anew."""
+class LineReader:
+    """Reads whole lines of a growing file: those since the last read, or all if the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,25 +43,25 @@ class Lines:
         self.has_more = False
 
     def new(self) -> tuple[bool, list[bytes]]:
-        """Whether the file begins anew, and its next lines; none of what is no regular file."""
+        """Return whether the file was replaced, and its next lines; no lines if it is not a regular file."""
         try:
             with open_regular(self._path, "rb") as stream:
                 facts = os.fstat(stream.fileno())
-                is_anew = facts.st_ino != self._file or facts.st_size < self._offset
-                self._file, self._offset = facts.st_ino, 0 if is_anew else self._offset
+                is_replaced = facts.st_ino != self._file or facts.st_size < self._offset
+                self._file, self._offset = facts.st_ino, 0 if is_replaced else self._offset
                 stream.seek(self._offset)
                 content = stream.read(MOST_BYTES)
         except OSError:
             return False, []
         self.has_more = len(content) == MOST_BYTES
-        # A line without an end is left for the next look, unless no record is so long.
+        # An incomplete line is left for the next read, unless it is longer than any record.
         end = content.rfind(b"\n") + 1 or (len(content) if self.has_more else 0)
         self._offset += end
-        return is_anew, content[:end].splitlines(keepends=True)
+        return is_replaced, content[:end].splitlines(keepends=True)
 
 
-class Thinned:
-    """Records in order, evenly thinned where they are many; the newest one is always there."""
+class ThinnedRecords:
+    """Records in order, thinned evenly if there are many; always includes the newest one."""
 
     def __init__(self) -> None:
         self._kept: list[Record] = []
@@ -69,7 +69,7 @@ class Thinned:
         self._count, self._stride = 0, 1
 
     def add(self, record: Record) -> None:
-        """Add the next one."""
+        """Add the next record."""
         self._newest = record
         if self._count % self._stride == 0:
             self._kept.append(record)
@@ -79,23 +79,23 @@ class Thinned:
 
     @property
     def records(self) -> list[Record]:
-        """What is kept, the oldest first."""
+        """The kept records, the oldest first."""
         is_kept = self._newest is None or self._kept[-1] is self._newest
         return self._kept if is_kept else [*self._kept, self._newest or {}]
 
 
-class Followed:
-    """A run that is looked at again and again, by one thread.
+class RunFollower:
+    """A run that is read again and again, by one thread.
 
     Args:
         folder: of the run.
-        temperature: of this machine, None where it isn't known.
+        temperature: returns the temperature of this machine; None if it is unknown.
     """
 
     def __init__(self, folder: Path, temperature: Callable[[], float | None]) -> None:
         self.folder = folder
         self._temperature = temperature
-        self._metrics, self._samples = Lines(folder / METRICS), Lines(folder / SAMPLES)
+        self._metrics, self._samples = LineReader(folder / METRICS), LineReader(folder / SAMPLES)
         self._documents: object = None
         self._forget_metrics()
         self._forget_samples()
@@ -104,47 +104,47 @@ class Followed:
 
     @property
     def has_more(self) -> bool:
-        """Whether another look would find more at once."""
+        """Whether another read would find more at once."""
         return self._metrics.has_more or self._samples.has_more
 
-    def look(self) -> RunFacts:
-        """The run as it is now."""
-        is_anew, lines = self._metrics.new()
-        if is_anew:
+    def read(self) -> RunFacts:
+        """Read what is new, and return the run's facts."""
+        is_replaced, lines = self._metrics.new()
+        if is_replaced:
             self._forget_metrics()
         for line in lines:
-            self._take(metrics_record(line))
-        samples_anew, samples = self._samples.new()
-        if samples_anew:
+            self._add_record(metrics_record(line))
+        samples_replaced, samples = self._samples.new()
+        if samples_replaced:
             self._forget_samples()
         for line in samples:
-            self._take_sample(sample_record(line))
-        documents = [stamp_of(self.folder / name) for name in (CONFIG, SUMMARY)]
-        if self._facts is None or lines or samples or is_anew or documents != self._documents:
+            self._add_sample(sample_record(line))
+        documents = [file_stamp(self.folder / name) for name in (CONFIG, SUMMARY)]
+        if self._facts is None or lines or samples or is_replaced or documents != self._documents:
             self._documents, self._pictures = documents, {}
             metrics = [*self._evaluations.records, *self._steps.records]
             self._facts = collect_run_facts(self.folder, metrics, [])
-            self._how = about_run(self.folder)
+            self._description = describe_run(self.folder)
         return self._facts
 
-    def told(self, language: str, word: Callable[[str], str]) -> Json:
-        """What the page shows of the run, its pictures in a language by `word`."""
-        facts = self.look()
+    def snapshot(self, language: str, translate: Callable[[str], str]) -> Json:
+        """Return what the page shows of the run; `translate` translates its charts into `language`."""
+        facts = self.read()
         if language not in self._pictures:
             self._pictures[language] = [
                 {"svg": picture.drawing, "caption": picture.caption}
-                for picture in curves(facts, word)
+                for picture in curves(facts, translate)
                 if picture.drawing
             ]
-        running, process = state_of(self.folder)
+        running, process = process_state(self.folder)
         facts = replace(facts, running=running)
         score, newest = facts.score, facts.evaluations[-1] if facts.evaluations else None
         planned, waits = _count(facts.config.get("steps")), facts.run.get("waits_for")
-        odd = f"{METRICS}: {self._odd} {word('lines that are no records')}"
+        malformed = f"{METRICS}: {self._malformed} {translate('malformed lines')}"
         return {
             "status": shortened(facts.status, 40),
             "waits_for": shortened(str(waits), 200) if running and waits else None,
-            # Before that it stops at once, and may have nothing to go on from.
+            # Before its first step, a run would stop at once, without a checkpoint to resume from.
             "can_stop": process is not None and facts.run.get("status") == "running",
             "steps": facts.steps,
             "planned": planned,
@@ -162,22 +162,22 @@ class Followed:
                 {**json.loads(prompt), "answers": list(answers.values())}
                 for prompt, answers in self._answers.items()
             ],
-            "how": self._how,
-            "problems": [*facts.problems, *([odd] if self._odd else [])],
+            "how": self._description,
+            "problems": [*facts.problems, *([malformed] if self._malformed else [])],
         }  # fmt: skip
 
     def _forget_metrics(self) -> None:
-        self._steps, self._evaluations = Thinned(), Thinned()
+        self._steps, self._evaluations = ThinnedRecords(), ThinnedRecords()
         self._recent: deque[Record] = deque(maxlen=_RECENT)
         self._last: Record = {}
-        self._odd = 0
+        self._malformed = 0
 
     def _forget_samples(self) -> None:
         self._answers: OrderedDict[str, OrderedDict[int, Json]] = OrderedDict()
 
-    def _take(self, record: Record | None) -> None:
+    def _add_record(self, record: Record | None) -> None:
         if record is None:
-            self._odd += 1
+            self._malformed += 1
         elif record["event"] == "step":
             self._steps.add(record)
             self._recent.append(record)
@@ -186,8 +186,8 @@ class Followed:
             self._evaluations.add(record)
             self._last = record
 
-    def _take_sample(self, record: Record | None) -> None:
-        """Keep an answer: of every prompt the first one and the newest ones."""
+    def _add_sample(self, record: Record | None) -> None:
+        """Keep a completion: of every prompt the first one and the newest ones."""
         if record is None:
             return
         right = shortened(record.get("right", ""), LONGEST_TEXT)
@@ -201,7 +201,7 @@ class Followed:
             del answers[list(answers)[1]]
 
     def _left(self, planned: int | None) -> float | None:
-        """Seconds until the last step, by the pace of the newest ones."""
+        """Return the estimated seconds until the last step, from the pace of the newest steps."""
         if planned is None or len(self._recent) < 2:
             return None
         first, last = self._recent[0], self._recent[-1]
@@ -210,31 +210,31 @@ class Followed:
 
 
 def _evaluations(facts: RunFacts) -> list[Json]:
-    """Evaluations before, at best and last, as a report has them: none twice."""
+    """Return the evaluations before, at best and last, as in a report: each one once."""
     newest = facts.evaluations[-1] if facts.evaluations else None
-    found: dict[int, Json] = {}
-    for called, record in (("before", facts.before), ("best", facts.best), ("last", newest)):
-        if record is not None and record["step"] not in found:
+    by_step: dict[int, Json] = {}
+    for name, record in (("before", facts.before), ("best", facts.best), ("last", newest)):
+        if record is not None and record["step"] not in by_step:
             step, is_final = record["step"], record["step"] == facts.final_step
-            numbers = {"loss": record.get("loss"), "value": record.get(facts.score)}
-            found[step] = {"called": called, "step": step, "final": is_final, **numbers}
-    return list(found.values())
+            values = {"loss": record.get("loss"), "value": record.get(facts.score)}
+            by_step[step] = {"called": name, "step": step, "final": is_final, **values}
+    return list(by_step.values())
 
 
 def _memory(facts: RunFacts, process: int | None) -> int | None:
-    """Bytes that a run's process has now; of a run that has ended its peak."""
+    """Return the bytes that a run's process uses now; of a run that has ended, its peak."""
     if process is not None:
         return resident_bytes(PROCESSES / str(process) / "status")
     return _count(mapping(facts.train.get("memory")).get("peak_bytes"))
 
 
 def _count(value: Any) -> int | None:
-    """A whole number that a page can show."""
+    """Return a non-negative integer that a page can show; None otherwise."""
     return value if type(value) is int and 0 <= value < 10**15 else None
 
 
-def stamp_of(path: Path) -> object:
-    """What tells whether a file was written again; None where there is none."""
+def file_stamp(path: Path) -> object:
+    """Return a value that changes when a file is written again; None if there is no file."""
     try:
         facts = path.lstat()
     except OSError:

@@ -1,1 +1,1 @@
-"""Rows to segments: a file for what each form of rows reads."""
+"""Converts rows to segments, with one file for each form of rows."""

@@ -1,4 +1,4 @@
-"""Rows of a text, or of a prompt and its completion, to texts that are learnt."""
+"""Rows of a text, or of a prompt and a completion."""
 
 from __future__ import annotations
 
@@ -10,31 +10,38 @@ from prge.errors import shown
 
 
 def whole_text(segmenter: Segmenter, row: Row) -> Texts:
-    """A row of `text`, all of which is learnt; raises RowError."""
-    return Texts((segmenter.learnt(segmenter.text(get_text(row.fields, "text"))),))
+    """Convert a row of `text`, all of which is trained on; raises RowError."""
+    return Texts((segmenter.trained_text(segmenter.text(get_text(row.fields, "text"))),))
 
 
 def completion_text(segmenter: Segmenter, row: Row) -> Texts:
-    """A row of `prompt` and `completion`, both texts, of which the completion is learnt; raises RowError."""
+    """Convert a row of `prompt` and `completion`, which is trained on; both are texts; raises RowError."""
     prompt, completion = (get_text(row.fields, column) for column in ("prompt", "completion"))
-    return Texts((segmenter.learnt(*segmenter.completed(prompt, completion)),))
+    return Texts((segmenter.trained_text(*segmenter.prompt_and_completion(prompt, completion)),))
 
 
 def completion_fields(fields: Fields, chat: bool) -> Fields:
-    """A row of `prompt` and `completion`, as `messages` where one of them is; raises RowError."""
+    """Convert `prompt` and `completion` to `messages` if one of them is a list; raises RowError."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if not isinstance(prompt, list) and not isinstance(completion, list):
         return fields
-    asked, answer = to_messages(prompt, "user"), to_messages(completion, "assistant")
-    for name, said in (("prompt", asked), ("completion", [] if completion is None else answer)):
-        if not isinstance(said, list):
+    prompt_messages, completion_messages = to_messages(prompt, "user"), to_messages(completion, "assistant")
+    for name, value in (
+        ("prompt", prompt_messages),
+        ("completion", [] if completion is None else completion_messages),
+    ):
+        if not isinstance(value, list):
             raise RowError(
-                f"its {name} is {shown(said)}, must be a text or a list of messages",
+                f"its {name} is {shown(value)}, must be a text or a list of messages",
                 code="column-not-messages",
             )
-    if asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
+    if (
+        prompt_messages
+        and isinstance(prompt_messages[-1], dict)
+        and prompt_messages[-1].get("role") == "assistant"
+    ):
         raise RowError(
-            "its prompt ends with an answer: put that into the completion, or leave it out",
+            "its prompt ends with an answer: move it to the completion, or leave it out",
             code="prompt-ends-with-answer",
         )
-    return {"messages": [*without_training(asked), *(answer or [])]}
+    return {"messages": [*without_training(prompt_messages), *(completion_messages or [])]}

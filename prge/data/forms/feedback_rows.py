@@ -1,12 +1,12 @@
-"""Feedback as rows to learn from: completions, pairs, or rated answers.
+"""Converts feedback to rows for training: completions, pairs, or rated answers.
 
     objective             corrections                             ratings
     completion            completions                             good answers are completions
-    dpo, ipo, simpo, orpo pairs with what was answered            left out
+    dpo, ipo, simpo, orpo pairs of correction and answer          left out
     kto                   the answer is false, the correction true  true or false
-    auto                  as of kto if there is a bad rating, else as of completion
+    auto                  kto if there is a bad rating, else completion
 
-A conversation's earlier answers aren't learnt: their `weight` is 0.
+The earlier answers of a conversation are not trained on: their `weight` is 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prge.objectives.preferences import PREFERENCES, ObjectiveName
 
 
 def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> tuple[list[Row], str]:
-    """Rows to learn from, and in a line what became of the feedback.
+    """Return rows for training, and a line that summarises the conversion.
 
     Args:
-        rows: sound feedback.
-        objective: that is asked for.
+        rows: Valid feedback.
+        objective: Objective of the training.
     """
     corrected = [row for row in rows if "correction" in row.fields]
     rated = [row for row in rows if "correction" not in row.fields]
@@ -35,37 +35,41 @@ def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -
     if objective == "auto":
         objective = "kto" if len(good) < len(rated) else "completion"
     if objective == "kto":
-        made = [fields for row in rows for fields in _labelled(row.fields)]
-        return [Row(number, fields) for number, fields in enumerate(made, 1)], f"{counts}; rated answers"
+        labelled = [fields for row in rows for fields in _labelled(row.fields)]
+        return [Row(number, fields) for number, fields in enumerate(labelled, 1)], f"{counts}; rated answers"
     if objective in PREFERENCES:
-        left = f", {len(rated)} ratings left out" if rated else ""
-        return [Row(row.number, _pair(row.fields)) for row in corrected], f"{counts}; pairs{left}"
-    left = f", {BAD} ratings left out" if len(good) < len(rated) else ""
+        skipped = f", {len(rated)} ratings left out" if rated else ""
+        return [Row(row.number, _pair(row.fields)) for row in corrected], f"{counts}; pairs{skipped}"
+    skipped = f", {BAD} ratings left out" if len(good) < len(rated) else ""
     learnable = [row for row in rows if has_positive_answer(row.fields)]
-    return [Row(row.number, _completion(row.fields)) for row in learnable], f"{counts}; completions{left}"
+    return [Row(row.number, _completion(row.fields)) for row in learnable], f"{counts}; completions{skipped}"
 
 
 def has_positive_answer(row: Fields) -> bool:
-    """Whether a row says what should be answered, and not only what should not."""
+    """Whether a row has an answer to learn, and not only one to avoid."""
     return "correction" in row or row["rating"] == GOOD
 
 
 def prompt_key(row: Fields) -> str:
-    """What was asked, the same text for the same question."""
+    """Return the prompt or the messages of a row as canonical JSON."""
     return json.dumps(row.get("messages", row.get("prompt")), sort_keys=True)
 
 
 def _completion(row: Fields) -> dict[str, Any]:
-    prompt, answer = _asked(row), _said(row, row.get("correction", row["answer"]))
+    prompt, answer = _prompt(row), _answer(row, row.get("correction", row["answer"]))
     if isinstance(prompt, str):
-        return {"prompt": prompt, "completion": answer, **_given(row)}
-    before = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
-    return {"messages": [*before, *answer], **_given(row)}
+        return {"prompt": prompt, "completion": answer, **_template_fields(row)}
+    history = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
+    return {"messages": [*history, *answer], **_template_fields(row)}
 
 
 def _pair(row: Fields) -> dict[str, Any]:
     sides = {"chosen": row["correction"], "rejected": row["answer"]}
-    return {"prompt": _asked(row), **{name: _said(row, text) for name, text in sides.items()}, **_given(row)}
+    return {
+        "prompt": _prompt(row),
+        **{name: _answer(row, text) for name, text in sides.items()},
+        **_template_fields(row),
+    }
 
 
 def _labelled(row: Fields) -> Iterator[dict[str, Any]]:
@@ -75,22 +79,22 @@ def _labelled(row: Fields) -> Iterator[dict[str, Any]]:
 
 
 def _rated(row: Fields, text: str) -> dict[str, Any]:
-    return {"prompt": _asked(row), "completion": _said(row, text), **_given(row)}
+    return {"prompt": _prompt(row), "completion": _answer(row, text), **_template_fields(row)}
 
 
-def _given(row: Fields) -> Fields:
-    """What the chat template of a conversation was given beside the messages, or how a prompt was read."""
+def _template_fields(row: Fields) -> Fields:
+    """Return the arguments of a conversation's chat template, or how control tokens of a prompt are read."""
     if "messages" in row:
         return {TEMPLATE_KWARGS: row[TEMPLATE_KWARGS]} if row.get(TEMPLATE_KWARGS) else {}
     return {CONTROL_TOKENS: row.get(CONTROL_TOKENS, "prompt")}
 
 
-def _asked(row: Fields) -> Any:
+def _prompt(row: Fields) -> Any:
     return row["messages"] if "messages" in row else row["prompt"]
 
 
-def _said(row: Fields, text: str) -> Any:
-    """An answer as a text after its prompt, or as a message."""
+def _answer(row: Fields, text: str) -> Any:
+    """Return an answer as a text after its prompt, or as a message."""
     if "messages" in row:
         return [{"role": "assistant", "content": text}]
     return with_leading_space(text, row["answer"])

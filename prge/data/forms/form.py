@@ -1,17 +1,17 @@
-"""What a row is by its columns, where no task says it: text, prompt and completion, or messages.
+"""The forms of rows, which are recognised by their columns if there is no task.
 
-    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
+    pairs                 chosen, rejected, and optionally prompt (preferences.py)
     messages              messages, each with role and content
-    ShareGPT              conversations, each turn with from and value, or role and content: messages
+    ShareGPT              conversations, each turn with from and value, or role and content; become messages
     ratings               prompt, completion and label
-    prompt and completion texts; or lists of messages: messages, of which the completion is learnt
-    Alpaca                instruction, output, and input, system and history where they are there: messages
-                          where the model has a chat template, else a prompt under headings and its completion
+    prompt and completion texts; or lists of messages, which become messages with a trained completion
+    Alpaca                instruction, output, and optionally input, system and history; become messages if
+                          the model has a chat template, else a prompt with headings and its completion
     text
 
-A file has one form: the first of these whose columns are there. Rows that become messages may have further
-columns: `system`, and what their chat template is given: `tools`, `chat_template_kwargs`, and any column that
-has the name of a variable of the template, such as `enable_thinking`.
+A file has one form: the first of these whose columns are present. Rows that become messages may have more
+columns: `system`, and arguments of their chat template: `tools`, `chat_template_kwargs`, and any column with
+the name of a variable of the template, such as `enable_thinking`.
 """
 
 from __future__ import annotations
@@ -40,76 +40,86 @@ from prge.errors import DataError, shown
 from prge.objectives.preferences import PREFERENCES, ObjectiveName, Preferring
 
 WEIGHT = "weight"
-# Of a row: more would be an oversight.
-MOST_WEIGHT = 1e6
-# Columns that have a meaning of their own, whatever a template calls by these names.
-_OF_CHATS = frozenset({WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS, HISTORY})
+# A larger weight of a row is probably a mistake.
+MAX_WEIGHT = 1e6
+# Columns with a fixed meaning, even if a template has variables of these names.
+_CHAT_COLUMNS = frozenset({WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS, HISTORY})
 
 
 @dataclass(frozen=True)
 class Form:
-    """A set of columns, and how they become one of the three things that are learnt.
+    """A form of rows: a set of columns and their conversion.
 
-    `asked` are the columns that a prompt is made of; `plain` makes the fields `text`, `prompt` and
-    `completion`, or `messages` of a row's, for a model with a chat template or without. `chat` says if it
-    needs such a template, or takes it where there is one. `prefers` says what of its rows are preferences;
-    `plain` makes of these what is liked. `of_chats` are optional columns of rows that become messages, and
-    `variables` those among them that the template knows by their names.
+    Attributes:
+        name: Name for users.
+        columns: Columns that a row must have.
+        prompt_columns: Columns that a prompt alone must have.
+        to_plain: Converts a row to `text`, to `prompt` and `completion`, or to `messages`, given whether the
+            model has a chat template. Of preferences, it returns the preferred answer.
+        optional: Columns that a row may have.
+        chat: Whether the form needs a chat template, or uses one if there is one.
+        prefers: How the rows express preferences, if they do.
+        chat_columns: Optional columns of rows that become messages.
+        variables: Optional columns that are variables of the chat template.
     """
 
     name: str
     columns: tuple[str, ...]
     prompt_columns: tuple[str, ...]
-    plain: Callable[[Fields, bool], Fields]
+    to_plain: Callable[[Fields, bool], Fields]
     optional: tuple[str, ...] = ()
     chat: Literal["needs", "takes", ""] = ""
     prefers: Preferring = ""
-    of_chats: tuple[str, ...] = (SYSTEM, TOOLS, TEMPLATE_KWARGS)
+    chat_columns: tuple[str, ...] = (SYSTEM, TOOLS, TEMPLATE_KWARGS)
     variables: tuple[str, ...] = ()
 
     def rendered_by(self, variables: Collection[str], present: Collection[str]) -> Form:
-        """The same form for rows that a chat template with these variables renders.
+        """Return this form for rows that are rendered by a chat template with the given variables.
 
         Args:
-            variables: that the template reads.
-            present: columns of the rows.
+            variables: Variables that the template reads.
+            present: Columns of the rows.
         """
-        known = {*self.columns, *self.optional, *self.of_chats, *_OF_CHATS}
-        given = tuple(name for name in present if name in variables and name not in known)
-        optional = (*self.optional, *(name for name in self.of_chats if name not in self.optional), *given)
-        return replace(self, optional=optional, variables=given)
+        known = {*self.columns, *self.optional, *self.chat_columns, *_CHAT_COLUMNS}
+        template_columns = tuple(name for name in present if name in variables and name not in known)
+        optional = (
+            *self.optional,
+            *(name for name in self.chat_columns if name not in self.optional),
+            *template_columns,
+        )
+        return replace(self, optional=optional, variables=template_columns)
 
-    def needed(self, asked: bool) -> tuple[str, ...]:
-        """Columns that a row must have; `asked`: it may lack what is to be answered."""
-        return self.prompt_columns if asked else self.columns
+    def required_columns(self, prompts_only: bool) -> tuple[str, ...]:
+        """Return the columns that a row must have; with `prompts_only`, those of a prompt."""
+        return self.prompt_columns if prompts_only else self.columns
 
     def row(self, row: Row, *, chat: bool, prompts_only: bool = False) -> Row:
-        """A row as text, prompt and completion, or messages with `chat_template_kwargs` where it has some.
+        """Convert a row to a text, a prompt and a completion, or messages with `chat_template_kwargs`.
 
         Args:
-            row: of a file of this form.
-            chat: whether the model has a chat template.
-            prompts_only: the row may lack what is to be answered.
+            row: A row of this form.
+            chat: Whether the model has a chat template.
+            prompts_only: The row may lack the answer.
 
         Raises:
-            RowError: it lacks a column, or has what isn't of this form.
+            RowError: The row lacks a column, or has an invalid value.
         """
         self.check(row, prompts_only)
-        fields = self.own(row).fields
-        made = self.plain(fields, chat)
-        if "messages" in made:
-            made = {"messages": with_system(fields.get(SYSTEM), made["messages"])}
+        fields = self.select_columns(row).fields
+        converted = self.to_plain(fields, chat)
+        if "messages" in converted:
+            converted = {"messages": with_system(fields.get(SYSTEM), converted["messages"])}
             if variables := template_variables(fields, self.variables):
-                made[TEMPLATE_KWARGS] = variables
-        return Row(row.number, made)
+                converted[TEMPLATE_KWARGS] = variables
+        return Row(row.number, converted)
 
     def segments(self, objective: ObjectiveName, segmenter: Segmenter, row: Row) -> Texts | Candidates:
-        """What is learnt of a row by an objective, in segments.
+        """Convert a row to segments for an objective.
 
         Raises:
-            RowError: the row can't be learnt.
-            DataError: the chat template refuses its messages.
-            BundleError: the chat template takes too much for them.
+            RowError: The row can't be used.
+            DataError: The chat template refuses the messages.
+            BundleError: The chat template exceeds its limits.
         """
         segments = self._segments(objective, segmenter, row)
         if WEIGHT not in self.optional or row.fields.get(WEIGHT) is None:
@@ -119,43 +129,43 @@ class Form:
     def _segments(self, objective: ObjectiveName, segmenter: Segmenter, row: Row) -> Texts | Candidates:
         if objective in PREFERENCES:
             self.check(row)
-            compared = rating_candidates if objective == "kto" else pair_candidates
-            return compared(segmenter, self.variables, row)
+            build_candidates = rating_candidates if objective == "kto" else pair_candidates
+            return build_candidates(segmenter, self.variables, row)
         row = self.row(row, chat=segmenter.chat is not None)
         if "messages" in row.fields and segmenter.chat is not None:
             return messages_texts(segmenter, row)
         return (whole_text if self is TEXT else completion_text)(segmenter, row)
 
-    def check(self, row: Row, asked: bool = False) -> None:
-        """Raise RowError if a row lacks a column; see `needed`."""
-        if any(column not in row.fields for column in self.needed(asked)):
+    def check(self, row: Row, prompts_only: bool = False) -> None:
+        """Raise RowError if a row lacks a required column."""
+        if any(column not in row.fields for column in self.required_columns(prompts_only)):
             raise RowError(
-                f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}",
+                f"it is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}",
                 code="row-of-other-form",
             )
 
-    def own(self, row: Row) -> Row:
-        """A row with the columns of this form alone."""
+    def select_columns(self, row: Row) -> Row:
+        """Return a row with only the columns of this form."""
         columns = (*self.columns, *self.optional)
         return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 
 def _weight_of(value: object) -> float:
-    """How much a row counts, by its column; raises RowError."""
+    """Return the weight of a row from its column; raises RowError."""
     try:
         weight = float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
         weight = math.nan
-    if not 0 < weight <= MOST_WEIGHT:
+    if not 0 < weight <= MAX_WEIGHT:
         raise RowError(
-            f"its weight is {shown(value)}, must be a number above 0, at most {MOST_WEIGHT:g}: how much the "
-            "row counts; give a column that says something else another name",
+            f"its weight is {shown(value)}, must be a number above 0, at most {MAX_WEIGHT:g}: it "
+            "multiplies the row's loss; rename a column with another meaning",
             code="weight-unusable",
         )
     return weight
 
 
-def _as_it_is(fields: Fields, chat: bool) -> Fields:
+def _unchanged(fields: Fields, chat: bool) -> Fields:
     return fields
 
 
@@ -168,18 +178,18 @@ def _sharegpt_fields(fields: Fields, chat: bool) -> Fields:
 
 
 CONTROL_TOKENS = "control_tokens"
-_OF_ROW = (WEIGHT, CONTROL_TOKENS)
-TEXT = Form("text", ("text",), ("text",), _as_it_is, of_chats=())
+_OPTIONAL = (WEIGHT, CONTROL_TOKENS)
+TEXT = Form("text", ("text",), ("text",), _unchanged, chat_columns=())
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 _TURNS, _INSTRUCTION = ("conversations",), ("instruction", "output")
-_BESIDE_INSTRUCTION = ("input", SYSTEM, HISTORY, WEIGHT)
+_OPTIONAL_OF_INSTRUCTION = ("input", SYSTEM, HISTORY, WEIGHT)
 FORMS = (
-    Form("pairs", _PAIR, _PAIR, chosen_fields, ("prompt", *_OF_ROW), prefers="pairs"),
-    Form("messages", ("messages",), ("messages",), _message_fields, _OF_ROW, "needs"),
+    Form("pairs", _PAIR, _PAIR, chosen_fields, ("prompt", *_OPTIONAL), prefers="pairs"),
+    Form("messages", ("messages",), ("messages",), _message_fields, _OPTIONAL, "needs"),
     Form("ShareGPT", _TURNS, _TURNS, _sharegpt_fields, (WEIGHT,), "needs"),
-    Form("ratings", _RATING, _RATING, rated_fields, _OF_ROW, prefers="ratings"),
-    Form("prompt and completion", ("prompt", "completion"), ("prompt",), completion_fields, _OF_ROW),
-    Form("Alpaca", _INSTRUCTION, _INSTRUCTION[:1], instruction_fields, _BESIDE_INSTRUCTION, "takes"),
+    Form("ratings", _RATING, _RATING, rated_fields, _OPTIONAL, prefers="ratings"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), completion_fields, _OPTIONAL),
+    Form("Alpaca", _INSTRUCTION, _INSTRUCTION[:1], instruction_fields, _OPTIONAL_OF_INSTRUCTION, "takes"),
     TEXT,
 )
 
@@ -192,42 +202,42 @@ def find_form(
     prompts_only: bool = False,
     objective: ObjectiveName = "auto",
 ) -> Form:
-    """The form of all rows of a file.
+    """Return the form of all rows of a file.
 
     Args:
-        rows: of the file.
-        source: names the data in errors.
-        named: columns that the user gave names of; other forms than theirs aren't looked for.
-        asked: rows may lack what is to be answered.
-        objective: what is learnt; `completion` takes rated answers whatever their label.
+        rows: Rows of the file.
+        source: Name of the data in errors.
+        named: Columns that the user renamed; only forms with all of them are considered.
+        prompts_only: Rows may lack the answer.
+        objective: Objective of the training; `completion` trains on rated answers whatever their label.
 
     Raises:
-        DataError: their columns are of no form, or of several.
+        DataError: The columns match no form, or the rows have several forms.
     """
     what = f"{source} can't be used"
-    forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional, *form.of_chats}]
+    forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional, *form.chat_columns}]
     if objective == "completion":
         forms = [form for form in forms if form.prefers != "ratings"]
-    found = {
-        next((form for form in forms if {*form.needed(prompts_only)} <= row.fields.keys()), None)
+    matches = {
+        next((form for form in forms if {*form.required_columns(prompts_only)} <= row.fields.keys()), None)
         for row in rows
     } - {None}
-    if not found:
-        known = "; ".join(f"{form.name}: {', '.join(form.needed(prompts_only))}" for form in FORMS)
+    if not matches:
+        known = "; ".join(f"{form.name}: {', '.join(form.required_columns(prompts_only))}" for form in FORMS)
         raise DataError(
             what,
             [f"its columns are {format_column_names(present_columns(rows))}; known are {known}"],
-            remedy="name them, such as --columns prompt=question completion=answer, or give a --task",
+            remedy="map them, for example with --columns prompt=question completion=answer, or give a --task",
             code="form-unknown",
         )
-    if len(found) > 1:
-        names = ", ".join(form.name for form in FORMS if form in found)
+    if len(matches) > 1:
+        names = ", ".join(form.name for form in FORMS if form in matches)
         raise DataError(
             what,
             [f"it mixes rows of several forms: {names}"],
-            remedy="make a file of each",
+            remedy="make a file for each form",
             code="forms-mixed",
         )
-    form = next(form for form in forms if form in found)
+    form = next(form for form in forms if form in matches)
     holds_messages = any(isinstance(row.fields.get(column), list) for row in rows for column in form.columns)
     return replace(form, chat="needs") if form is not TEXT and not form.chat and holds_messages else form

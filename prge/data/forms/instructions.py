@@ -1,4 +1,4 @@
-"""Alpaca's rows: an instruction with its output, as messages or as a prompt under headings."""
+"""Rows in the format of Alpaca, as messages or as a prompt with headings."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ HISTORY = "history"
 
 
 def instruction_fields(fields: Fields, chat: bool) -> Fields:
-    """An instruction as `messages` for a model with a chat template, else as `prompt` and `completion`.
+    """Convert an instruction to `messages` if there is a chat template, else to `prompt` and `completion`.
 
     Raises:
-        RowError: a column is no text, or there is nothing to answer or to learn.
+        RowError: A column is not a text, or the instruction or the output is empty.
     """
-    instruction, given = get_text(fields, "instruction"), fields.get("input")
-    given = "" if given is None else get_text(fields, "input")
-    asked = [text for text in (instruction, given) if text.strip()]
-    if not asked:
+    instruction, extra_input = get_text(fields, "instruction"), fields.get("input")
+    extra_input = "" if extra_input is None else get_text(fields, "input")
+    prompt_parts = [text for text in (instruction, extra_input) if text.strip()]
+    if not prompt_parts:
         raise RowError("its instruction is empty: there is nothing to answer", code="prompt-empty")
     answer = get_text(fields, "output") if "output" in fields else ""
-    earlier = list(_history(fields))
+    history = list(_history(fields))
     if not chat:
         system = get_text(fields, SYSTEM) if fields.get(SYSTEM) else ""
         headings = [
             heading
-            for question, reply in earlier
+            for question, reply in history
             for heading in (("Instruction", question), ("Response", reply))
         ]
-        headings += [("Instruction", instruction), ("Input", given)]
+        headings += [("Instruction", instruction), ("Input", extra_input)]
         parts = [f"### {heading}:\n{text}\n\n" for heading, text in headings if text.strip()]
         parts = [f"{system}\n\n", *parts] if system else parts
         return {"prompt": "".join([*parts, "### Response:\n"]), "completion": answer}
     if "output" in fields and not answer:
         raise RowError("its output is empty: there is nothing to learn from", code="answer-empty")
-    turns = [*earlier, ("\n\n".join(asked), answer)]
-    roles = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+    exchanges = [*history, ("\n\n".join(prompt_parts), answer)]
+    roles = [
+        (role, text)
+        for exchange in exchanges
+        for role, text in zip(("user", "assistant"), exchange, strict=True)
+    ]
     return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
 
 
 def _history(fields: Fields) -> Iterator[tuple[str, str]]:
-    """Earlier questions with their answers; raises RowError."""
+    """Yield earlier questions with their answers; raises RowError."""
     history = decode_column(HISTORY, fields.get(HISTORY) or [])
     if not isinstance(history, list):
         raise RowError(

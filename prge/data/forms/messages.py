@@ -1,7 +1,7 @@
-"""Rows of messages to texts by the model's chat template, of which the assistant's turns are learnt.
+"""Rows of messages, rendered by the model's chat template; the assistant's turns are trained on.
 
-A conversation is one text, or several where the template renders turns otherwise once others follow. One that
-is too long for a bundle is divided between its turns.
+A conversation becomes one text, or several if the template renders a turn differently once others follow. A
+conversation that is too long for the bundle is divided between its turns.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate, Message, Rendering
 
 SYSTEM, TOOLS = "system", "tools"
-# Roles in ShareGPT's turns, and those that chat templates know them by.
+# Roles in ShareGPT's turns, and the corresponding roles of chat templates.
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
     "system": "system",
     "tool": "tool",
 }
-# Arguments of a chat template that a row's columns are, or that say how it is rendered.
-_GIVEN = frozenset({"messages", "add_generation_prompt"})
+# Arguments of a chat template that prge sets itself.
+_RESERVED = frozenset({"messages", "add_generation_prompt"})
 
 
 def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
-    """The texts of a row of `messages`, with `chat_template_kwargs` where the row has some.
+    """Convert a row of `messages`, with optional `chat_template_kwargs`, to texts.
 
     Raises:
-        RowError: they are no messages, or have no answer to learn.
-        DataError: the template refuses them.
-        BundleError: the template takes too much for them.
+        RowError: The messages are invalid, or have no answer to train on.
+        DataError: The template refuses the messages.
+        BundleError: The template exceeds its limits.
     """
     from prge.data.tokenization.chat import check_messages, trained_turns
 
@@ -60,21 +60,21 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
     variables = row.fields.get(TEMPLATE_KWARGS, {})
     whole = make_conversation(segmenter, row.number, messages, trained_turns(messages), variables)
     renderings = whole.renderings()
-    left_out = whole.chat.left_out(messages[: max(whole.learnt) + 1], variables)
+    left_out = whole.chat.left_out(messages[: max(whole.trained) + 1], variables)
     events = [*_unread(whole.chat, variables), *(f"{name} {LEFT_OUT}" for name in left_out)]
     if len(renderings) > 1:
         events.append(SEVERAL)
-    if sum(len(each.turns) for each in renderings) < len(whole.learnt):
+    if sum(len(each.turns) for each in renderings) < len(whole.trained):
         events.append(TURN_REFUSED)
     texts = []
     for each in renderings:
-        part = replace(whole, messages=messages[: each.turns[-1] + 1], learnt=each.turns)
-        texts.append(replace(part.segmented(each), divide=part.divide))
+        conversation = replace(whole, messages=messages[: each.turns[-1] + 1], trained=each.turns)
+        texts.append(replace(conversation.to_segments(each), divide=conversation.divide))
     return Texts(tuple(texts), events=tuple(events))
 
 
 def sharegpt_messages(fields: Fields) -> list[Mapping[str, Any]]:
-    """The messages of a row of ShareGPT's `conversations`; raises RowError."""
+    """Convert a row of ShareGPT's `conversations` to messages; raises RowError."""
     turns = decode_column("conversations", fields["conversations"])
     if not isinstance(turns, list) or not turns:
         raise RowError("conversations must be a list of at least one turn", code="turns-malformed")
@@ -85,7 +85,7 @@ def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(turn, dict) or not isinstance(role, str) or not {"value", "role"} & turn.keys():
         raise RowError(
-            f"turn {number} is {shown(turn)}, must have from and value, both texts", code="turns-malformed"
+            f"turn {number} is {shown(turn)}, must have the texts from and value", code="turns-malformed"
         )
     if role.lower() not in SHAREGPT_ROLES:
         raise RowError(
@@ -96,13 +96,13 @@ def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     return {**rest, "role": SHAREGPT_ROLES[role.lower()], "content": content}
 
 
-def to_messages(said: Any, role: str) -> Any:
-    """Messages, where a text stands for one of a role; what is neither stays as it is."""
-    return [{"role": role, "content": said}] if isinstance(said, str) and said.strip() else said
+def to_messages(value: Any, role: str) -> Any:
+    """Convert a text to one message of a role; return any other value unchanged."""
+    return [{"role": role, "content": value}] if isinstance(value, str) and value.strip() else value
 
 
 def without_training(messages: Sequence[Any]) -> list[Any]:
-    """Messages, of which none is learnt."""
+    """Return the messages marked so that none is trained on."""
     return [
         {**each, "train": False} if isinstance(each, Mapping) and each.get("role") == "assistant" else each
         for each in messages
@@ -110,10 +110,10 @@ def without_training(messages: Sequence[Any]) -> list[Any]:
 
 
 def with_system(system: Any, messages: Any) -> Any:
-    """Messages after the text of a column `system`, where it has one.
+    """Prepend the text of the column `system`, if there is one, to the messages.
 
     Raises:
-        RowError: it is no text, or the messages begin with another one of the system.
+        RowError: The column is not a text, or the messages begin with a different system message.
     """
     if system is None or system == "" or not isinstance(messages, list):
         return messages
@@ -124,36 +124,36 @@ def with_system(system: Any, messages: Any) -> Any:
         return [{"role": "system", "content": system}, *messages]
     if first.get("content") != system:
         raise RowError(
-            f"its column {SYSTEM} and its system message differ: leave one of them out", code="system-twice"
+            f"its column {SYSTEM} and its system message differ: remove one of them", code="system-twice"
         )
     return messages
 
 
-def template_kwargs(given: Any) -> dict[str, Any]:
-    """Arguments of a chat template by a mapping, JSON of one, or nothing; raises RowError."""
-    kwargs = decode_column(TEMPLATE_KWARGS, given or {}, "a mapping")
+def template_kwargs(value: Any) -> dict[str, Any]:
+    """Return the arguments of a chat template from a mapping, its JSON, or None; raises RowError."""
+    kwargs = decode_column(TEMPLATE_KWARGS, value or {}, "a mapping")
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(
             f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}",
             code="template-kwargs",
         )
-    if taken := _GIVEN & kwargs.keys():
+    if reserved := _RESERVED & kwargs.keys():
         raise RowError(
-            f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}, which every chat gives",
+            f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(reserved))}, which prge sets itself",
             code="template-kwargs",
         )
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str, Any]:
-    """What a row's chat template is given with the messages.
+    """Return the arguments of a row's chat template besides the messages.
 
     Args:
-        fields: of the row.
-        names: of columns that are variables of the template.
+        fields: Columns of the row.
+        names: Columns that are variables of the template.
 
     Raises:
-        RowError: tools are no list, or chat_template_kwargs are no mapping of names that are free.
+        RowError: tools is not a list, or chat_template_kwargs is not a mapping or names a reserved argument.
     """
     variables = {name: fields[name] for name in names if fields.get(name) is not None}
     variables |= template_kwargs(fields.get(TEMPLATE_KWARGS))
@@ -168,64 +168,72 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
 
 
 def _unread(chat: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
-    """What a report has of variables that the template doesn't read."""
+    """Return the report's events for variables that the template doesn't read."""
     unread = variables.keys() - chat.variables
     return [TOOLS_UNREAD] * (TOOLS in unread) + [KWARGS_UNREAD] * bool(unread - {TOOLS})
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a row, the indices of those that are learnt, and what their template is given with them.
+    """The messages of a row with their chat template.
 
-    `texts` keeps control tokens that are written in the messages apart from those of the template.
+    Attributes:
+        row: Row number.
+        messages: The messages.
+        trained: Indices of the messages that are trained on.
+        variables: Arguments of the template besides the messages.
+        chat: The chat template.
+        texts: Distinguishes control tokens that are written in the messages from those of the template.
+        events: Events for the report.
     """
 
     row: int
     messages: Sequence[Message]
-    learnt: Sequence[int]
+    trained: Sequence[int]
     variables: Mapping[str, Any]
     chat: ChatTemplate
     texts: MessageTexts
     events: tuple[str, ...] = ()
 
     def renderings(self) -> list[Rendering]:
-        """The conversation as its template renders it.
+        """Render the conversation with its template.
 
         Raises:
-            DataError: the template refuses it.
-            BundleError: the template takes too much for it; the error names the row.
+            DataError: The template refuses the conversation.
+            BundleError: The template exceeds its limits; the error names the row.
         """
         try:
             protect = self.texts.protect
-            return self.chat.renderings(protect(self.messages), self.learnt, protect(self.variables))
+            return self.chat.renderings(protect(self.messages), self.trained, protect(self.variables))
         except BundleError as error:
             raise BundleError(
                 f"{error.what} (row {self.row})", remedy=error.remedy, code=error.code
             ) from None
 
-    def segmented(self, rendering: Rendering) -> SegmentedText:
-        """A rendering in segments: what is learnt, and what is between."""
+    def to_segments(self, rendering: Rendering) -> SegmentedText:
+        """Split a rendering into segments that are alternately context and trained on."""
         text = self.texts.restore(rendering.text)
-        edges, end = [0], 0
+        bounds, end = [0], 0
         for span in rendering.spans:
-            # Spans of a template that rewrites what it wrote may overlap.
-            start, end = (max(text.position(at), end) for at in span)
-            edges += [start, end]
+            # Spans may overlap if a template rewrites its earlier text.
+            start, end = (max(text.position(position), end) for position in span)
+            bounds += [start, end]
         events = self.events if rendering.is_exact else (TURN_INEXACT, *self.events)
         return SegmentedText(
-            _segments(text, [*edges, len(text.text)]),
+            _segments(text, [*bounds, len(text.text)]),
             "trained" if rendering.is_tagged else "untrained",
             "none",
             events,
         )
 
     def divide(self, fits: Callable[[SegmentedText], bool]) -> list[SegmentedText]:
-        """Texts of some turns each that fit, the newest the longest, the system's message before each.
+        """Divide the conversation into texts of consecutive turns that fit, each after the system message.
 
-        One begins with what the assistant was asked. One that doesn't fit has a single question.
+        Each text begins with the user's messages. The last text has as many turns as fit, then the one before
+        it, and so on. A text that doesn't fit has a single exchange.
 
         Raises:
-            DataError: the template refuses them, or renders their turns in several ways.
+            DataError: The template refuses a part, or renders its turns in several ways.
         """
         roles = [message["role"] for message in self.messages]
         first = int(roles[0] == "system")
@@ -234,24 +242,24 @@ class Conversation:
             for index in range(first, len(roles))
             if index == first or (roles[index] != "assistant" and roles[index - 1] == "assistant")
         ]
-        end = max(self.learnt) + 1
+        end = max(self.trained) + 1
         starts = [start for start in starts if start < end]
         parts: list[SegmentedText] = []
-        while starts and any(index < end for index in self.learnt):
+        while starts and any(index < end for index in self.trained):
             start = starts.pop()
-            part = self._between(first, start, end)
-            while starts and fits(longer := self._between(first, starts[-1], end)):
+            part = self._part(first, start, end)
+            while starts and fits(longer := self._part(first, starts[-1], end)):
                 start, part = starts.pop(), longer
             parts.insert(0, part)
             end = start
         return parts
 
-    def _between(self, first: int, start: int, end: int) -> SegmentedText:
-        """The messages from a start to an end, after those before the first turn."""
-        left_out = start - first
-        chosen = [index - left_out for index in self.learnt if start <= index < end]
+    def _part(self, first: int, start: int, end: int) -> SegmentedText:
+        """Return the text of messages[start:end], after the messages before the first turn."""
+        skipped = start - first
+        chosen = [index - skipped for index in self.trained if start <= index < end]
         messages = [*self.messages[:first], *self.messages[start:end]]
-        part = replace(self, messages=messages, learnt=chosen)
+        part = replace(self, messages=messages, trained=chosen)
         if not chosen:
             protect = self.texts.protect
             text = self.texts.restore(self.chat.render(protect(messages), variables=protect(self.variables)))
@@ -261,35 +269,35 @@ class Conversation:
             raise DataError(
                 "the chat template renders turns in several ways", [], code="turns-rendered-differently"
             )
-        return part.segmented(renderings[0])
+        return part.to_segments(renderings[0])
 
 
 def make_conversation(
     segmenter: Segmenter,
     row: int,
     messages: Sequence[Message],
-    learnt: Sequence[int],
+    trained: Sequence[int],
     variables: Mapping[str, Any],
 ) -> Conversation:
-    """A row's messages, of which those at the indices `learnt` are learnt.
+    """Create the conversation of a row, of which the messages at the indices `trained` are trained on.
 
     Raises:
-        RowError: the model has no chat template.
+        RowError: The model has no chat template.
     """
     if segmenter.chat is None:
-        raise RowError("it holds messages and the model has no chat template", code="chat-template-missing")
+        raise RowError("it has messages, but the model has no chat template", code="chat-template-missing")
     texts = MessageTexts(segmenter.tokenizer, segmenter.control_tokens, [*messages, variables])
     is_read = in_messages(segmenter.control_tokens)
     events = ((CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES),) if texts.written else ()
-    return Conversation(row, messages, learnt, variables, segmenter.chat, texts, events)
+    return Conversation(row, messages, trained, variables, segmenter.chat, texts, events)
 
 
-def _segments(text: RenderedText, edges: Sequence[int]) -> tuple[Segment, ...]:
-    """A text cut at the edges, of which every second part is learnt."""
+def _segments(text: RenderedText, bounds: Sequence[int]) -> tuple[Segment, ...]:
+    """Split a text at the given positions; every second segment is trained on."""
     segments = []
-    for number, (start, end) in enumerate(pairwise(edges)):
+    for number, (start, end) in enumerate(pairwise(bounds)):
         control = text.control
         if not isinstance(control, bool):
-            control = tuple(at - start for at in control if start <= at < end)
+            control = tuple(position - start for position in control if start <= position < end)
         segments.append(Segment(text.text[start:end], number % 2 == 1, control))
     return tuple(segments)

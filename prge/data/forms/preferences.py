@@ -1,7 +1,7 @@
-"""Rows that say what is preferred, as TRL has them, to two answers that are compared.
+"""Rows of preferences in TRL's formats, converted to two answers that are compared.
 
 chosen, rejected           two texts or two lists of messages with a common beginning, which is the prompt
-prompt, chosen, rejected   what follows the prompt, or the whole with it
+prompt, chosen, rejected   the answers after the prompt, or including it
 prompt, completion, label  an answer, and whether it is liked
 """
 
@@ -23,23 +23,23 @@ from prge.data.readers.files import Row
 from prge.data.segments import Candidates, SegmentedText, Segmenter
 from prge.errors import shown
 
-# A text, or messages.
-Said = TypeVar("Said", str, list[Any])
+# Text, or messages.
+Content = TypeVar("Content", str, list[Any])
 OTHER = "other"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
-    """The chosen answer of a pair, then the rejected one.
+    """Return the chosen and the rejected answer of a pair as candidates.
 
     Args:
-        segmenter: of the rows.
-        variables: columns that are variables of the chat template.
-        row: of a pair.
+        segmenter: Converts texts to segments.
+        variables: Columns that are variables of the chat template.
+        row: A row with a pair.
 
     Raises:
-        RowError: it is no pair, or can't be learnt.
-        DataError, BundleError: as of `messages_texts`.
+        RowError: The row is not a valid pair.
+        DataError, BundleError: As `messages_texts`.
     """
     pair = parse_pair(row.fields)
     answers = [pair["chosen"], pair["rejected"]]
@@ -47,11 +47,13 @@ def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) ->
 
 
 def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
-    """The answer of a row of `rows_for_kto`, then that of the other row after the same prompt; see above."""
-    # A pair that can't be used tells why.
+    """Return a row's answer and another row's answer (see `rows_for_kto`) to one prompt as candidates."""
+    # Rows without OTHER are invalid pairs, whose error parse_pair raises.
     rating = parse_rating(row.fields) if OTHER in row.fields else parse_pair(row.fields)
     if type(rating[OTHER]) is not type(rating["prompt"]):
-        raise RowError("it and the row before are not both texts or both messages", code="texts-and-messages")
+        raise RowError(
+            "it and the row before must both be texts or both be messages", code="texts-and-messages"
+        )
     answers = [rating["completion"], rating[OTHER]]
     texts = _texts(segmenter, variables, row, rating["prompt"], answers)
     is_liked = rating["label"]
@@ -61,111 +63,115 @@ def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) 
 def _texts(
     segmenter: Segmenter, variables: Sequence[str], row: Row, prompt: Any, answers: Sequence[Any]
 ) -> tuple[SegmentedText, ...]:
-    """Answers after one prompt, all texts or all messages."""
+    """Return the texts of answers to one prompt, all texts or all messages."""
     if not isinstance(prompt, list):
-        return tuple(segmenter.learnt(*segmenter.completed(prompt, answer)) for answer in answers)
+        return tuple(
+            segmenter.trained_text(*segmenter.prompt_and_completion(prompt, answer)) for answer in answers
+        )
     from prge.data.tokenization.chat import check_messages, trained_turns
 
     try:
-        asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
-        whole = [check_messages([*asked, *answer]) for answer in answers]
+        prompt_messages = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
+        conversations = [check_messages([*prompt_messages, *answer]) for answer in answers]
     except ValueError as error:
         raise RowError(str(error), code="messages-malformed") from None
     texts = []
-    for messages in whole:
-        turns = [index for index in trained_turns(messages) if index >= len(asked)]
+    for messages in conversations:
+        turns = [index for index in trained_turns(messages) if index >= len(prompt_messages)]
         if not turns:
-            raise RowError(
-                "one of its answers has no message of the assistant's that is learnt", code="nothing-to-learn"
-            )
-        given = template_variables(row.fields, variables)
-        conversation = make_conversation(segmenter, row.number, messages, turns, given)
+            raise RowError("one of its answers has no assistant message to train on", code="nothing-to-learn")
+        template_arguments = template_variables(row.fields, variables)
+        conversation = make_conversation(segmenter, row.number, messages, turns, template_arguments)
         renderings = conversation.renderings()
         if len(renderings) != 1 or len(renderings[0].turns) < len(turns):
             raise RowError(
-                "one of its answers has several turns, which the chat template renders otherwise once others "
-                "follow: end it after the first one",
+                "one of its answers has several turns, and the chat template renders turns differently once "
+                "others follow: end the answer after the first turn",
                 code="turns-rendered-differently",
             )
-        texts.append(conversation.segmented(renderings[0]))
+        texts.append(conversation.to_segments(renderings[0]))
     return tuple(texts)
 
 
 def chosen_fields(fields: Fields, chat: bool) -> Fields:
-    """What is liked of a pair, as `prompt` and `completion` or as `messages`; raises RowError."""
+    """Return the chosen answer of a pair as `prompt` and `completion` or as `messages`; raises RowError."""
     pair = parse_pair(fields)
-    return _answered(pair["prompt"], pair["chosen"])
+    return _as_completion(pair["prompt"], pair["chosen"])
 
 
 def rated_fields(fields: Fields, chat: bool) -> Fields:
-    """A rated answer, as `prompt` and `completion` or as `messages`; raises RowError."""
+    """Return a rated answer as `prompt` and `completion` or as `messages`; raises RowError."""
     rating = parse_rating(fields)
-    return _answered(rating["prompt"], rating["completion"])
+    return _as_completion(rating["prompt"], rating["completion"])
 
 
-def _answered(prompt: Any, answer: Any) -> Fields:
+def _as_completion(prompt: Any, answer: Any) -> Fields:
     if isinstance(prompt, list):
         return {"messages": [*without_training(prompt), *answer]}
     return {"prompt": prompt, "completion": answer}
 
 
 def parse_pair(fields: Fields) -> Fields:
-    """A pair as `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
+    """Parse a pair to `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
     prompt, chosen, rejected = fields.get("prompt"), fields["chosen"], fields["rejected"]
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
         chosen, rejected = to_messages(chosen, "assistant"), to_messages(rejected, "assistant")
-    _check_alike({"chosen": chosen, "rejected": rejected})
+    _check_same_type({"chosen": chosen, "rejected": rejected})
     if chosen == rejected:
-        raise RowError("its chosen and rejected are equal: nothing is preferred", code="answers-equal")
-    for name, said in (("chosen", chosen), ("rejected", rejected)):
-        _check_said(name, said)
+        raise RowError("its chosen and rejected answers are equal", code="answers-equal")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        _check_not_empty(name, value)
     if isinstance(chosen, list):
         if isinstance(prompt, str):
-            prompt = _asked_by(prompt, chosen, rejected)
-        parts = _parted(chosen, rejected, _common(chosen, rejected) if prompt is None else prompt)
+            prompt = _prompt_messages(prompt, chosen, rejected)
+        parts = _split_prompt(
+            chosen, rejected, _common_prefix(chosen, rejected) if prompt is None else prompt
+        )
     else:
         if not isinstance(prompt, str | None):
             raise RowError(
                 f"its prompt is {shown(prompt)}, must be a text, as its chosen is", code="texts-and-messages"
             )
-        parts = _parted(chosen, rejected, _common_words(chosen, rejected) if prompt is None else prompt)
-    for name, said in zip(("chosen", "rejected"), parts[1:], strict=True):
-        _check_said(name, said, " after what both begin with")
+        parts = _split_prompt(
+            chosen, rejected, _common_word_prefix(chosen, rejected) if prompt is None else prompt
+        )
+    for name, value in zip(("chosen", "rejected"), parts[1:], strict=True):
+        _check_not_empty(name, value, " after what both begin with")
     return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
 
 
 def parse_rating(fields: Fields) -> Fields:
-    """A rated answer as `prompt`, `completion` and `label`, true or false; raises RowError."""
+    """Parse a rated answer to `prompt`, `completion` and `label`, true or false; raises RowError."""
     prompt, completion, label = fields["prompt"], fields["completion"], fields["label"]
     if isinstance(prompt, list) != isinstance(completion, list):
         prompt, completion = to_messages(prompt, "user"), to_messages(completion, "assistant")
         other = {OTHER: to_messages(fields[OTHER], "assistant")} if OTHER in fields else {}
         fields = {**fields, "prompt": prompt, "completion": completion, **other}
-    _check_alike({"prompt": prompt, "completion": completion})
-    _check_said("completion", completion)
+    _check_same_type({"prompt": prompt, "completion": completion})
+    _check_not_empty("completion", completion)
     known = _LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
     if known is None:
         raise RowError(
-            f"its label is {shown(label)}, must be true or false; --objective completion learns completions "
-            "whatever their label",
+            f"its label is {shown(label)}, must be true or false; --objective completion trains on "
+            "completions whatever their label",
             code="label-unknown",
         )
     return {**fields, "label": known}
 
 
 def rows_for_kto(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
-    """Rows of ratings, each with the completion of the one before as `other`, the first with the last one's.
+    """Return rows of ratings, each with the previous row's completion as `other` (the first: the last row's).
 
-    Pairs become a liked and a disliked answer each, first all that are liked; one that can't be used stays.
+    Each pair becomes a liked and a disliked answer, and the liked answers come first. Invalid pairs stay.
     """
-    broken: list[Row] = []
+    invalid: list[Row] = []
     if are_pairs:
         pairs: list[tuple[Row, Fields]] = []
         for row in rows:
             try:
                 pairs.append((row, parse_pair(row.fields)))
             except (KeyError, RowError):
-                broken.append(row)
+                invalid.append(row)
         rows = [
             Row(
                 row.number, {**row.fields, "prompt": pair["prompt"], "completion": pair[side], "label": liked}
@@ -173,60 +179,60 @@ def rows_for_kto(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
             for side, liked in (("chosen", True), ("rejected", False))
             for row, pair in pairs
         ]
-    said = [row.fields.get("completion") for row in rows]
-    said = [each if isinstance(each, str | list) else "" for each in said]
-    other = next((each for each in reversed(said) if each), "")
-    found = []
-    for row, own in zip(rows, said, strict=True):
-        found.append(Row(row.number, {**row.fields, OTHER: other}))
-        other = own or other
-    return found + broken
+    completions = [row.fields.get("completion") for row in rows]
+    completions = [each if isinstance(each, str | list) else "" for each in completions]
+    other = next((each for each in reversed(completions) if each), "")
+    rated = []
+    for row, completion in zip(rows, completions, strict=True):
+        rated.append(Row(row.number, {**row.fields, OTHER: other}))
+        other = completion or other
+    return rated + invalid
 
 
-def _check_alike(said: Mapping[str, object]) -> None:
-    for name, each in said.items():
+def _check_same_type(values: Mapping[str, object]) -> None:
+    for name, each in values.items():
         if not isinstance(each, str | list):
             raise RowError(
                 f"its {name} is {shown(each)}, must be a text or a list of messages",
                 code="column-not-messages",
             )
-    if len({type(each) for each in said.values()}) > 1:
+    if len({type(each) for each in values.values()}) > 1:
         raise RowError(
-            f"its {' and '.join(said)} must be both texts or both lists of messages",
+            f"its {' and '.join(values)} must be both texts or both lists of messages",
             code="texts-and-messages",
         )
 
 
-def _check_said(name: str, said: str | list[Any], where: str = "") -> None:
-    if not (said.strip() if isinstance(said, str) else said):
+def _check_not_empty(name: str, value: str | list[Any], where: str = "") -> None:
+    if not (value.strip() if isinstance(value, str) else value):
         raise RowError(f"its {name} is empty{where}", code="answer-empty")
 
 
-def _parted(chosen: Said, rejected: Said, prompt: Said) -> tuple[Said, Said, Said]:
-    """Prompt, and what follows it: the answers as they are, or without the prompt that both begin with."""
+def _split_prompt(chosen: Content, rejected: Content, prompt: Content) -> tuple[Content, Content, Content]:
+    """Return prompt, chosen and rejected; a prompt that both answers begin with is removed from them."""
     size = len(prompt)
-    begin = [each[:size] == prompt for each in (chosen, rejected)]
-    if all(begin):
+    starts_with_prompt = [each[:size] == prompt for each in (chosen, rejected)]
+    if all(starts_with_prompt):
         return prompt, chosen[size:], rejected[size:]
-    # A word that one answer begins with too is no prompt of it.
-    if any(begin) and (isinstance(prompt, list) or len(prompt.split()) > 1):
-        names = ("chosen", "rejected") if begin[0] else ("rejected", "chosen")
+    # One word may begin an answer by chance.
+    if any(starts_with_prompt) and (isinstance(prompt, list) or len(prompt.split()) > 1):
+        names = ("chosen", "rejected") if starts_with_prompt[0] else ("rejected", "chosen")
         raise RowError(
-            f"its prompt begins {names[0]} and not {names[1]}: give it before both, or before none",
+            f"its prompt begins {names[0]} and not {names[1]}: repeat it in both, or in neither",
             code="prompt-of-one-answer",
         )
     return prompt, chosen, rejected
 
 
-def _common_words(chosen: str, rejected: str) -> str:
-    """The common beginning of two texts in whole words; the space before the next word is the answers'."""
-    common = "".join(_common(chosen, rejected))
+def _common_word_prefix(chosen: str, rejected: str) -> str:
+    """Return the common beginning of two texts in whole words; a space after it belongs to the answers."""
+    common = "".join(_common_prefix(chosen, rejected))
     end = max((index for index, letter in enumerate(common) if letter.isspace()), default=len(common) - 1)
     return common[:end] if common[end : end + 1] == " " else common[: end + 1]
 
 
-def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """What two texts or lists begin with alike."""
+def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Return the common beginning of two texts or lists; raises RowError if it is empty."""
 
     def equal() -> Iterator[Any]:
         for each, other in zip(first, second, strict=False):
@@ -234,23 +240,23 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
                 return
             yield each
 
-    found = list(equal())
-    if not found:
+    common = list(equal())
+    if not common:
         raise RowError(
             "its chosen and rejected have no common beginning, and there is no prompt", code="prompt-missing"
         )
-    return found
+    return common
 
 
-def _asked_by(prompt: str, chosen: list[Any], rejected: list[Any]) -> list[Any]:
-    """The messages before two answers that a prompt in words stands for."""
+def _prompt_messages(prompt: str, chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    """Return the messages before two answers that a prompt given as text corresponds to."""
     firsts = [each[0].get("role") if isinstance(each[0], dict) else None for each in (chosen, rejected)]
     if firsts == ["assistant", "assistant"]:
         return [{"role": "user", "content": prompt}]
-    common = _common(chosen, rejected)
+    common = _common_prefix(chosen, rejected)
     if not isinstance(common[-1], dict) or common[-1].get("content") != prompt:
         raise RowError(
-            f"its prompt is {shown(prompt)}, its chosen and rejected don't both begin with it",
+            f"its prompt is {shown(prompt)}, but chosen and rejected don't both begin with it",
             code="prompt-of-no-answer",
         )
     return common

@@ -1,9 +1,8 @@
-"""Task files: how a row of a data set becomes a prompt, candidate answers and a label.
+"""Task files, which define how a row of a data set becomes a prompt, candidate answers and a label.
 
-A task file is YAML with the keys of `Task`. Templates know column names and the filters below, nothing else:
-`{question|strip|capitalize}`. There is no access to attributes or items, so a file from elsewhere can't reach
-anything but the columns of a row. The prompts of the tasks that come with the package follow the manner of
-MeZO (arXiv 2305.17333), in wording of their own.
+A task file is YAML with the keys of `Task`. Templates may contain column names and the filters below, such as
+`{question|strip|capitalize}`. They can't access attributes or items, so an untrusted file reaches only the
+columns of a row. The prompts of the included tasks are like MeZO's (arXiv 2305.17333), in our own wording.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from prge.errors import ConfigError, shown
 from prge.formats.documents import DocumentError, read_yaml
 
 TASKS = Path(__file__).parent / "tasks"
-# What compares texts with the best of a row's answers.
+# Metrics that compare a text with each of a row's answers and take the best result.
 TEXT_METRICS = ("f1_answer", "exact_match", "rouge_l")
 METRICS = ("accuracy", "f1", *TEXT_METRICS)
 OBJECTIVES = ("candidates", "completion")
@@ -57,7 +56,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template: literal texts and fields in turn."""
+    """A parsed template: literal texts and fields in order."""
 
     source: str
     parts: tuple[str | Field, ...]
@@ -65,21 +64,19 @@ class Template:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, source: str) -> Template:
-        """Parse a template; raises ValueError saying what is wrong with it."""
+        """Parse a template; raises ValueError if it is invalid."""
         parts: list[str | Field] = []
         try:
-            pieces = list(string.Formatter().parse(source))
+            fields_and_texts = list(string.Formatter().parse(source))
         except ValueError as error:
             raise ValueError(f"{error} (write {{{{ and }}}} for braces)") from None
-        for literal, name, layout, conversion in pieces:
+        for literal, name, layout, conversion in fields_and_texts:
             if literal:
                 parts.append(literal)
             if name is None:
                 continue
             if layout or conversion or not FIELD.fullmatch(name):
-                raise ValueError(
-                    f"{{{name}}} must be a column name, filters after | allowed, and nothing else"
-                )
+                raise ValueError(f"{{{name}}} must be a column name, optionally with filters after |")
             column, *filters = name.split("|")
             unknown = [each for each in filters if each not in FILTERS]
             if unknown:
@@ -91,11 +88,11 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that the template reads, in order, each once."""
+        """The columns that the template reads, in order and without duplicates."""
         return tuple(dict.fromkeys(part.column for part in self.parts if isinstance(part, Field)))
 
     def render(self, row: Mapping[str, Any], values: Mapping[str, Mapping[str, str]] | None = None) -> str:
-        """The text for a row; `values` replaces what a column holds before the filters. Raises RowError."""
+        """Render the template for a row, after replacing values of columns by `values`. Raises RowError."""
         texts = []
         for part in self.parts:
             if isinstance(part, str):
@@ -106,7 +103,7 @@ class Template:
             if replacements is not None:
                 if text not in replacements:
                     raise RowError(
-                        f"column {part.column!r} is {shown(text)}, the task knows {', '.join(replacements)}",
+                        f"column {part.column!r} is {shown(text)}, must be one of {', '.join(replacements)}",
                         code="value-unknown",
                     )
                 text = replacements[text]
@@ -118,7 +115,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Generate:
-    """How a model writes an answer: at most `max_tokens`, and up to the first of the texts in `stop`.
+    """How a model generates an answer: at most `max_tokens` tokens, up to the first of the texts in `stop`.
 
     The defaults are MeZO's (arXiv 2305.17333): 50 tokens, up to a line break.
     """
@@ -129,18 +126,18 @@ class Generate:
 
 @dataclass(frozen=True)
 class Task:
-    """What a task file says: one of label_words, choices, choices_column, or columns.answers alone."""
+    """A task, defined by one of label_words, choices and choices_column, or by columns.answers alone."""
 
     name: str
     """Name in reports."""
     template: str
     """The prompt: text with {column} or {column|filter}."""
     text: str = ""
-    """What an encoder reads, without the words that lead to an answer; `template` where absent."""
+    """Text for an encoder, without the words that lead to an answer; default: `template`."""
     candidate: str = "{candidate}"
-    """A candidate as it follows the prompt; may use columns too."""
+    """Format of a candidate after the prompt; may use columns, too."""
     label_words: Mapping[str, str] = field(default_factory=dict)
-    """Label value to the word or words that stand for it."""
+    """Mapping of label values to their words."""
     choices: tuple[str, ...] = ()
     """Columns that hold the candidates of a row."""
     choices_column: str = ""
@@ -148,28 +145,30 @@ class Task:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Columns of the data: `label` (default: label), `answers`."""
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Column to {value: text}: words for what a column holds."""
+    """Mapping of columns to {value: text}, which replaces values."""
     metric: str = "accuracy"
     """accuracy, f1 (macro), or of texts: f1_answer and exact_match (SQuAD's two), rouge_l."""
     objective: str = "candidates"
-    """What training lowers: cross-entropy over `candidates`, or of the right one as a `completion`."""
+    """Training loss: cross-entropy over `candidates`, or of the correct candidate as a `completion`."""
     separator: str = " "
-    """Between prompt and candidate, unless one of them has white space there."""
+    """Text between prompt and candidate, unless one of them has white space there."""
     generate: Generate | None = None
-    """An evaluation lets the model write its answers, and how."""
+    """How the model generates answers in an evaluation; None to compare candidates."""
 
     def __post_init__(self) -> None:
         problems: list[str] = []
         for name in ("name", "template"):
             if not getattr(self, name):
                 problems.append(f"{name} is missing")
-        kinds = [name for name in ("label_words", "choices", "choices_column") if getattr(self, name)]
-        if len(kinds) > 1:
-            problems.append(f"{' and '.join(kinds)} exclude each other")
-        if not kinds and "answers" not in self.columns:
+        candidate_sources = [
+            name for name in ("label_words", "choices", "choices_column") if getattr(self, name)
+        ]
+        if len(candidate_sources) > 1:
+            problems.append(f"{' and '.join(candidate_sources)} exclude each other")
+        if not candidate_sources and "answers" not in self.columns:
             problems.append("one of label_words, choices, choices_column or columns.answers is needed")
         if len(self.label_words) == 1 or len(self.choices) == 1:
-            problems.append("one candidate is no choice: give at least two")
+            problems.append("at least two candidates are needed")
         if any(not word.strip() for word in self.label_words.values()):
             problems.append("label_words has an empty word")
         words = [word.strip() for word in self.label_words.values()]
@@ -180,7 +179,7 @@ class Task:
                 problems.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}")
         if self.metric in TEXT_METRICS and "answers" not in self.columns:
             problems.append(f"metric {self.metric} needs columns.answers")
-        if self.generate and (kinds or "answers" not in self.columns):
+        if self.generate and (candidate_sources or "answers" not in self.columns):
             problems.append("generate is for tasks with columns.answers alone")
         if self.generate and self.metric not in TEXT_METRICS:
             problems.append(f"generate needs one of the metrics {', '.join(TEXT_METRICS)}")
@@ -204,16 +203,16 @@ class Task:
 
     @property
     def is_completion(self) -> bool:
-        """Whether rows hold answers and no candidates."""
+        """Whether rows have answers and no candidates."""
         return not (self.label_words or self.choices or self.choices_column)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Label values in order; empty where candidates differ from row to row."""
+        """Label values in order; empty if candidates differ from row to row."""
         return tuple(self.label_words)
 
     def needed_columns(self, encoder: bool = False) -> tuple[str, ...]:
-        """Columns that every row must have."""
+        """Return the columns that every row must have."""
         needed = [*Template.parse((self.text if encoder else "") or self.template).columns]
         if not encoder:
             needed += [name for name in Template.parse(self.candidate).columns if name != CANDIDATE]
@@ -230,15 +229,15 @@ class Task:
         return self.columns.get("label", "label")
 
     def prompt(self, row: Mapping[str, Any]) -> str:
-        """The prompt of a row. Raises RowError."""
+        """Return the prompt of a row. Raises RowError."""
         return Template.parse(self.template).render(row, self.values)
 
     def encoder_text(self, row: Mapping[str, Any]) -> str:
-        """What an encoder reads of a row. Raises RowError."""
+        """Return the text of a row for an encoder. Raises RowError."""
         return Template.parse(self.text or self.template).render(row, self.values)
 
     def candidates(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Candidate texts of a row, as they are compared with answers. Raises RowError."""
+        """Return the candidate texts of a row, as they are compared with answers. Raises RowError."""
         if self.label_words:
             return tuple(self.label_words.values())
         if self.choices:
@@ -255,7 +254,7 @@ class Task:
         return distinct
 
     def answers(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Gold texts of a row: a text, a list, or SQuAD's and DROP's {text: [...]} and {spans: [...]}."""
+        """Return the gold texts of a row: a text, a list, SQuAD's {text: [...]} or DROP's {spans: [...]}."""
         column = self.columns.get("answers")
         if column is None:
             return ()
@@ -266,7 +265,7 @@ class Task:
             value = [value]
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise RowError(
-                f"column {column!r} must be a text, a list of texts, or have one under text or spans",
+                f"column {column!r} must be a text or a list of texts, or have one under text or spans",
                 code="column-not-texts",
             )
         answers = tuple(dict.fromkeys(text for text in value if text.strip()))
@@ -277,7 +276,7 @@ class Task:
         return answers
 
     def label(self, row: Mapping[str, Any]) -> int:
-        """Index of the right candidate of a row. Raises RowError."""
+        """Return the index of the correct candidate of a row. Raises RowError."""
         if "answers" in self.columns and "label" not in self.columns:
             candidates, answers = self.candidates(row), self.answers(row)
             for answer in answers:
@@ -293,37 +292,38 @@ class Task:
             keys = [str(index) for index in range(len(self.candidates(row)))]
             if value in self.choices:
                 return self.choices.index(value)
-        # A csv file's True and a JSON file's true both mean the key true, or 1; pandas makes 1.0 of 1 in a
-        # column that lacks some values.
+        # True in a csv file and true in JSON both stand for the key true, or 1. pandas writes 1 as 1.0 in a
+        # column with missing values.
         is_whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
         for spelling in (_key(value), _key(value).lower(), str(int(value)) if is_whole else ""):
             if spelling in keys:
                 return keys.index(spelling)
         raise RowError(
-            f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(keys)}",
+            f"column {self.label_column!r} is {shown(value)}, must be one of {', '.join(keys)}",
             code="label-unknown",
         )
 
     def candidate_text(self, prompt: str, candidate: str, row: Mapping[str, Any]) -> str:
-        """What follows a prompt for a candidate, separator included. Raises RowError."""
+        """Return a candidate as it follows the prompt, separator included. Raises RowError."""
         text = Template.parse(self.candidate).render({**row, CANDIDATE: candidate}, self.values)
         return self.join(prompt, text)
 
     def join(self, prompt: str, text: str) -> str:
-        """`text` with the separator before it, unless text or prompt already has white space there."""
+        """Prepend the separator to a text, unless the text or the prompt already has white space there."""
         return text if text[:1].isspace() or prompt[-1:].isspace() or not prompt else self.separator + text
 
 
 def task_names() -> tuple[str, ...]:
-    """Names of the tasks that come with the package."""
+    """Return the names of the tasks that come with the package."""
     return tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
 
 
 def load_task(name_or_path: str | Path) -> Task:
-    """A task by name, or from a YAML file by its path.
+    """Load a task by its name, or from a YAML file.
 
     Raises:
-        ConfigError: no such task or file, not YAML, or keys and values that don't fit (all are named).
+        ConfigError: There is no such task or file, it is not YAML, or it has invalid keys or values, all of
+            which the error lists.
     """
     path = Path(name_or_path)
     if isinstance(name_or_path, str) and name_or_path in task_names():
@@ -344,7 +344,7 @@ def load_task(name_or_path: str | Path) -> Task:
 
 
 def parse_task(content: object, source: str) -> Task:
-    """A task from parsed YAML; `source` names it in errors. Raises ConfigError with every problem."""
+    """Create a task from parsed YAML; `source` names it in errors. Raises ConfigError with all problems."""
     if not isinstance(content, dict):
         raise ConfigError(
             f"{source} is not a task file", ["it must hold keys and values"], code="task-unreadable"
@@ -384,8 +384,8 @@ def parse_task(content: object, source: str) -> Task:
     try:
         task = Task(**{"name": "", "template": "", **arguments})
     except ConfigError as error:
-        told = {problem.split()[0].rstrip(":") for problem in problems}
-        problems += [problem for problem in error.problems if problem.split()[0].rstrip(":") not in told]
+        reported = {problem.split()[0].rstrip(":") for problem in problems}
+        problems += [problem for problem in error.problems if problem.split()[0].rstrip(":") not in reported]
     if problems:
         raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy, code="task-unusable")
     return task
@@ -398,8 +398,8 @@ def _generate(value: object, problems: list[str]) -> Generate:
         return Generate()
     most, stop = value.get("max_tokens", Generate.max_tokens), value.get("stop", list(Generate.stop))
     if type(most) is not int or (problem := BOUNDS["max_tokens"].problem(most)):
-        told = problem if type(most) is int else "must be a whole number"
-        problems.append(f"generate.max_tokens is {shown(most)}, {told}")
+        problem_text = problem if type(most) is int else "must be a whole number"
+        problems.append(f"generate.max_tokens is {shown(most)}, {problem_text}")
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         problems.append(f"generate.stop is {shown(stop)}, must be a list of texts")
         stop = []

@@ -1,4 +1,4 @@
-"""A task's rows to what is learnt: the right answer, or candidates that are compared."""
+"""Rows of a task: the correct answer to train on, or candidates to compare."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from prge.data.segments import Candidates, SegmentedText, Segmenter, Texts
 
 
 def task_candidates(task: Task, is_alone: bool, segmenter: Segmenter, row: Row) -> Texts | Candidates:
-    """The candidates of a task's row, or its first answer where it has no candidates.
+    """Return the candidates of a task's row, or its first answer if the task has no candidates.
 
-    Where `is_alone` the right candidate is learnt without others. Raises RowError.
+    With `is_alone`, only the correct candidate is returned, to be trained on. Raises RowError.
     """
     prompt = task.prompt(row.fields)
     if task.is_completion:
         answers = task.answers(row.fields)
-        segments = segmenter.completed(prompt, task.join(prompt, answers[0]))
-        return Texts((segmenter.learnt(*segments),), answers)
+        segments = segmenter.prompt_and_completion(prompt, task.join(prompt, answers[0]))
+        return Texts((segmenter.trained_text(*segments),), answers)
     choices, label = task.candidates(row.fields), task.label(row.fields)
     compared = (choices[label],) if is_alone else choices
     texts = [task.candidate_text(prompt, choice, row.fields) for choice in compared]
     return Candidates(
-        tuple(SegmentedText(segmenter.completed(prompt, text, "candidate")) for text in texts),
+        tuple(SegmentedText(segmenter.prompt_and_completion(prompt, text, "candidate")) for text in texts),
         "choices",
         None if is_alone else label,
         answers=task.answers(row.fields) or (choices[label],),
@@ -32,10 +32,10 @@ def task_candidates(task: Task, is_alone: bool, segmenter: Segmenter, row: Row) 
 
 
 def task_class(task: Task, segmenter: Segmenter, row: Row) -> Candidates:
-    """What an encoder reads of a task's row, with its class; raises RowError."""
+    """Return the text of a task's row for an encoder, with its class; raises RowError."""
     text = task.encoder_text(row.fields)
     if not text.strip():
-        raise RowError("has an empty text: there is nothing to learn from", code="text-empty")
+        raise RowError("it has an empty text: there is nothing to learn from", code="text-empty")
     choices, label = task.candidates(row.fields), task.label(row.fields)
     return Candidates(
         (SegmentedText((segmenter.text(text, is_trained=False),), special_tokens="begin and end"),),

@@ -1,1 +1,1 @@
-"""Files to rows: a number and fields."""
+"""Reads rows, each a number and fields, from files."""

@@ -1,10 +1,10 @@
-"""Feedback on answers: a file with a JSON object a line, which its owner alone may read.
+"""Files of feedback on answers, with one JSON object a line, which only their owner may read.
 
     {"id": "cmpl-1f", "time": "...", "model": "first", "adapter": "9c1f...", "settings": {...},
      "prompt": "The soup was cold. It was", "answer": " great", "correction": " terrible"}
 
-`messages` stand for `prompt` where a conversation was answered, and `rating`, good or bad, for `correction`.
-Who writes holds the file's lock. A line is whole or it never was: a torn last one is dropped.
+For an answer in a conversation, a row has `messages` instead of `prompt`; `rating`, good or bad, may replace
+`correction`. Writers hold the file's lock. An incomplete last line, left by a killed process, is dropped.
 """
 
 from __future__ import annotations
@@ -28,23 +28,28 @@ from prge.formats.documents import DocumentError, parse_json
 from prge.system.atomic import check_file, storage_error, write_file
 from prge.system.regular_files import open_regular, read_regular
 
-# What the chat template was given beside messages; rows to learn from have it too.
+# Column with the arguments of the chat template besides the messages, in feedback and in rows for training.
 TEMPLATE_KWARGS = "chat_template_kwargs"
 GOOD, BAD = RATINGS = ("good", "bad")
-_OWNERS = 0o600
-# How a row begins that `AnswerRecord.judged` made.
-_FIRST = b'{"id": "'
-# Far above what a row may have, so that the first line of another file is never read whole.
+_OWNER_ONLY = 0o600
+# How a row of `AnswerRecord.to_feedback` begins.
+_ROW_START = b'{"id": "'
+# Far above the size of a row, so that a long first line of another file is not read whole.
 _LONGEST_LINE = 64 << 20
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """An answer that feedback may be given on.
+    """An answer of a model, on which feedback can be given.
 
-    `asked` has `prompt` or `messages`; `adapter` is the digest of the one that answered, `settings` are how
-    tokens were drawn.
+    Attributes:
+        id: Identifier of the answer.
+        model: Name of the model.
+        adapter: Digest of the adapter.
+        prompt_fields: `prompt` or `messages`.
+        answer: Text of the answer.
+        settings: Settings of the sampling.
     """
 
     id: str
@@ -55,27 +60,27 @@ class AnswerRecord:
     settings: Fields
 
     def to_feedback(self, rating: str | None = None, correction: str | None = None) -> Fields:
-        """The row of what somebody says of it: a rating, or what should have been answered.
+        """Return the row of feedback with a rating or a correction.
 
         Raises:
-            ValueError: both or neither is given, or it says nothing.
+            ValueError: Both or neither is given, or the feedback is empty.
         """
         if (rating is None) == (correction is None):
-            raise ValueError("give a rating or a correction, one of them")
+            raise ValueError("give either a rating or a correction")
         if rating is not None and rating not in RATINGS:
             raise ValueError(f"rating is {shown(rating)}, must be {' or '.join(RATINGS)}")
         if correction is not None and not correction.strip():
-            raise ValueError("the correction is empty: nothing can be learnt from it")
+            raise ValueError("the correction is empty")
         if correction is not None and correction.strip() == self.answer.strip():
-            raise ValueError("the correction is what was answered: rate it good instead")
-        given = {"rating": rating} if correction is None else {"correction": correction}
+            raise ValueError("the correction equals the answer: rate it good instead")
+        judgement = {"rating": rating} if correction is None else {"correction": correction}
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         head = {"id": self.id, "time": time, "model": self.model, "adapter": self.adapter}
-        return {**head, "settings": self.settings, **self.prompt_fields, "answer": self.answer, **given}
+        return {**head, "settings": self.settings, **self.prompt_fields, "answer": self.answer, **judgement}
 
 
 def adapter_digest(adapter: Adapter) -> str:
-    """What tells adapters of one bundle apart in feedback."""
+    """Return a digest that identifies an adapter in feedback."""
     digest = hashlib.sha256(adapter.values.tobytes())
     for name, matrix in sorted((adapter.lora_a or {}).items()):
         digest.update(name.encode() + matrix.tobytes())
@@ -83,38 +88,38 @@ def adapter_digest(adapter: Adapter) -> str:
 
 
 def conversation_fields(messages: Sequence[Fields], variables: Fields) -> Fields:
-    """What was asked by messages, with what the chat template was given beside them."""
-    given = {TEMPLATE_KWARGS: dict(variables)} if variables else {}
-    return {"messages": [*messages], **given}
+    """Return the prompt fields of a conversation: messages and arguments of the chat template."""
+    template_arguments = {TEMPLATE_KWARGS: dict(variables)} if variables else {}
+    return {"messages": [*messages], **template_arguments}
 
 
 def with_leading_space(correction: str, answer: str) -> str:
-    """A correction of an answer that goes on in its prompt's text, with the space that the answer had."""
+    """Prepend the leading space of an answer that continues its prompt to the correction."""
     space = answer[: len(answer) - len(answer.lstrip())]
     return correction if correction[:1].isspace() else space + correction
 
 
 def is_feedback(fields: Fields) -> bool:
-    """Whether a row of a file is feedback."""
-    asked = "prompt" in fields or "messages" in fields
-    return asked and "answer" in fields and ("rating" in fields or "correction" in fields)
+    """Whether a row has the columns of feedback."""
+    has_prompt = "prompt" in fields or "messages" in fields
+    return has_prompt and "answer" in fields and ("rating" in fields or "correction" in fields)
 
 
 def check_feedback(path: Path) -> None:
-    """See that feedback can be appended to a file, which may not be there yet. Nothing changes.
+    """Check that feedback can be appended to a file, which may not exist yet; changes nothing.
 
     Raises:
-        RunError: it can't be written.
-        DataError: it holds something else.
+        RunError: The file can't be written.
+        DataError: The file holds other content than feedback.
     """
     check_file(path)
     try:
         if not os.path.lexists(path):
-            os.stat(path.parent)  # which isn't made
+            os.stat(path.parent)  # raises if the folder is missing
             return
         with open_regular(path, "rb") as stream:
             for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
-                if line.strip() and not _begins_feedback(line):
+                if line.strip() and not _starts_with_feedback(line):
                     what = f"{path} holds something else than feedback: row {number}"
                     raise DataError(what, [], remedy="give another file", code="feedback-foreign")
                 if line.strip():
@@ -124,7 +129,7 @@ def check_feedback(path: Path) -> None:
 
 
 def find_feedback_problem(row: Fields) -> str:
-    """What is wrong with a row of feedback, which anybody may have written; empty if nothing is."""
+    """Return the problem of an untrusted row of feedback; empty if it is valid."""
     if not isinstance(row["answer"], str):
         return f"its answer is {shown(row['answer'])}, must be a text"
     if "correction" in row and not (isinstance(row["correction"], str) and row["correction"].strip()):
@@ -146,16 +151,16 @@ def _is_message(value: object) -> bool:
 def append_feedback(
     path: Path, rows: Sequence[Fields], while_locked: Callable[[], object] | None = None
 ) -> None:
-    """Append rows, all or none; what a killed process left of its last row goes.
+    """Append all rows or none, and remove an incomplete last line that a killed process left.
 
     Args:
-        path: of the file.
-        rows: to append.
-        while_locked: called again and again while another process holds the file's lock; it sleeps, or raises
-            what ends the wait. By default the call waits as long as it takes.
+        path: The file.
+        rows: Rows to append.
+        while_locked: Called repeatedly while another process holds the file's lock; it sleeps, or raises to
+            end the wait. By default the call waits without a limit.
 
     Raises:
-        RunError: the file can't be written; it stays as it was.
+        RunError: The file can't be written; it is left unchanged.
     """
     try:
         with _locked(path, while_locked=while_locked) as stream:
@@ -163,9 +168,9 @@ def append_feedback(
             lines = b"".join(map(_line, rows))
             if length and os.pread(stream.fileno(), 1, length - 1) != b"\n":
                 content = os.pread(stream.fileno(), length, 0)
-                whole = 0 if _is_torn_first(content) else len(whole_lines(content))
-                if whole < length:
-                    length = whole
+                complete = 0 if _is_incomplete_first(content) else len(whole_lines(content))
+                if complete < length:
+                    length = complete
                     stream.truncate(length)
                 else:
                     lines = b"\n" + lines
@@ -181,67 +186,70 @@ def append_feedback(
 
 
 def row_bytes(row: Fields) -> int:
-    """Bytes that a row takes in a file."""
+    """Return the size of a row in a file, in bytes."""
     return len(_line(row))
 
 
-def remove_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
-    """Take rows out of a file of lines, which is rewritten at once or not at all; how many they were.
+def remove_rows(path: Path, is_removed: Callable[[int, Fields | None, str], bool]) -> int:
+    """Remove rows from a file of lines, which is replaced atomically; return how many were removed.
 
-    Rows are looked at before the file is locked, but for those that are appended meanwhile.
+    Only rows that are appended meanwhile are checked while the file is locked.
 
     Args:
-        path: of the file, whose rights stay.
-        is_meant: of a row's number, its fields (None where the line is no JSON object) and its line.
+        path: The file, which keeps its mode.
+        is_meant: Decides from a row's number, its fields (None if the line isn't a JSON object) and its line
+            whether to remove it.
 
     Raises:
-        RunError: the file can't be read or written.
+        RunError: The file can't be read or written.
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)
-        content, kept = b"", list[bytes]()
+        content, remaining = b"", list[bytes]()
         while True:
-            # All lines that are there and whole; the last part is empty, and stands for the rest.
-            seen = read_regular(path)
-            seen = seen[: seen.rfind(b"\n") + 1]
-            if not seen.startswith(content):
-                content, kept = b"", []
-            kept += _kept(seen[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_meant)
-            content = seen
+            # Only complete lines; the part after the last line break is checked below.
+            complete = read_regular(path)
+            complete = complete[: complete.rfind(b"\n") + 1]
+            if not complete.startswith(content):
+                content, remaining = b"", []
+            remaining += _remaining_lines(
+                complete[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_removed
+            )
+            content = complete
             with _locked(path, rights):
                 now = whole_lines(read_regular(path))
                 if not now.startswith(content):
                     continue
                 count = content.count(b"\n")
-                kept += _kept(now[len(content) :].split(b"\n"), count, is_meant)
-                removed = now.count(b"\n") + 1 - len(kept)
+                remaining += _remaining_lines(now[len(content) :].split(b"\n"), count, is_removed)
+                removed = now.count(b"\n") + 1 - len(remaining)
                 if removed:
-                    write_file(path, b"\n".join(kept), rights)
+                    write_file(path, b"\n".join(remaining), rights)
                 return removed
     except OSError as error:
         raise storage_error(path, error) from None
 
 
-def _kept(
-    lines: Sequence[bytes], before: int, is_meant: Callable[[int, Fields | None, str], bool]
+def _remaining_lines(
+    lines: Sequence[bytes], before: int, is_removed: Callable[[int, Fields | None, str], bool]
 ) -> list[bytes]:
-    """Lines that aren't meant, after so many others."""
+    """Return the lines that are not removed; `before` lines precede them."""
     return [
         line
         for number, line in enumerate(lines, before + 1)
-        if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
+        if not line.strip() or not is_removed(number, _parse_object(line), line.decode(errors="replace"))
     ]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:
-    """Rows of a file of lines, as `remove_rows` tells of them; raises OSError."""
+    """Yield number, fields and line of each row of a file, as for `remove_rows`; raises OSError."""
     for number, line in enumerate(whole_lines(read_regular(path)).split(b"\n"), 1):
         if line.strip():
-            yield number, _parsed(line), line.decode(errors="replace")
+            yield number, _parse_object(line), line.decode(errors="replace")
 
 
 def read_feedback(path: Path) -> list[Fields]:
-    """All sound feedback of a file, none where there is no file; raises OSError."""
+    """Return the valid feedback of a file; empty if the file doesn't exist; raises OSError."""
     if not path.exists():
         return []
     rows = [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
@@ -249,29 +257,29 @@ def read_feedback(path: Path) -> list[Fields]:
 
 
 def parse_feedback_line(line: bytes) -> Fields | None:
-    """The feedback of a line; None where it is something else, or unsound."""
-    fields = _parsed(line)
+    """Parse a line of feedback; returns None if it is invalid or something else."""
+    fields = _parse_object(line)
     return (
         fields if fields is not None and is_feedback(fields) and not find_feedback_problem(fields) else None
     )
 
 
 def feedback_key(row: Fields) -> str:
-    """The key of a feedback row: a hash of 32 hexadecimal digits."""
+    """Return the key of a row of feedback: a hash of 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def whole_lines(content: bytes) -> bytes:
-    """A file of feedback without a last line that was torn; any other file as it is."""
+    """Remove an incomplete last line from the content of a file of feedback; other content is unchanged."""
     end = content.rfind(b"\n") + 1
-    first = _parsed(content.partition(b"\n")[0])
+    first = _parse_object(content.partition(b"\n")[0])
     if end == len(content) or first is None or not is_feedback(first):
         return content
-    return content if _parsed(content[end:]) is not None else content[:end]
+    return content if _parse_object(content[end:]) is not None else content[:end]
 
 
 def iter_texts(value: object) -> Iterator[str]:
-    """All texts of a row."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -281,29 +289,29 @@ def iter_texts(value: object) -> Iterator[str]:
 
 @contextmanager
 def _locked(
-    path: Path, rights: int = _OWNERS, while_locked: Callable[[], object] | None = None
+    path: Path, rights: int = _OWNER_ONLY, while_locked: Callable[[], object] | None = None
 ) -> Iterator[BinaryIO]:
-    """A file, open for appending and held alone; one that was replaced meanwhile is opened again."""
+    """Open a file for appending and lock it; a file that was replaced meanwhile is opened again."""
     while True:
         with open_regular(path, "a+b", buffering=0, rights=rights) as stream:
             _lock(stream, while_locked)
-            there = os.stat(path, follow_symlinks=False) if path.exists() else None
-            if there is not None and os.path.samestat(there, os.fstat(stream.fileno())):
+            status = os.stat(path, follow_symlinks=False) if path.exists() else None
+            if status is not None and os.path.samestat(status, os.fstat(stream.fileno())):
                 os.fchmod(stream.fileno(), rights)
                 yield stream
                 return
 
 
-def _begins_feedback(line: bytes) -> bool:
-    """Whether the first line of a file is a row of feedback, or what a killed process wrote of its first."""
-    fields = _parsed(line)
-    return _is_torn_first(line) if fields is None else is_feedback(fields)
+def _starts_with_feedback(line: bytes) -> bool:
+    """Whether the first line of a file is a row of feedback, or an incomplete first row."""
+    fields = _parse_object(line)
+    return _is_incomplete_first(line) if fields is None else is_feedback(fields)
 
 
-def _is_torn_first(content: bytes) -> bool:
-    """Whether a file holds no more than the beginning of its first row of feedback."""
-    begins = content[: len(_FIRST)] == _FIRST[: len(content)]
-    return begins and b"\n" not in content and _parsed(content) is None
+def _is_incomplete_first(content: bytes) -> bool:
+    """Whether a file holds only the beginning of its first row of feedback."""
+    begins = content[: len(_ROW_START)] == _ROW_START[: len(content)]
+    return begins and b"\n" not in content and _parse_object(content) is None
 
 
 def _line(row: Fields) -> bytes:
@@ -322,7 +330,7 @@ def _lock(stream: BinaryIO, while_locked: Callable[[], object] | None) -> None:
             while_locked()
 
 
-def _parsed(line: bytes) -> Fields | None:
+def _parse_object(line: bytes) -> Fields | None:
     try:
         fields = parse_json(line)
     except (DocumentError, UnicodeDecodeError):

@@ -1,11 +1,11 @@
 """Rows of a data file: jsonl, json, csv or tsv in UTF-8, or parquet, with their numbers.
 
-A row's number is its line in a jsonl file, else its place, in csv and tsv after the header, all from 1. What
-a file of JSON may hold, whatever its name says, is listed in json_rows.py. A tsv whose header has no quotes
-is read without quoting, as SST-2's files need: their texts hold quotes. A column without a name, such as the
-index that pandas writes, is called as pandas calls it: `Unnamed: 0`.
+A row's number is its line in a jsonl file, else its position from 1, in csv and tsv after the header.
+json_rows.py lists what a file of JSON may hold, whatever its name. A tsv file whose header has no quotes is
+read without quoting, which SST-2's files need because their texts have quotes. A column without a name, such
+as the index that pandas writes, gets pandas' name: `Unnamed: 0`.
 
-A column that is null is one that the row lacks: `datasets` gives every row the columns of all rows.
+A null counts as a missing column, since `datasets` gives every row the columns of all rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 LONGEST_FIELD = 2**31 - 1
 
 Part = Literal["train", "dev", "test"]
-# What a folder calls the file of a part, and a data set or a JSON object its rows.
+# Names of a part's file in a folder, of its split in a data set, and of its rows in a JSON object.
 PART_NAMES: Mapping[Part, tuple[str, ...]] = {
     "train": ("train",),
     "dev": ("valid", "validation", "dev", "val"),
@@ -46,15 +46,15 @@ Item = TypeVar("Item")
 
 
 class RowNumber(int):
-    """The number of a row of several files: as an integer unique in all of them, as a text `2 of b.jsonl`."""
+    """The number of a row of several files: unique as an integer; as text, such as `2 of b.jsonl`."""
 
     def __new__(cls, value: int, in_file: int, file: str) -> RowNumber:
-        """Make the number.
+        """Create the number.
 
         Args:
-            value: unique in all files.
-            in_file: the row's number in its file, from 1.
-            file: the path of the file.
+            value: Unique number among all files.
+            in_file: Number of the row in its file, from 1.
+            file: Path of the file.
         """
         number = super().__new__(cls, value)
         number.in_file, number.file = in_file, file
@@ -71,7 +71,7 @@ class RowNumber(int):
 
 
 def row_location(number: int) -> dict[str, Any]:
-    """A row's number under the name `row` for a line of JSON, with its `file` where there are several."""
+    """Return a row's number as the field `row` for JSON, with the field `file` if there are several files."""
     if isinstance(number, RowNumber):
         return {"file": number.file, "row": number.in_file}
     return {"row": number}
@@ -79,10 +79,10 @@ def row_location(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file: its number there, from 1, and its columns.
+    """One row of a data file: its number from 1, and its columns.
 
-    Values are JSON's. Those of tables may be others, such as a date, or bytes that are no UTF-8: no column
-    that is read may hold one.
+    Values are those of JSON. Tables may have others, such as dates or bytes, but not in columns that are
+    read.
     """
 
     number: int
@@ -91,14 +91,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows of a file to use."""
+    """Which rows of a file are used."""
 
     start: int = 0
-    """Rows to leave out at the beginning."""
+    """Number of rows to skip at the beginning."""
     limit: int | None = None
-    """Most rows to use; all where absent."""
+    """Maximum number of rows; None for all."""
     shuffle_seed: int | None = None
-    """Shuffle the whole file first, the same way on every machine; file order where absent."""
+    """Seed to shuffle the whole file first, with the same result on every machine; None for file order."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -113,22 +113,23 @@ class Selection:
 
 
 def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
-    """Read every row of a file of one of the `FORMATS`.
+    """Read all rows of a file in one of the `FORMATS`.
 
     Args:
-        path: of the file.
-        broken: takes what is wrong with broken rows, which are left out then.
-        part: which rows of a JSON object that has rows under `train`, `valid` and `test`.
+        path: The file.
+        broken: A list to which the problems of broken rows are appended, which are skipped then.
+        part: The part to read of a JSON object with rows under `train`, `valid` and `test`.
 
     Raises:
-        DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
+        DataError: The file doesn't exist, has another format or encoding, no rows, or broken rows, all of
+            which the error lists.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise DataError(
             f"{path} can't be read as data",
-            [f"its name ends in {suffix!r}, known are {', '.join(FORMATS)}"],
+            [f"its name ends in {suffix!r}; known formats are {', '.join(FORMATS)}"],
             remedy="convert or rename the file",
             code="file-format",
         )
@@ -172,16 +173,17 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
 
 
 def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
-    """Shuffle, then leave out `start` rows, then take `limit`.
+    """Shuffle rows, then skip `start` rows, then take `limit` rows.
 
-    Selections of one file with one seed and ranges apart share no row: rows for training and development.
+    Selections with the same seed and disjoint ranges share no row, so they can split training and
+    development.
 
     Raises:
-        DataError: nothing is left.
+        DataError: No row is left.
     """
     order: Sequence[int] = range(len(rows))
     if selection.shuffle_seed is not None:
-        # Raw bits of a counter-based generator are fixed by its definition; numpy's own shuffle is not.
+        # The raw bits of Philox are fixed by its definition; numpy's own shuffle may change.
         bits = np.random.Philox(key=np.array([selection.shuffle_seed, 0], np.uint64)).random_raw(len(rows))
         order = [int(index) for index in np.argsort(bits, kind="stable")]
     end = None if selection.limit is None else selection.start + selection.limit
@@ -197,9 +199,9 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
 
 
 def read_text(path: Path, whole: bool = False) -> str:
-    """The text of a UTF-8 file; raises OSError, or DataError that tells where it isn't UTF-8.
+    """Read a UTF-8 file; raises OSError, or DataError with the position of invalid bytes.
 
-    `whole`: a last line that a killed process left of feedback is left out.
+    With `whole`, an incomplete last line of feedback is left out.
     """
     content = path.read_bytes()
     content = whole_lines(content) if whole else content
@@ -221,9 +223,9 @@ def read_text(path: Path, whole: bool = False) -> str:
 
 
 def table_value(value: Any) -> Any:
-    """A value of a table: bytes that are UTF-8 become text, and a number that is none becomes null.
+    """Convert a value of a table: UTF-8 bytes become text, and NaN becomes null.
 
-    All else that JSON has no type for stays as it is, so that whoever wants a text refuses it.
+    Other values without a JSON type are kept, so that columns which must be texts refuse them.
     """
     if isinstance(value, dict):
         return {str(name): table_value(each) for name, each in value.items()}
@@ -238,12 +240,12 @@ def table_value(value: Any) -> Any:
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's columns without those that are null."""
+    """Return a row's columns without nulls."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's columns that JSON can hold."""
+    """Return those columns of a row that JSON can represent."""
     return {name: value for name, value in fields.items() if _is_json(value)}
 
 
@@ -258,7 +260,7 @@ def _is_json(value: object) -> bool:
 
 
 def _plain_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
-    """Line number and fields of each line, split at tabs and nothing else."""
+    """Yield line number and fields of each line, split at tabs only."""
     for line, content in enumerate(text.split("\n"), 1):
         content = content.removesuffix("\r")
         if content:
@@ -266,7 +268,7 @@ def _plain_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
 
 
 def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
-    """Line number and fields of each record; a message in place of the fields where reading has to stop."""
+    """Yield line number and fields of each record; instead of the fields, a message if reading must stop."""
     csv.field_size_limit(LONGEST_FIELD)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line = 1
@@ -276,7 +278,10 @@ def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] 
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, f"not {'tsv' if delimiter != ',' else 'csv'}: {error}; nothing after it was read"
+            yield (
+                line,
+                f"not {'tsv' if delimiter != ',' else 'csv'}: {error}; the rest of the file was not read",
+            )
             return
         if record:
             yield line, record
@@ -294,8 +299,8 @@ def _table_rows(
                 f"row {number + 1} (line {line}): {record}" if header else f"line {line}: {record}"
             )
         elif header is None:
-            header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(record)]
-            names = shortened(", ".join(header), LONGEST_VALUE)  # there may be a problem for every two bytes
+            header = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(record)]
+            names = shortened(", ".join(header), LONGEST_VALUE)  # shortened, since there may be many problems
             twice = sorted(name for name, count in Counter(header).items() if count > 1)
             if twice:
                 problems.append(f"line {line}: the header repeats columns: {', '.join(map(repr, twice))}")

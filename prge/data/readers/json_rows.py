@@ -1,13 +1,13 @@
-"""Rows of a file of JSON, in whichever of the usual layouts they come.
+"""Reads rows from JSON in the usual layouts:
 
 {"text": "one"}                            jsonl: an object a line
 [{"text": "one"}, {"text": "two"}]         a list of rows, or of texts, which become the column text
-{"text": "one"} {"text": "two"}            objects one after another, over any lines, as jq prints
-{"data": [...]}                            a list under one of the names of `_WRAPPERS`
+{"text": "one"} {"text": "two"}            consecutive objects with any line breaks, as jq prints them
+{"data": [...]}                            a list under one of the names in `_WRAPPERS`
 {"train": [...], "test": [...]}            a list for each part, of which one is read
-{"text": ["one", "two"]}                   columns, as `Dataset.to_dict` gives them
+{"text": ["one", "two"]}                   columns, as `Dataset.to_dict` returns them
 {"text": {"0": "one", "1": "two"}}         columns by index, as `DataFrame.to_json` writes them
-{"columns": ["text"], "data": [["one"]]}   its orient="split"
+{"columns": ["text"], "data": [["one"]]}   `DataFrame.to_json(orient="split")`
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 from prge.formats.documents import DocumentError, parse_json, parse_json_values
 
-# What people call a list of rows in an object that has nothing else of them.
+# Usual names of the list of rows in an object.
 _WRAPPERS = ("data", "rows", "examples", "instances", "records")
-# How the first line of a value ends that goes on in the next one.
+# Last characters of a first line whose value continues on the next line.
 _OPEN = ("{", "[", ",", ":")
 Numbered = Iterator[tuple[int, Mapping[str, Any]]]
 
 
 def numbered_items(text: str, problems: list[str], part: Sequence[str], parts: Collection[str]) -> Numbered:
-    """Rows with their numbers: lines of jsonl, else places, both from 1.
+    """Yield rows with their numbers from 1: the line in jsonl, else the position.
 
     Args:
-        text: of the file.
-        problems: takes what is wrong with rows that are left out.
-        part: names of the part that is read of a file with several.
-        parts: names of all parts.
+        text: Content of the file.
+        problems: A list to which the problems of skipped rows are appended.
+        part: Names of the part to read from a file with several parts.
+        parts: Names of all parts.
     """
     lines = _lines(text)
     values: list[Any] | None = None
@@ -42,18 +42,18 @@ def numbered_items(text: str, problems: list[str], part: Sequence[str], parts: C
             problems.append(str(error))
             return
     if values is None:
-        yield from _of_lines(lines, problems)
+        yield from _rows_of_lines(lines, problems)
         return
     try:
-        items = values if len(values) > 1 else _of_document(values[0], part, parts)
+        items = values if len(values) > 1 else _rows_of_document(values[0], part, parts)
     except DocumentError as error:
         problems.append(str(error))
         return
-    yield from _of_items(enumerate(items, 1), problems)
+    yield from _rows_of_items(enumerate(items, 1), problems)
 
 
 def lists_of_parts(text: str, parts: Collection[str]) -> dict[str, Sequence[Any]]:
-    """The lists of rows under names of parts, of a file that is one object; none of another file."""
+    """Return the lists of rows under the names of parts, if the file is one object; else an empty mapping."""
     try:
         values = _values(text, _lines(text)) or []
     except DocumentError:
@@ -68,7 +68,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 
 def _values(text: str, lines: Sequence[tuple[int, str]]) -> list[Any] | None:
-    """The values of a file; None where each line is one. Raises DocumentError where neither can be."""
+    """Parse the values of a file; returns None for jsonl. Raises DocumentError if it is neither."""
     if not lines:
         return None
     try:
@@ -78,8 +78,8 @@ def _values(text: str, lines: Sequence[tuple[int, str]]) -> list[Any] | None:
     return [first] if len(lines) == 1 else None
 
 
-def _of_lines(lines: Sequence[tuple[int, str]], problems: list[str]) -> Numbered:
-    """Rows of jsonl."""
+def _rows_of_lines(lines: Sequence[tuple[int, str]], problems: list[str]) -> Numbered:
+    """Yield the rows of jsonl."""
     for number, line in lines:
         try:
             fields = parse_json(line)
@@ -94,7 +94,7 @@ def _of_lines(lines: Sequence[tuple[int, str]], problems: list[str]) -> Numbered
                 )
 
 
-def _of_items(items: Iterator[tuple[int, Any]], problems: list[str]) -> Numbered:
+def _rows_of_items(items: Iterator[tuple[int, Any]], problems: list[str]) -> Numbered:
     for number, item in items:
         if isinstance(item, dict):
             yield number, item
@@ -106,19 +106,19 @@ def _of_items(items: Iterator[tuple[int, Any]], problems: list[str]) -> Numbered
             )
 
 
-def _of_document(value: Any, part: Sequence[str], parts: Collection[str]) -> Sequence[Any]:
-    """The rows of a file that is one value; raises DocumentError where it lacks the part that is read."""
+def _rows_of_document(value: Any, part: Sequence[str], parts: Collection[str]) -> Sequence[Any]:
+    """Return the rows of a file with one value; raises DocumentError if the part to read is missing."""
     if not isinstance(value, dict):
         return value if isinstance(value, list) else [value]
-    of_parts = {name: each for name, each in value.items() if name in parts and _are_rows(each)}
-    if of_parts:
-        named = [name for name in part if name in of_parts] if len(of_parts) > 1 else [*of_parts]
+    part_lists = {name: each for name, each in value.items() if name in parts and _are_rows(each)}
+    if part_lists:
+        named = [name for name in part if name in part_lists] if len(part_lists) > 1 else [*part_lists]
         if len(named) != 1:
             raise DocumentError(
-                f"it has rows under {', '.join(of_parts)}, must have them under {' or '.join(part)}",
+                f"it has rows under {', '.join(part_lists)}; expected them under {' or '.join(part)}",
                 code="part-missing",
             )
-        return of_parts[named[0]]
+        return part_lists[named[0]]
     columns, data = value.get("columns"), value.get("data")
     if isinstance(columns, list) and isinstance(data, list) and all(isinstance(each, list) for each in data):
         if any(len(each) != len(columns) for each in data):
@@ -130,17 +130,17 @@ def _of_document(value: Any, part: Sequence[str], parts: Collection[str]) -> Seq
     if len(wrapped) == 1 and (len(value) == 1 or isinstance(value[wrapped[0]][0], dict)):
         rows: list[Any] = value[wrapped[0]]
         return rows
-    return _of_columns(value) or [value]
+    return _rows_of_columns(value) or [value]
 
 
-def _of_columns(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of columns of equal length, lists or mappings by index; none where they are no such columns."""
+def _rows_of_columns(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of columns of equal length, lists or mappings by index; else an empty list."""
     columns = [*value.values()]
     if columns and all(isinstance(each, dict) and each for each in columns):
         index = [*columns[0]]
         if all(each.keys() == columns[0].keys() for each in columns) and all(map(str.isdigit, index)):
-            return [{name: value[name][place] for name in value} for place in index]
-    # Lists of objects alone are the messages of one row.
+            return [{name: value[name][key] for name in value} for key in index]
+    # If all columns are lists of objects, they are the messages of one row.
     if (
         columns
         and all(isinstance(each, list) for each in columns)
@@ -152,7 +152,7 @@ def _of_columns(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _are_rows(value: object) -> bool:
-    """Whether a value is a list of rows, or of texts."""
+    """Whether a value is a non-empty list of rows or texts."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict | str) for each in value)
 
 

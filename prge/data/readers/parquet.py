@@ -1,8 +1,8 @@
-"""Rows of a parquet file, decoded batch by batch in a child process within bounds that follow from its size.
+"""Reads rows of a parquet file in a child process, with limits that follow from the size of the file.
 
-A few bytes of parquet can stand for gigabytes: a dictionary with one long text, a run of a billion equal
-values, a page that was compressed well. What the file says of itself is checked first; since that may be
-wrong, the child that decodes has a limit of memory, and every batch is counted before its rows are made.
+A few bytes of parquet can expand to gigabytes: a dictionary with one long text, a run of a billion equal
+values, a well-compressed page. The file's own metadata is checked first. Since it may be wrong, the decoding
+child has a memory limit, and every batch is measured before its rows are created.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from prge.system.packages import install_extra_command
 from prge.system.regular_files import open_regular
 from prge.system.sandbox import BoundedChild, LimitError
 
-# Bytes of rows, as Python has them, that are read of any file; and for each byte of the file. Ordinary rows
-# take less than a tenth of that.
+# Limit of the rows' size in Python's memory: a constant, and bytes for each byte of the file. Ordinary rows
+# take less than a tenth of it.
 LEAST_BYTES = 128 << 20
 BYTES_PER_BYTE = 128
-# What Python takes for a row and for each of its values, beside the bytes of texts and numbers.
+# Memory that Python takes for a row and for each value, besides the bytes of texts and numbers.
 ROW_BYTES, VALUE_BYTES = 400, 100
-# Of the child that decodes: CPU time of a batch; memory, and as much more for each byte of the file.
+# Limits of the decoding child: CPU seconds of a batch; memory, as a constant and for each byte of the file.
 SECONDS = 20.0
 CHILD_BYTES = 128 << 20
 CHILD_BYTES_PER_BYTE = 16
-# Of a batch: rows, and bytes as far as the file says how many they are.
-_MOST_ROWS, _BATCH_BYTES = 256, 4 << 20
-# Allocators of pyarrow's own reserve addresses at once, which are not taken then but count for the limit. It
-# chooses one when it is imported, which another package may have done before.
+# Size of a batch: the maximum of rows, and bytes according to the file's metadata.
+_MAX_ROWS, _BATCH_BYTES = 256, 4 << 20
+# pyarrow's own allocators reserve address space at once, which counts for the limit. pyarrow chooses an
+# allocator when it is imported, which another package may have done before.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 _RESERVED_BYTES = 1 << 30
 _ERROR, _BATCH = b"e", b"b"
@@ -41,7 +41,7 @@ _REMEDY = "write the file again, or as jsonl"
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a parquet file, in order, with values as pyarrow makes them.
+    """Yield the rows of a parquet file in order, with pyarrow's Python values.
 
     Raises:
         DataError: pyarrow isn't installed, the file is not parquet, or its rows take far more memory than
@@ -50,7 +50,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     what = f"{path} can't be read as data"
     try:
         import pyarrow.compute
-        import pyarrow.parquet  # both now, the child can't read their files
+        import pyarrow.parquet  # imported before the child, which can't open files
     except ImportError:
         raise DataError(
             what,
@@ -68,25 +68,27 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     memory += _RESERVED_BYTES * (pyarrow.default_memory_pool().backend_name != "system")
     child = BoundedChild(_Decoder(content), SECONDS, memory)
 
-    def asked(request: bytes) -> bytes:
+    def request_child(request: bytes) -> bytes:
         try:
-            answer = child.call(request)
+            response = child.call(request)
         except LimitError as error:
             raise DataError(what, [f"decoding it {error}"], remedy=_REMEDY, code="parquet-damaged") from None
-        if answer[:1] == _ERROR:
+        if response[:1] == _ERROR:
             raise DataError(
-                what, [f"not parquet: {answer[1:].decode()}"], remedy=_REMEDY, code="parquet-damaged"
+                what, [f"not parquet: {response[1:].decode()}"], remedy=_REMEDY, code="parquet-damaged"
             )
-        return answer[1:]
+        return response[1:]
 
-    facts = json.loads(asked(b"open"))
-    twice = sorted(name for name, count in Counter(facts["names"]).items() if count > 1)
-    if twice:
-        raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"], code="columns-twice")
-    claimed = facts["rows"] * (ROW_BYTES + VALUE_BYTES * len(facts["names"])) + facts["bytes"]
+    metadata = json.loads(request_child(b"open"))
+    duplicates = sorted(name for name, count in Counter(metadata["names"]).items() if count > 1)
+    if duplicates:
+        raise DataError(
+            what, [f"it has columns twice: {', '.join(map(repr, duplicates))}"], code="columns-twice"
+        )
+    claimed = metadata["rows"] * (ROW_BYTES + VALUE_BYTES * len(metadata["names"])) + metadata["bytes"]
     check_expansion(path, len(content), claimed)
     size = 0
-    while answer := asked(b"next"):
+    while answer := request_child(b"next"):
         with pyarrow.ipc.open_stream(answer) as reader:
             batch = reader.read_next_batch()
         size += ROW_BYTES * len(batch) + batch.nbytes
@@ -96,28 +98,28 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
-    """Raise DataError where rows take far more memory than the size of their file explains.
+    """Raise DataError if rows take far more memory than the size of their file explains.
 
     Args:
-        path: of the file.
-        file_bytes: its size.
-        row_bytes: what its rows take in memory, or those that were read so far.
+        path: The file.
+        file_bytes: Size of the file.
+        row_bytes: Memory of its rows, or of those read so far.
     """
-    most = LEAST_BYTES + BYTES_PER_BYTE * file_bytes
-    if row_bytes > most:
+    limit = LEAST_BYTES + BYTES_PER_BYTE * file_bytes
+    if row_bytes > limit:
         raise DataError(
             f"{path} can't be read as data",
             [
-                f"its {file_bytes:,} bytes stand for rows of more than {row_bytes >> 20:,} MiB, at most "
-                f"{most >> 20:,} MiB are read of a file of this size"
+                f"its {file_bytes:,} bytes expand to rows of more than {row_bytes >> 20:,} MiB; the limit "
+                f"for a file of this size is {limit >> 20:,} MiB"
             ],
-            remedy="write the rows as jsonl, or several files, if they are meant to be so many",
+            remedy="if this is intended, write the rows as jsonl or as several files",
             code="file-expands",
         )
 
 
 def _count_values(array: Any) -> int:
-    """Values of an Arrow array, those within lists, structs and maps included."""
+    """Count the values of an Arrow array, including those within lists, structs and maps."""
     from pyarrow import types
 
     if hasattr(array, "storage"):  # of an extension type
@@ -132,7 +134,7 @@ def _count_values(array: Any) -> int:
 
 
 def _dense(type_: Any) -> Any:
-    """The Arrow type that has every value by itself: without dictionaries, which count a value once."""
+    """Return the Arrow type without dictionary and run-end encoding, which store repeated values once."""
     import pyarrow
     from pyarrow import types
 
@@ -150,19 +152,19 @@ def _dense(type_: Any) -> Any:
 
 
 class _Decoder:
-    """The child's side: answers `open` with what the file says of itself, and `next` with a batch of rows."""
+    """The child's side: answers `open` with the file's metadata, and `next` with a batch of rows."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
         self._batches: Iterator[Any] = iter(())
 
     def __call__(self, request: bytes) -> bytes:
-        """The answer: JSON, or a batch in Arrow's stream format, empty after the last one."""
+        """Return the response: JSON, or a batch in Arrow's stream format, empty after the last batch."""
         try:
             return _BATCH + (self._open() if request == b"open" else self._next())
         except MemoryError:
             raise
-        except Exception as error:  # pyarrow's own, and Python's for names that are no UTF-8
+        except Exception as error:  # pyarrow's exceptions, and Python's for names that are not UTF-8
             return _ERROR + first_line(error).encode(errors="replace")
 
     def _open(self) -> bytes:
@@ -170,11 +172,13 @@ class _Decoder:
         from pyarrow import parquet
 
         file = parquet.ParquetFile(pyarrow.py_buffer(self._content))
-        facts = file.metadata
-        size = sum(facts.row_group(index).total_byte_size for index in range(facts.num_row_groups))
-        rows = min(max(_BATCH_BYTES * facts.num_rows // max(size, 1), 1), _MOST_ROWS)
+        metadata = file.metadata
+        size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        rows = min(max(_BATCH_BYTES * metadata.num_rows // max(size, 1), 1), _MAX_ROWS)
         self._batches = file.iter_batches(rows, use_threads=False)
-        return json.dumps({"rows": facts.num_rows, "bytes": size, "names": file.schema_arrow.names}).encode()
+        return json.dumps(
+            {"rows": metadata.num_rows, "bytes": size, "names": file.schema_arrow.names}
+        ).encode()
 
     def _next(self) -> bytes:
         import pyarrow
@@ -187,7 +191,7 @@ class _Decoder:
             for column in batch.columns
         ]
         batch = pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
-        batch.validate(full=True)  # texts may be no UTF-8
+        batch.validate(full=True)  # texts may not be UTF-8
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)

@@ -1,7 +1,7 @@
-"""Rows into parts for training and development, by what they say and not by where they stand.
+"""Splits rows into parts for training and development, by their content rather than their position.
 
-Rows of equal content are one group, and a group is in one part. Groups are taken in the order of their
-hashes: which part a row is in depends on the rows' contents alone, and more rows move few of the others.
+Rows with equal content form a group, and a group is in one part. Groups are taken in the order of their
+hashes, so the split depends only on the rows' contents, and adding rows moves few others.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from prge.data.readers.files import Row
 
 _SHARE = 0.1
-# Of the part that is split off: with fewer rows a figure says little, with more it takes time alone.
+# Size of the development part: fewer rows give noisy figures, more rows only take time.
 MIN_DEV_ROWS, MAX_DEV_ROWS = 16, 500
-# It takes this share of the rows where it would have fewer than MIN_DEV_ROWS.
-MOST_OF_FEW = 0.2
+# Largest share of the rows that is split off to reach MIN_DEV_ROWS.
+MAX_DEV_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows of each part, in the order that they had; `notes` say what a person should know of them."""
+    """The rows of each part in their original order, and notes for the user."""
 
     train: list[Row]
     dev: list[Row]
@@ -32,13 +32,13 @@ class Splits:
 def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> Splits:
     """Split a tenth of the rows off for development; the parts share no content.
 
-    These are at least `MIN_DEV_ROWS` as long as that is no more than a fifth of the rows, and at most `MAX_DEV_ROWS`. A
-    group that is larger than what there is room for stays in training, unless every group is. At least one
-    group stays in training.
+    The development part has at least `MIN_DEV_ROWS` rows if this is at most a fifth of the rows, and at most
+    `MAX_DEV_ROWS`. A group that doesn't fit in stays in training, unless no group fits. At least one group
+    stays in training.
 
     Args:
-        rows: of one file.
-        columns: those that are read: rows that differ in others are equal. Default: all.
+        rows: Rows of one file.
+        columns: Columns that are read; rows that differ only in others count as equal. Default: all.
     """
     groups: dict[bytes, list[int]] = {}
     for index, row in enumerate(rows):
@@ -47,7 +47,7 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> S
     chosen = {index for group in _chosen(in_order, dev_row_count(len(rows))) for index in group}
     train = [row for index, row in enumerate(rows) if index not in chosen]
     dev = [row for index, row in enumerate(rows) if index in chosen]
-    few = "; figures of so few say little" if len(dev) < MIN_DEV_ROWS else ""
+    few = "; figures of so few rows are noisy" if len(dev) < MIN_DEV_ROWS else ""
     notes = [f"dev: {len(dev)} of {len(rows)} rows, by a hash of their content{few}"]
     if not dev:
         notes = ["no dev rows can be split off: all rows are equal"]
@@ -57,20 +57,20 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> S
 
 
 def dev_row_count(rows: int) -> int:
-    """Development rows of a file of so many, at least one."""
-    return max(1, min(max(round(_SHARE * rows), min(MIN_DEV_ROWS, int(MOST_OF_FEW * rows))), MAX_DEV_ROWS))
+    """Return the number of development rows to split off, at least one."""
+    return max(1, min(max(round(_SHARE * rows), min(MIN_DEV_ROWS, int(MAX_DEV_SHARE * rows))), MAX_DEV_ROWS))
 
 
 def content_hash(row: Row, columns: Collection[str] | None = None) -> bytes:
-    """A hash of what a row says in some columns (default: all), whatever their order."""
+    """Return a hash of a row's values in some columns (default: all), independent of their order."""
     fields = {name: value for name, value in row.fields.items() if columns is None or name in columns}
-    # The 0 keeps the parts of files that were split before.
+    # The 0 keeps the splits of earlier versions.
     text = json.dumps([0, fields], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).digest()
 
 
 def _chosen(groups: Sequence[list[int]], room: int) -> list[list[int]]:
-    """The first groups that fit into so much room, else the smallest; one group at least is left."""
+    """Return the first groups that fit into `room` rows, else the smallest; one group at least is left."""
     chosen: list[list[int]] = []
     for group in groups:
         if len(group) <= room and len(chosen) + 1 < len(groups):

@@ -1,1 +1,1 @@
-"""Texts and messages to token ids."""
+"""Converts texts and messages to token ids."""

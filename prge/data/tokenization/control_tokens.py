@@ -1,8 +1,8 @@
-"""Control tokens that are written in rows, such as `<|im_end|>`: where they are control tokens, where text.
+"""Control tokens that are written in rows, such as `<|im_end|>`, which are read as control tokens or as text.
 
-A chat template writes control tokens around messages, and messages may have the same characters in them.
-There they are replaced by placeholders before the template renders the messages: the control tokens that its
-text then has are the template's own.
+A chat template writes control tokens around messages, and messages may contain the same characters. These are
+replaced by placeholders before the template renders the messages, so that the control tokens in its text are
+the template's own.
 
     messages      {"role": "user", "content": "What is <|im_end|>?"}
     rendered      <|im_start|>user\nWhat is 48...000001?<|im_end|>
@@ -28,39 +28,39 @@ _DIGITS = 6
 
 
 def in_prompts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a prompt are control tokens."""
+    """Whether control tokens that are written in a prompt are read as such."""
     return control_tokens != "text"
 
 
 def in_texts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a text or a completion are control tokens."""
+    """Whether control tokens that are written in a text or a completion are read as such."""
     return control_tokens in ("special", "all")
 
 
 def in_messages(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in messages are control tokens."""
+    """Whether control tokens that are written in messages are read as such."""
     return control_tokens == "all"
 
 
 class MessageTexts:
-    """Renders messages so that control tokens in them stay text, and those of the chat template don't.
+    """Keeps control tokens in messages as text, while those of the chat template are read as control tokens.
 
-    Whatever a template is given goes through `protect`, and what it renders through `restore`.
+    The template's arguments go through `protect`, and the rendered text through `restore`.
     """
 
     def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens, messages: Sequence[Any]) -> None:
         self.written: Counter[str] = tokenizer.count_control(messages)
-        """Control tokens that are written in the messages, by their names."""
+        """Counts of the control tokens that are written in the messages."""
         self._tokenizer = tokenizer
         self._names = sorted(self.written)
         self._mark = ""
         if self.written and not in_messages(control_tokens):
-            # Digits pass through a template's filters, and no message has those of its own hash in it.
+            # Digits pass a template's filters unchanged, and no message contains its own hash.
             content = json.dumps(messages, sort_keys=True, default=str).encode(errors="backslashreplace")
             self._mark = f"{int.from_bytes(hashlib.sha256(content).digest()[:8], 'big'):020}"
 
     def protect(self, value: Any) -> Any:
-        """A JSON value whose texts have placeholders instead of control tokens."""
+        """Replace control tokens in the texts of a JSON value by placeholders."""
         if not self._mark:
             return value
         if isinstance(value, str):
@@ -73,28 +73,31 @@ class MessageTexts:
         return f"{self._mark}{self._names.index(name):0{_DIGITS}}"
 
     def restore(self, rendered: str) -> RenderedText:
-        """The text of protected messages."""
+        """Replace placeholders in the rendered text by the control tokens."""
         if not self._mark:
             return RenderedText(rendered, True)
         pattern = re.compile(rf"{self._mark}(\d{{{_DIGITS}}})")
         placeholders = list(pattern.finditer(rendered))
         names = [self._names[int(each[1])] for each in placeholders]
         longer = (len(each[0]) - len(name) for each, name in zip(placeholders, names, strict=True))
-        found = RenderedText(
+        restored = RenderedText(
             pattern.sub(lambda match: self._names[int(match[1])], rendered),
             (),
             [each.start() for each in placeholders],
             [*accumulate(longer, initial=0)],
         )
-        found.control = [found.position(at) for at in self._tokenizer.control_at(rendered)]
-        return found
+        restored.control = [restored.position(position) for position in self._tokenizer.control_at(rendered)]
+        return restored
 
 
 class RenderedText:
-    """The text of messages by a chat template, and which control tokens in it are such, for `Tokenizer.ids`.
+    """A text rendered by a chat template, and which control tokens in it are read as such.
 
-    `placeholders` are where placeholders began in what the template rendered; the first n of them were
-    `longer[n]` characters longer than the control tokens that they stood for.
+    Args:
+        text: The text.
+        control: Control tokens that are read as such, as for `Tokenizer.ids`.
+        placeholders: Starts of the placeholders in the originally rendered text.
+        longer: `longer[n]` is the difference in length between the first n placeholders and their tokens.
     """
 
     def __init__(
@@ -106,5 +109,5 @@ class RenderedText:
         self._longer = longer
 
     def position(self, rendered: int) -> int:
-        """Where in `text` a character of what the template rendered is."""
+        """Convert a position in the originally rendered text to a position in `text`."""
         return rendered - self._longer[bisect_left(self._placeholders, rendered)]

@@ -1,9 +1,9 @@
-"""Checks of texts, JSON values and token ids from outside; what the model can't take is a DataError.
+"""Checks of untrusted texts, JSON values and token ids, which raise DataError.
 
-texts    standard input by `read_input_text` or `decode_utf8`; every text by `check_text` before it is
+texts    `read_input_text` and `decode_utf8` read standard input; `check_text` is called before a text is
          tokenized (tokenizer.py)
-values   of messages and of what a chat template is given besides, by `to_json_value`
-ids      every prompt's by `check_token_ids` before a model reads them (prge/generation/loop.py)
+values   `to_json_value` converts messages and other arguments of a chat template
+ids      `check_token_ids` is called before a model reads a prompt (prge/generation/loop.py)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def decode_utf8(content: bytes, source: str) -> str:
-    """The text of UTF-8 bytes.
+    """Decode UTF-8.
 
     Args:
-        content: the bytes.
-        source: names them in errors.
+        content: The bytes.
+        source: Name of the bytes in errors.
 
     Raises:
-        DataError: they are no UTF-8.
+        DataError: The bytes are not UTF-8.
     """
     try:
         return content.decode()
@@ -43,19 +43,19 @@ def decode_utf8(content: bytes, source: str) -> str:
 
 
 def read_input_text(stream: TextIO) -> str:
-    """All text of standard input but the line break at its end; raises DataError as `decode_utf8`."""
+    """Read standard input without the line break at its end; raises DataError as `decode_utf8`."""
     binary = getattr(stream, "buffer", None)
     text = stream.read() if binary is None else decode_utf8(binary.read(), "standard input")
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def is_valid_unicode(text: str) -> bool:
-    """Whether a text can be written in UTF-8: it has no half of a surrogate pair."""
+    """Whether a text can be encoded as UTF-8: it has no unpaired surrogate."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 
 def check_text(text: str) -> None:
-    """Raise DataError where a text has half of a surrogate pair, as bytes have that were no UTF-8."""
+    """Raise DataError if a text has an unpaired surrogate, which invalid UTF-8 may have become."""
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         raise DataError(
             "the text can't be tokenized",
@@ -69,14 +69,14 @@ def check_text(text: str) -> None:
 
 
 def to_json_value(value: object, name: str) -> Any:
-    """A value as JSON has it, with lists for tuples and Python's numbers for numpy's.
+    """Convert a value to JSON's types: tuples become lists, and numpy's numbers become Python's.
 
     Args:
-        value: to check.
-        name: names it in errors.
+        value: The value.
+        name: Name of the value in errors.
 
     Raises:
-        DataError: it can't be written as JSON, or is no text, or goes too deep.
+        DataError: The value can't be represented in JSON, has an unpaired surrogate, or is nested too deeply.
     """
     try:
         return parse_json(json.dumps(value, default=_default, ensure_ascii=False).encode())
@@ -102,17 +102,17 @@ def _default(value: object) -> Any:
 
 
 def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, ...]:
-    """Token ids as Python's integers.
+    """Check token ids and return them as Python's integers.
 
     Args:
-        ids: whole numbers, Python's or numpy's.
-        vocabulary_size: tokens that the model knows.
+        ids: Integers of Python or numpy.
+        vocabulary_size: Number of tokens of the model.
 
     Raises:
-        DataError: one of them is no whole number, or no token of the model.
+        DataError: An id is not an integer, or not in the vocabulary.
     """
-    found = []
-    for place, each in enumerate(ids, 1):
+    numbers = []
+    for index, each in enumerate(ids, 1):
         try:
             if isinstance(each, bool):
                 raise TypeError
@@ -123,10 +123,10 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
             raise DataError(
                 "the prompt can't be used",
                 [
-                    f"token {place} is {shown(each)}, must be a whole number from 0 to "
+                    f"token {index} is {shown(each)}, must be a whole number from 0 to "
                     f"{vocabulary_size - 1}: no other tokens are this bundle's"
                 ],
                 code="token-unknown",
             )
-        found.append(number)
-    return tuple(found)
+        numbers.append(number)
+    return tuple(numbers)

@@ -1,19 +1,19 @@
-"""Text to token ids and back, from a bundle's `tokenizer.json` alone.
+"""Converts text to token ids and back, with a bundle's `tokenizer.json` alone.
 
-What a model wants around a text (a beginning-of-sequence token, an encoder's [CLS] and [SEP]) is learnt once
-from the tokenizer's own post-processor and the manifest, as `begin` and `end`. Everything else is encoded
-bare, so a prompt, a completion and a chat are put together in one way. A text that has `begin` written at its
-beginning isn't given it twice.
+The special tokens around a text (a beginning-of-sequence token, an encoder's [CLS] and [SEP]) are determined
+once from the tokenizer's post-processor and the manifest, as `begin` and `end`. Texts are encoded without
+special tokens, so that prompts, completions and chats are assembled in one way. `begin` is not added to a
+text that already begins with these tokens.
 
 Control tokens that are written in a text, such as `<|im_end|>`, are read as control tokens or as characters.
-Of a chat template's text only those are read as control tokens that the template wrote (control_tokens.py).
+In the text of a chat template, only the template's own control tokens are read as such (control_tokens.py).
 
-A long text is encoded in windows, because a library's encoding takes hundreds of bytes a character. Windows
-overlap, and are joined where both have the same tokens: the ids are those of the whole text.
+A long text is encoded in windows, because the library's encoding takes hundreds of bytes per character.
+Windows overlap and are joined where both have the same tokens, so the ids are those of the whole text.
 
     window          [----------------------]
-    the next one                     [-----======-----------------]
-    compared                            ^^^      joined in the middle of it
+    next window                      [-----======-----------------]
+    compared                            ^^^      joined in the middle
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ WINDOW = 1 << 14
 OVERLAP = 1 << 11
 LONGEST_WINDOW = 1 << 18
 LARGEST_ID = (1 << 31) - 1
-# No vocabulary has it.
+# A character that no vocabulary contains.
 _NO_CHARACTER = "\U0010ffff"
 
 Ids = NDArray[np.int32]
-# Rows of id, first character and the one after the last.
+# int32 [n, 3]: token id, and start and end of its characters.
 Tokens = NDArray[np.int32]
-# Which of the control tokens that are written in a text are read as such: all, none, or those that begin at
-# these characters, in ascending order.
+# Which control tokens that are written in a text are read as such: all, none, or those that begin at these
+# positions, in ascending order.
 Control = bool | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPair:
-    """Token ids i32 of a prompt, `begin` included, and of what follows it.
+    """Token ids (int32) of a prompt, `begin` included, and of its completion.
 
-    `exact` says that prompt and completion encoded together begin with the prompt encoded alone, so that the
-    ids are those of the joined text; otherwise the completion was encoded by itself.
+    If `exact` is true, the ids are those of the joined text, which begin with the ids of the prompt;
+    otherwise the completion was encoded separately.
     """
 
     prompt: Ids
@@ -81,7 +81,7 @@ class EncodedPair:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """An encoded prompt: its ids, `begin` included, and the last window, which what follows may change."""
+    """An encoded prompt: its ids, `begin` included, and its last window, which the next text may change."""
 
     text: str
     control: bool
@@ -91,12 +91,15 @@ class _Prompt:
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with the special tokens that the manifest names.
+    """A `tokenizers` tokenizer with the special tokens of the manifest.
 
-    `begin` and `end` are the ids that belong before and after a whole text. `pad_id` is the padding token, or
-    the end-of-sequence token, or 0: padding is never read, any id that exists will do. `stop_ids` are the
-    tokens that end an answer, the end-of-sequence token among them; `special_ids` those that aren't shown.
-    `unknown_id` is the token of what the vocabulary can't spell, None if it can spell everything.
+    Attributes:
+        begin: Ids before a whole text.
+        end: Ids after a whole text.
+        pad_id: Padding token, else the end-of-sequence token, else 0; padding is never read.
+        stop_ids: Tokens that end an answer, including the end-of-sequence token.
+        special_ids: Tokens that are not displayed.
+        unknown_id: Token of characters that are not in the vocabulary; None if every text can be encoded.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Tokenizer:
         prepend_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        # A saved tokenizer may cut and pad by itself, unreported; here only the data module cuts.
+        # A saved tokenizer may truncate and pad by itself; here, only truncation.py truncates, with a report.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -139,10 +142,10 @@ class Tokenizer:
         self.special_ids = frozenset(self._control_ids.values())
         self.unknown_id = _unknown_id(backend)
         self.vocabulary_size: int = backend.get_vocab_size(with_added_tokens=True)
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added tokens."""
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids that the post-processor puts before and after a text."""
+        """Return the ids that the post-processor adds before and after a text."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
         whole = self._backend.encode("a", add_special_tokens=True).ids
         for start in range(len(whole) - len(bare) + 1):
@@ -151,7 +154,7 @@ class Tokenizer:
         return (), ()
 
     def encode(self, text: str, *, control: Control = False) -> list[int]:
-        """Token ids of a text; `control` as `ids`."""
+        """Return the token ids of a text as a list; `control` as for `ids`."""
         ids: list[int] = self.ids(text, control=control).tolist()
         return ids
 
@@ -163,18 +166,17 @@ class Tokenizer:
         before: Sequence[int] = (),
         max_tokens: int | None = None,
     ) -> Ids:
-        """Token ids of a text, i32.
+        """Return the token ids of a text, int32.
 
         Args:
-            text: of any length.
-            control: read control tokens that are written in the text, all or those that begin at these
-                characters, instead of taking `</s>` for the four characters that it is.
-            before: ids in front, unless the text's own begin with them.
-            max_tokens: of a text with more there are a few more than these, and the rest isn't read.
+            text: A text of any length.
+            control: Which control tokens that are written in the text, such as `</s>`, are read as such
+                instead of as characters.
+            before: Ids to prepend, unless the ids of the text already begin with them.
+            max_tokens: Stop soon after this number of tokens; the result may have a few more.
         """
         count = len(before)
-        # Seldom has a text more tokens than characters, but for a space in front; what isn't written takes no
-        # memory.
+        # A text rarely has more tokens than characters. Unwritten pages of the array take no memory.
         ids = np.empty(count + len(text) + OVERLAP, np.int32)
         ids[:count] = before
         for part in self.parts(text, control=control):
@@ -189,12 +191,12 @@ class Tokenizer:
         return ids[len(before) :] if self._is_doubled(ids, before) else ids
 
     def parts(self, text: str, *, control: Control = False) -> Iterator[Tokens]:
-        """The tokens of a text, part by part: i32 [n, 3] of id, first character, and the one after the last.
+        """Yield the tokens of a text in parts, int32 [n, 3]: id, and start and end of the characters.
 
-        `control` as `ids`.
+        `control` is as for `ids`.
 
         Raises:
-            DataError: the text goes on for `LONGEST_WINDOW` characters without a place to divide it.
+            DataError: The text can't be divided within `LONGEST_WINDOW` characters.
         """
         for _, tokens in self._parts(text, control):
             yield tokens
@@ -202,17 +204,18 @@ class Tokenizer:
     def encode_pair(
         self, prompt: str, completion: str, *, control: bool = False, control_after: bool = False
     ) -> EncodedPair:
-        """Encode a prompt and what follows it, with an exact boundary between them.
+        """Encode a prompt and its completion, with an exact boundary between them.
 
-        Control tokens that are written in the prompt are read as such with `control`, those in the completion
-        with `control_after`.
+        `control` and `control_after` say whether control tokens that are written in the prompt and in the
+        completion are read as such.
 
-        Where the joined text's ids begin with the prompt's, the completion is the rest. Where a token would
-        straddle the boundary (a prompt that ends in a space, say) the prompt keeps its own ids, because these
-        are all that a model sees before it answers, and the completion is encoded by itself.
+        If the ids of the joined text begin with those of the prompt, the completion has the remaining ids. If
+        a token would straddle the boundary, for example after a prompt that ends in a space, the prompt keeps
+        its own ids, because a model sees only these before it answers, and the completion is encoded
+        separately.
         """
-        head = self._prompt(prompt, control)
-        # What follows a prompt changes tokens near its end at most, so the last window is enough of it.
+        head = self._encode_prompt(prompt, control)
+        # The completion can change only tokens near the end of the prompt, so its last window is sufficient.
         joined = array("i")
         anchor = head.tail[:1] if head.start else None
         end = prompt[head.start :]
@@ -229,9 +232,9 @@ class Tokenizer:
         return EncodedPair(head.ids, tail, exact)
 
     def _continuation(self, text: str, control: bool) -> Ids:
-        """Token ids of a text that follows another one.
+        """Return the token ids of a text that continues another text.
 
-        SentencePiece-like tokenizers put a space before a text; after a line break they don't.
+        SentencePiece-like tokenizers prepend a space to a text, but not after a line break.
         """
         anchor = self.ids("\n")
         joined = self.ids("\n" + text, control=control)
@@ -240,16 +243,16 @@ class Tokenizer:
         return self.ids(text, control=control)
 
     def _is_doubled(self, ids: Ids, begin: Sequence[int]) -> bool:
-        """Whether ids begin with these control tokens twice: a text had them written at its beginning."""
+        """Whether ids begin with these control tokens twice, because the text itself began with them."""
         count = len(begin)
         return (
             bool(count) and self.special_ids.issuperset(begin) and ids[count : 2 * count].tolist() == [*begin]
         )
 
-    def _prompt(self, text: str, control: bool) -> _Prompt:
-        """An encoded prompt; the last one is kept, since every candidate of a row has the same."""
-        kept = self._last_prompt
-        if kept is None or (kept.text, kept.control) != (text, control):
+    def _encode_prompt(self, text: str, control: bool) -> _Prompt:
+        """Encode a prompt; the last one is cached, since all candidates of a row have the same prompt."""
+        cached = self._last_prompt
+        if cached is None or (cached.text, cached.control) != (text, control):
             joined = array("i", self.begin)
             last = 0, np.empty((0, 3), np.int32)
             for last in self._parts(text, control):
@@ -259,59 +262,59 @@ class Tokenizer:
                 ids = ids[len(self.begin) :]
             start, tail = last
             tail = tail - np.array([0, start, start], np.int32)
-            kept = self._last_prompt = _Prompt(text, control, ids, start, tail)
-        return kept
+            cached = self._last_prompt = _Prompt(text, control, ids, start, tail)
+        return cached
 
     def _parts(
         self, text: str, control: Control, first: Tokens | None = None
     ) -> Iterator[tuple[int, Tokens]]:
-        """Parts of a text with the start of the window that each is from.
+        """Yield parts of a text, each with the start of its window.
 
-        `first`, where it is given, is the token that the parts begin with; those before it are left out.
+        Tokens before the token `first`, if it is given, are left out.
         """
         check_text(text)
         start, end = 0, min(WINDOW, len(text))
-        tokens = _since(self._window(text, 0, end, control), first)
+        tokens = _starting_with(self._window(text, 0, end, control), first)
         while end < len(text):
-            follower = end - OVERLAP, min(end - OVERLAP + WINDOW, len(text))
-            following = self._window(text, *follower, control)
-            seam = _seam(tokens, following, end - OVERLAP // 2, end - OVERLAP // 4)
+            next_window = end - OVERLAP, min(end - OVERLAP + WINDOW, len(text))
+            next_tokens = self._window(text, *next_window, control)
+            seam = _seam(tokens, next_tokens, end - OVERLAP // 2, end - OVERLAP // 4)
             if seam is not None:
                 yield start, tokens[: seam[0]]
-                first = following[seam[1] : seam[1] + 1]
-                (start, end), tokens = follower, following[seam[1] :]
+                first = next_tokens[seam[1] : seam[1] + 1]
+                (start, end), tokens = next_window, next_tokens[seam[1] :]
             elif 2 * (end - start) <= LONGEST_WINDOW:
                 end = min(start + 2 * (end - start), len(text))
-                tokens = _since(self._window(text, start, end, control), first)
+                tokens = _starting_with(self._window(text, start, end, control), first)
             else:
-                raise _undivided(text[start : start + 20], end - start)
+                raise _not_divisible(text[start : start + 20], end - start)
         yield start, tokens
 
     def _window(self, text: str, start: int, end: int, control: Control) -> Tokens:
-        """The tokens of text[start:end] alone."""
+        """Return the tokens of text[start:end], encoded separately."""
         window = text[start:end]
         if isinstance(control, bool):
             self._backend.encode_special_tokens = not control
-            tokens = _encoded(self._backend, window)
+            tokens = _encode(self._backend, window)
         else:
-            tokens = self._stand_ins.encode(self._backend, window, [at - start for at in control])
+            tokens = self._aliases.encode(self._backend, window, [at - start for at in control])
         tokens[:, 1:] += start
         return tokens
 
     @cached_property
-    def _stand_ins(self) -> _StandIns:
+    def _aliases(self) -> _Aliases:
         names = sorted(self.control_tokens)
         added = self._backend.get_added_tokens_decoder()
-        return _StandIns(self._backend, [added[self._control_ids[name]] for name in names], self._control_ids)
+        return _Aliases(self._backend, [added[self._control_ids[name]] for name in names], self._control_ids)
 
     def control_at(self, text: str) -> list[int]:
-        """Where control tokens that are written in a text begin."""
-        return [match.start() for match in self._written.finditer(text)]
+        """Return the positions at which control tokens that are written in a text begin."""
+        return [match.start() for match in self._control_pattern.finditer(text)]
 
     def count_control(self, value: object) -> Counter[str]:
-        """Control tokens that are written in texts, in a row or anything else that JSON can hold."""
+        """Count the control tokens that are written in the texts of a JSON value, such as a row."""
         if isinstance(value, str):
-            return Counter(match[0] for match in self._written.finditer(value))
+            return Counter(match[0] for match in self._control_pattern.finditer(value))
         if isinstance(value, Mapping):
             value = [*value, *value.values()]
         if not isinstance(value, list | tuple):
@@ -319,51 +322,51 @@ class Tokenizer:
         return sum((self.count_control(each) for each in value), Counter())
 
     def replace_control(self, text: str, replace: Callable[[str], str]) -> str:
-        """A text in which control tokens are replaced by what `replace` makes of them."""
-        return self._written.sub(lambda match: replace(match[0]), text)
+        """Replace the control tokens in a text by the results of `replace`."""
+        return self._control_pattern.sub(lambda match: replace(match[0]), text)
 
     @cached_property
-    def _written(self) -> re.Pattern[str]:
-        """Matches control tokens, where several begin the longest, as the library does."""
+    def _control_pattern(self) -> re.Pattern[str]:
+        """Matches control tokens, and the longest of those with a common beginning, as the library does."""
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
-        """Text of token ids; with `special` false, special tokens are left out."""
+        """Return the text of token ids; with `special` false, special tokens are left out."""
         with _library_errors(_undecodable):
             return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to the decoded text; its name where that is nothing readable."""
-        pieces: list[str] = []
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to the decoded text, or its name if that isn't readable."""
+        texts: list[str] = []
         before = ""
         for count in range(1, len(tokens) + 1):
             after = self.decode(tokens[:count])
             added = after[len(before) :]
             if not added or not after.startswith(before) or "\ufffd" in added:
                 added = self.token(tokens[count - 1])
-            pieces.append(added)
+            texts.append(added)
             before = after
-        return pieces
+        return texts
 
     def control_id(self, text: str) -> int | None:
-        """Id of the control token that is written so; None if none is."""
+        """Return the id of a control token; None if the text is not a control token."""
         return self._control_ids.get(text)
 
     def token(self, identifier: int) -> str:
-        """Name of a token in the vocabulary."""
+        """Return the name of a token in the vocabulary."""
         return self._backend.id_to_token(identifier) or f"<{identifier}>"
 
 
-class _StandIns:
-    """Other names of control tokens, which no text has: only where they stand are control tokens read.
+class _Aliases:
+    """Aliases of control tokens, which mark the control tokens in a text that are read as such.
 
-    The library reads all control tokens of a text or none, but what was added without being special it
-    always reads.
+    The library reads either all special tokens of a text or none, but always reads added tokens that are not
+    special, which the aliases are.
     """
 
     def __init__(self, backend: Backend, tokens: Sequence[AddedToken], ids: Mapping[str, int]) -> None:
-        # Nobody who writes a text can guess it, so nobody else can write a control token.
+        # Random, so that an untrusted text can't contain an alias.
         self._mark = f"\ufdd0{secrets.randbits(64):020}"
         names = [self._mark + token.content for token in tokens]
         backend.add_tokens(
@@ -384,12 +387,12 @@ class _StandIns:
         }
 
     def encode(self, backend: Backend, text: str, control: Sequence[int]) -> Tokens:
-        """The tokens of a text in which control tokens begin at `control`."""
+        """Encode a text in which control tokens begin at the positions `control`."""
         marks = [at for at in control if 0 <= at < len(text)]
         edges = [0, *marks, len(text)]
         marked = self._mark.join(text[start:end] for start, end in pairwise(edges))
         backend.encode_special_tokens = True
-        tokens = _encoded(backend, marked)
+        tokens = _encode(backend, marked)
         ids = tokens[:, 0]
         for known in self._ids.keys() & set(ids.tolist()):
             ids[ids == known] = self._ids[known]
@@ -399,8 +402,8 @@ class _StandIns:
         return tokens
 
 
-def _encoded(backend: Backend, text: str) -> Tokens:
-    """The tokens of a text alone."""
+def _encode(backend: Backend, text: str) -> Tokens:
+    """Encode a text with the library, without special tokens around it."""
     with _library_errors(_unencodable):
         encoding = backend.encode(text, add_special_tokens=False)
     tokens = np.empty((len(encoding), 3), np.int32)
@@ -412,27 +415,27 @@ def _encoded(backend: Backend, text: str) -> Tokens:
     return tokens
 
 
-def _seam(tokens: Tokens, following: Tokens, low: int, high: int) -> tuple[int, int] | None:
-    """Where two windows can be joined: an index into each, if they have the same tokens from low to high."""
-    places = [np.flatnonzero((each[:, 1] >= low) & (each[:, 2] <= high)) for each in (tokens, following)]
-    compared = tokens[places[0]]
-    if not np.array_equal(compared, following[places[1]]):
+def _seam(tokens: Tokens, next_tokens: Tokens, low: int, high: int) -> tuple[int, int] | None:
+    """Return where two windows can be joined, as an index into each; None if their tokens differ."""
+    indices = [np.flatnonzero((each[:, 1] >= low) & (each[:, 2] <= high)) for each in (tokens, next_tokens)]
+    compared = tokens[indices[0]]
+    if not np.array_equal(compared, next_tokens[indices[1]]):
         return None
-    # Not inside a character that is several tokens.
+    # Don't join inside a character that has several tokens.
     fresh = np.flatnonzero(np.diff(compared[:, 1]) > 0) + 1
     if not len(fresh):
         return None
     middle = fresh[len(fresh) // 2]
-    return int(places[0][middle]), int(places[1][middle])
+    return int(indices[0][middle]), int(indices[1][middle])
 
 
-def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
-    """The tokens of a window from a known one on; all where none is known."""
+def _starting_with(tokens: Tokens, first: Tokens | None) -> Tokens:
+    """Return the tokens of a window from the token `first` on; all tokens if it is None."""
     if first is None:
         return tokens
     at = np.flatnonzero((tokens == first).all(1))
     if not len(at):
-        raise _undivided("the same text in two ways", len(tokens))
+        raise _not_divisible("the same text in two ways", len(tokens))
     return tokens[int(at[0]) :]
 
 
@@ -440,7 +443,7 @@ def _unknown_id(backend: Backend) -> int | None:
     name = getattr(backend.model, "unk_token", None)
     if name is not None:
         return backend.token_to_id(name)
-    if isinstance(backend.model, Unigram):  # which doesn't tell
+    if isinstance(backend.model, Unigram):  # its unk_token isn't accessible
         tokens = backend.model.tokenize(_NO_CHARACTER)
         return tokens[0].id if len(tokens) == 1 else None
     return None
@@ -450,24 +453,24 @@ def _too_large() -> BundleError:
     return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
 
 
-def _undivided(text: str, characters: int) -> DataError:
+def _not_divisible(text: str, characters: int) -> DataError:
     return DataError(
         "the text can't be tokenized",
-        [f"it goes on for {characters} characters without a place to divide it, from {shown(text)}"],
-        remedy="break up what repeats itself in it",
+        [f"it can't be divided within {characters} characters from {shown(text)}"],
+        remedy="break up repetitions in it",
         code="text-not-divisible",
     )
 
 
 @contextlib.contextmanager
-def _library_errors(as_ours: Callable[[str], PrgeError]) -> Iterator[None]:
-    """Turn what the library raises into an error of prge's; where Rust panics that is no Exception."""
+def _library_errors(make_error: Callable[[str], PrgeError]) -> Iterator[None]:
+    """Turn exceptions of the library into errors of prge; a panic in Rust is not an Exception."""
     try:
         yield
     except (PrgeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise as_ours(str(error)) from None
+        raise make_error(str(error)) from None
 
 
 def _undecodable(problem: str) -> BundleError:
@@ -480,13 +483,13 @@ def _unencodable(problem: str) -> DataError:
     return DataError(
         "the text can't be tokenized",
         [problem],
-        remedy="leave out what is unusual in it",
+        remedy="remove unusual characters from it",
         code="text-not-encodable",
     )
 
 
 def read_backend(path: Path) -> Backend:
-    """The library's tokenizer of a `tokenizer.json`; raises BundleError where it is damaged, or hostile."""
+    """Read the library's tokenizer from a `tokenizer.json`; raises BundleError if it is unusable."""
     with _library_errors(
         lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY, code="tokenizer-damaged")
     ):
@@ -494,14 +497,14 @@ def read_backend(path: Path) -> Backend:
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
-    """Load `tokenizer.json` and, where there is one, `chat_template.jinja`.
+    """Load `tokenizer.json` and, if it exists, `chat_template.jinja`.
 
     Args:
-        folder: a bundle's tokenizer folder.
-        block: the manifest's `tokenizer` block.
+        folder: The bundle's tokenizer folder.
+        block: The `tokenizer` entry of the manifest.
 
     Raises:
-        BundleError: a file is missing or damaged, or the block doesn't fit the tokenizer.
+        BundleError: A file is missing or damaged, or the entry doesn't fit the tokenizer.
     """
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
@@ -526,7 +529,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         ) from None
     if template is None and block.get("chat_template"):
         raise BundleError(
-            f"the bundle has no {template_path}, its manifest says that it has",
+            f"the bundle has no {template_path}, which its manifest requires",
             remedy=REMEDY,
             code="bundle-file-missing",
         )
@@ -552,7 +555,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
 
 
 def read_chat_template(path: Path) -> str:
-    """The source of a chat template that a user names; raises ConfigError."""
+    """Read the source of a chat template that a user names; raises ConfigError."""
     try:
         return read_document(path, MOST_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -562,14 +565,14 @@ def read_chat_template(path: Path) -> str:
 
 
 def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate | None:
-    """The chat template of a tokenizer; None if it has none.
+    """Compile the chat template of a tokenizer; returns None if it has none.
 
     Args:
-        tokenizer: of the model.
-        date: day that the template takes for today, in ISO 8601; None: that on which it renders.
+        tokenizer: The model's tokenizer.
+        date: Date that the template sees as today, in ISO 8601; None for the current date.
 
     Raises:
-        BundleError: the template is damaged.
+        BundleError: The template is damaged.
         DataError: jinja2 isn't installed.
     """
     if tokenizer.chat_template is None:
@@ -595,6 +598,6 @@ def _is_token(backend: Backend, identifier: object) -> bool:
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The tokenizer of an opened bundle; raises BundleError as `load_tokenizer`."""
+    """Load the tokenizer of an opened bundle; raises BundleError as `load_tokenizer`."""
     block = bundle.manifest.get("tokenizer")
     return load_tokenizer(bundle.tokenizer, block if isinstance(block, Mapping) else {})

@@ -1,7 +1,7 @@
-"""A `tokenizer.json` from elsewhere is tried in a child process before this process uses it.
+"""Tries an untrusted `tokenizer.json` in a child process before this process uses it.
 
-The library is strict about JSON, but a file may still make it panic, abort the process, or take memory and
-time without end: a damaged table of normalization, rules that double a text again and again.
+The library is strict about JSON, but a file can still make it panic, abort the process, or take memory and
+time without end, for example with a damaged normalization table, or with rules that double a text repeatedly.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tokenizers import Tokenizer as Backend
 from prge.errors import BundleError, first_line
 from prge.system.sandbox import BoundedChild, LimitError
 
-# Bounds of a trial; those of reading a file grow with it, see BoundedChild.
+# Limits of a trial; those of reading a file grow with its size, see BoundedChild.
 SECONDS = 10.0
 MEMORY = 256 << 20
-# Of each part of a tokenizer that is tried as a text, since it names what its rules act on.
+# Length of each part of the tokenizer that is encoded as a trial, since it contains what its rules match.
 _LONGEST_PART = 2000
 _MOST_TOKENS = 4000
-# What may abort the process while a file is read: a table of normalization, or an escape that may hide it;
-# and so many added tokens that the library takes gigabytes for them.
+# Content that may abort the process while a file is read: a normalization table, or an escape that may hide
+# one; and so many added tokens that the library needs gigabytes for them.
 _TABLE = re.compile(rb"Precompiled|\\u00[4-7]")
 _ADDED, _MANY_ADDED = b"single_word", 10_000
 _SAMPLES = (
@@ -35,46 +35,46 @@ _SAMPLES = (
     "\u0939\u093f \U0001f600\ufb01\u2581\x00",
     "a" * 1000,
 )
-_sound: set[bytes] = set()
+_passed: set[bytes] = set()
 
 
 def read_tokenizer(content: bytes, path: Path) -> Backend:
-    """The tokenizer of a `tokenizer.json`; what was tried before in this process is not tried again.
+    """Read the tokenizer of a `tokenizer.json`; each content is tried only once in a process.
 
     Args:
-        content: of the file.
-        path: names it in errors.
+        content: Content of the file.
+        path: Path of the file, for errors.
 
     Raises:
-        BundleError: it can't be tried within the bounds.
-        Exception: whatever the library raises of a file that it can't read; of a panic, a BaseException.
+        BundleError: The trial exceeded its limits.
+        Exception: Any exception of the library for a file that it can't read; after a panic, a BaseException.
     """
     digest = hashlib.sha256(content).digest()
-    if digest not in _sound and (_TABLE.search(content) or content.count(_ADDED) > _MANY_ADDED):
+    if digest not in _passed and (_TABLE.search(content) or content.count(_ADDED) > _MANY_ADDED):
         _try(_read, content, path)
     backend = Backend.from_str(content.decode())
-    if digest not in _sound:
-        _try(lambda _: _used(backend), b"", path)
-    _sound.add(digest)
+    if digest not in _passed:
+        _try(lambda _: _use(backend), b"", path)
+    _passed.add(digest)
     return backend
 
 
 def _try(work: Callable[[bytes], object], request: bytes, path: Path) -> None:
-    """Let a child do what may end its process; raises BundleError."""
+    """Run work that may end its process in a child; raises BundleError."""
 
-    def tried(request: bytes) -> bytes:
+    def serve(request: bytes) -> bytes:
         with suppress(OSError):
-            os.close(2)  # where Rust writes why it panics
+            os.close(2)  # Rust writes the message of a panic there
         try:
             work(request)
         except MemoryError:
             raise
-        except BaseException as error:  # a panic of Rust's is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             return first_line(error).encode(errors="replace")
         return b""
 
     try:
-        problem = BoundedChild(tried, SECONDS, MEMORY).call(request).decode()
+        problem = BoundedChild(serve, SECONDS, MEMORY).call(request).decode()
     except LimitError as error:
         problem = f"trying it {error}"
     if problem:
@@ -87,8 +87,8 @@ def _read(content: bytes) -> None:
     Backend.from_str(content.decode())
 
 
-def _used(backend: Backend) -> None:
-    """Encode and decode texts, some of which it may refuse."""
+def _use(backend: Backend) -> None:
+    """Encode and decode trial texts; exceptions for single texts are ignored."""
     backend.no_truncation()
     backend.no_padding()
     rules = [

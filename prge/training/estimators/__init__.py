@@ -1,1 +1,1 @@
-"""How a step gets its gradient: differences of losses, tangents along directions, or exactly."""
+"""Estimators of a step's gradient: finite differences, tangents along random directions, or exactly."""

@@ -1,8 +1,9 @@
-"""Differences of losses between copies of the adapter: from losses of perturb_adapter copies to a gradient.
+"""Zeroth-order estimators: gradients from finite differences of losses of perturbed adapters.
 
-    variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
+    perturbations +-eps z_i -> losses -> projected gradient g_i per query -> gradient = mean_i g_i * z_i
 
-All variants of a step are the copies of one call: the paper's outer and inner loop at once.
+All perturbed adapters of a step are the copies of one call, so that P-RGE's outer loop (over queries) and
+inner loop (over signs) are one forward pass.
 """
 
 from __future__ import annotations
@@ -23,53 +24,57 @@ from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
 
 @dataclass(frozen=True)
 class Perturbation:
-    """One copy's perturbation: `scale` times the direction of `query`; scale 0 is the clean adapter."""
+    """The perturbation of one copy: `scale` times the direction of `query`; 0: none."""
 
     query: int
     scale: float
 
 
 class FiniteDifference(Protocol):
-    """Which copies are compared, and how their losses become one scalar per query."""
+    """A finite-difference formula: perturbations of the adapter, and what their losses give."""
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """The perturb_adapter copies that a step needs, in order."""
+        """Returns the perturbation of each copy that a step needs, in order."""
         ...
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """One scalar per query, f64 [queries], from the variants' losses, f64 [variants]."""
+        """Returns the projected gradient of each query, f64 [queries].
+
+        Args:
+            losses: losses of the perturbed copies, f64 [copies].
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Antithetic:
-    """Two-sided differences, the paper's (arXiv 2409.15520).
+    """Central differences, as in the P-RGE paper (arXiv 2409.15520); two copies per query.
 
-    scalar_i = (L(B + eps z_i) - L(B - eps z_i)) / (2 eps)
+    projected_gradient_i = (L(B + eps z_i) - L(B - eps z_i)) / (2 eps)
     """
 
     queries: int
     epsilon: float
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """All positive copies, then all negative ones."""
+        """Returns all positive perturbations, then all negative ones."""
         return [Perturbation(query, sign * self.epsilon) for sign in (1, -1) for query in range(self.queries)]
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """Central differences, f64 [queries]."""
-        above, below = losses[: self.queries], losses[self.queries :]
-        slopes: Float64Array = (above - below) / (2 * self.epsilon)
-        return slopes
+        """Returns central differences, f64 [queries]."""
+        positive, negative = losses[: self.queries], losses[self.queries :]
+        projected_gradients: Float64Array = (positive - negative) / (2 * self.epsilon)
+        return projected_gradients
 
 
 @dataclass(frozen=True)
 class OneSided:
-    """One-sided differences to a clean copy: 1 + q copies.
+    """One-sided differences from the unperturbed adapter, as in FZOO (arXiv 2506.09034); 1 + queries copies.
 
-    scalar_i = (L(B + eps z_i) - L(B)) / deviation of the perturb_adapter losses
+    projected_gradient_i = (L(B + eps z_i) - L(B)) / standard deviation of the perturbed losses
 
-    That is FZOO's step (arXiv 2506.09034), which shrinks where the loss is steep. Without `normalize` the
-    unit is eps: a derivative, as it is to be compared with others.
+    Dividing by the standard deviation makes steps smaller where the loss is steep. Without `normalize` the
+    difference is divided by eps, which gives a derivative that can be compared with other estimators'.
     """
 
     queries: int
@@ -77,21 +82,25 @@ class OneSided:
     normalize: bool = True
 
     def perturbations(self) -> Sequence[Perturbation]:
-        """The clean copy, then one copy per query."""
+        """Returns the empty perturbation, then one perturbation per query."""
         return [Perturbation(0, 0.0), *(Perturbation(query, self.epsilon) for query in range(self.queries))]
 
     def projected_gradients(self, losses: Float64Array) -> Float64Array:
-        """Differences to the clean copy, f64 [queries]."""
-        perturb_adapter = losses[1:]
-        difference: Float64Array = perturb_adapter - losses[0]
-        unit = float(perturb_adapter.std()) if self.normalize else self.epsilon
+        """Returns the differences from the unperturbed loss, f64 [queries]."""
+        perturbed = losses[1:]
+        difference: Float64Array = perturbed - losses[0]
+        unit = float(perturbed.std()) if self.normalize else self.epsilon
         return difference / unit if unit > 0 else np.zeros_like(difference)
 
 
 class Differences:
-    """Implements protocol.Estimator on stacks of copies: one scalar per query.
+    """Implements protocol.Estimator with finite differences: one projected gradient per query.
 
-    The gradient of a trained head is the mean over the variants.
+    The gradient of a trained head is its exact gradient, averaged over the perturbed copies.
+
+    Args:
+        rule: the finite-difference formula.
+        clip: upper bound for the root mean square of the projected gradients; 0: no clipping.
     """
 
     def __init__(self, rule: FiniteDifference, clip: float = 0.0) -> None:
@@ -99,12 +108,12 @@ class Differences:
         self.clip = clip
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """The loss of every variant over all examples, in one call."""
-        variants = self.rule.perturbations()
+        """Measure the mean loss of every perturbed copy, with one call of the engine."""
+        perturbations = self.rule.perturbations()
         directions = DirectionSampler(step.seed, step.number, step.adapter.size)
-        adapters = np.empty((len(variants), step.adapter.size), np.float32)
-        for copy, variant in enumerate(variants):
-            adapters[copy] = perturb_adapter(step.adapter, variant, directions)
+        adapters = np.empty((len(perturbations), step.adapter.size), np.float32)
+        for copy, perturbation in enumerate(perturbations):
+            adapters[copy] = perturb_adapter(step.adapter, perturbation, directions)
         begin = engine.seconds
         loss = step.loss(engine.forward(Call(sequences_of(step.examples), adapters)))
         mean = loss.losses.sum(-1) / len(step.examples)
@@ -116,26 +125,35 @@ class Differences:
         )
 
     def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+        self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """mean_i scalar_i * z_i, f32 [size]; summed in query order so that a replay has the same bits."""
-        scalars = np.asarray(learnt["scalars"], np.float64)
+        """Returns mean_i projected_gradient_i * z_i, f32 [size].
+
+        The terms are added in the order of the queries, so that a replay has the same bits.
+        """
+        projected_gradients = np.asarray(record["scalars"], np.float64)
         directions = DirectionSampler(seed, step, adapter_size(modules))
         total = np.zeros(directions.size, np.float32)
-        for query, scalar in enumerate(scalars):
+        for query, projected_gradient in enumerate(projected_gradients):
             term = directions(query)
-            term *= np.float32(scalar / len(scalars))
+            term *= np.float32(projected_gradient / len(projected_gradients))
             total += term
         return total
 
 
 def perturb_adapter(
-    adapter: Adapter, variant: Perturbation, directions: Callable[[int], FloatArray]
+    adapter: Adapter, perturbation: Perturbation, directions: Callable[[int], FloatArray]
 ) -> FloatArray:
-    """The adapter's values moved along one direction, f32 [size]; `directions` makes that of a query."""
-    if variant.scale == 0:
+    """Returns the adapter's values plus a perturbation, f32 [size].
+
+    Args:
+        adapter: the adapter; it isn't changed.
+        perturbation: which direction to add, and its scale.
+        directions: returns the direction of a query as a new array, f32 [size].
+    """
+    if perturbation.scale == 0:
         return adapter.values
-    moved = directions(variant.query)
-    moved *= np.float32(variant.scale)
-    moved += adapter.values
-    return moved
+    values = directions(perturbation.query)
+    values *= np.float32(perturbation.scale)
+    values += adapter.values
+    return values

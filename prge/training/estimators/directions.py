@@ -1,11 +1,11 @@
-"""Random directions of the adapter space from (seed, step, query) alone.
+"""Random directions in the space of adapter values, computed from (seed, step, query) alone.
 
-Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3") keyed by (seed, step) with the query in the counter. Nothing is stored and nothing is sequential:
-any direction of a run can be made again from its journal.
+The generator is counter-based: Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+3") with the key (seed, step) and the query in the counter. No direction is stored or depends on an earlier
+one, so every direction of a run can be computed again from its journal.
 
-    DirectionSampler          one direction a query, a sign for every value of the adapter
-    RankOneDirections   one direction a query and example, a product u v^T of signs in every matrix
+    DirectionSampler    one direction per query: a random sign for every value of the adapter
+    RankOneDirections   one direction per query and example: in every matrix an outer product u v^T of signs
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ GRID_BITS = 30
 
 
 def philox(seed: int, step: int, stream: int, count: int) -> NDArray[np.uint64]:
-    """`count` random words of one stream, u64 [count]; numpy fixes raw generator output across versions."""
+    """Returns `count` random 64-bit integers of one stream, u64 [count].
+
+    numpy guarantees that the raw output of a bit generator is the same in all of its versions.
+    """
     key = np.array([seed, step], np.uint64)
     counter = np.array([0, 0, 0, stream], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
-    """Independent signs, f32 [size] of -1 and 1: one random bit each, bit-identical on every machine."""
-    words = philox(seed, step, query, -(-size // 64)).astype("<u8")
-    bits = np.unpackbits(words.view(np.uint8), count=size, bitorder="little")
+    """Returns independent random signs, f32 [size] of -1 and 1, the same on every machine."""
+    integers = philox(seed, step, query, -(-size // 64)).astype("<u8")
+    bits = np.unpackbits(integers.view(np.uint8), count=size, bitorder="little")
     signs = bits.astype(np.float32)
     signs *= 2
     signs -= 1
@@ -44,23 +47,31 @@ def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class DirectionSampler:
-    """The directions of one step, made when asked for."""
+    """The directions of one step: a random sign for each of the adapter's `size` values."""
 
     seed: int
     step: int
     size: int
 
     def __call__(self, query: int) -> FloatArray:
-        """Direction of one query, f32 [size]."""
+        """Returns the direction of one query as a new array, f32 [size]."""
         return rademacher(self.seed, self.step, query, self.size)
 
 
 @dataclass(frozen=True)
 class RankOneDirections:
-    """The directions of one step that are a product u v^T in every matrix, made when asked for.
+    """The rank-one directions of one step: in every matrix an outer product u v^T of random signs.
 
-    The signs of a query are one stream, example after example, so an example's don't depend on how many
-    follow it. `shared`: all examples of a query have the same direction.
+    The signs of a query are one random stream, example after example, so the signs of an example don't depend
+    on the examples after it.
+
+    Attributes:
+        seed: of the run.
+        step: number of the step.
+        queries: number of directions.
+        examples: number of examples of the step.
+        modules: the adapted layers.
+        shared: whether all examples have the same direction in a query.
     """
 
     seed: int
@@ -71,52 +82,56 @@ class RankOneDirections:
     shared: bool = False
 
     def __call__(self, query: int, example: int = 0) -> FloatArray:
-        """Direction of one query and example, f32 [size of the adapter]."""
+        """Returns the direction of one query and example, f32 [size of the adapter]."""
         products = [np.outer(u[query, example], v[query, example]) for matrix, u, v in self.factors()]
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
     def factors(self) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Every matrix with the signs of its u [queries, examples, rank] and v [queries, examples, width]."""
-        return self._cut(self._signs)
+        """Yields each trained matrix with u [queries, examples, rank] and v [queries, examples, width]."""
+        return self._split_signs(self._signs)
 
-    def of(self, owner: IntArray) -> dict[str, FloatArray]:
-        """The factors of sequences' directions, f32 [queries, sequences, width] by name.
+    def for_sequences(self, owner: IntArray) -> dict[str, FloatArray]:
+        """Returns the factors u and v for the sequences of a call, by the names of `prge.engine.Directions`.
 
         Args:
-            owner: i64 [sequences], the example that each belongs to.
+            owner: index of the example that each sequence belongs to, i64 [sequences].
+
+        Returns:
+            Arrays f32 [queries, sequences, rank] (u) and [queries, sequences, width] (v).
         """
-        found = {}
+        factors = {}
         for matrix, u, v in self.factors():
-            found[matrix.u] = u[:, owner].astype(np.float32)
-            found[matrix.v] = v[:, owner].astype(np.float32)
-        return found
+            factors[matrix.u] = u[:, owner].astype(np.float32)
+            factors[matrix.v] = v[:, owner].astype(np.float32)
+        return factors
 
-    def gradient(self, scalars: Float64Array) -> FloatArray:
-        """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
+    def gradient(self, projected_gradients: Float64Array) -> FloatArray:
+        """Returns the mean of projected_gradient * u v^T over queries and examples, f32 [adapter size].
 
-        The same bits on every machine: signs times scalars on one grid have exact sums in any order.
+        The result has the same bits on every machine: multiples of one power of two have exact sums in any
+            order.
 
         Args:
-            scalars: f64 [queries, examples]; `truncate_to_grid` is applied to them.
+            projected_gradients: f64 [queries, examples]; this method applies `truncate_to_grid` to them.
         """
-        scalars = truncate_to_grid(scalars)
+        projected_gradients = truncate_to_grid(projected_gradients)
         means = []
         for matrix, u, v in self.factors():
-            left = (u * scalars[..., None]).reshape(-1, matrix.rank)
-            total = left.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
-            # Adding 0 makes -0 and 0, which depend on the order, one number.
-            mean = (total + 0.0) / scalars.size
+            weighted_u = (u * projected_gradients[..., None]).reshape(-1, matrix.rank)
+            total = weighted_u.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
+            # Adding 0 turns -0, which depends on the order of the sum, into 0.
+            mean = (total + 0.0) / projected_gradients.size
             means.append(mean.astype(np.float32).ravel())
         return np.concatenate(means)
 
-    def _cut(self, signs: SignArray) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Every matrix with the signs of its u and v in rows of all matrices' signs."""
-        start = 0
+    def _split_signs(self, signs: SignArray) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
+        """Yields every matrix with its slices u and v of the last axis of `signs`."""
+        u_start = 0
         for matrix in matrices(self.modules):
-            middle = start + matrix.rank
-            end = middle + matrix.width
-            yield matrix, signs[..., start:middle], signs[..., middle:end]
-            start = end
+            v_start = u_start + matrix.rank
+            v_end = v_start + matrix.width
+            yield matrix, signs[..., u_start:v_start], signs[..., v_start:v_end]
+            u_start = v_end
 
     @cached_property
     def _signs(self) -> SignArray:
@@ -128,17 +143,20 @@ class RankOneDirections:
         return np.broadcast_to(signs, (self.queries, self.examples, width))
 
 
-def truncate_to_grid(scalars: Float64Array, axis: int | None = None) -> Float64Array:
-    """Scalars cut to multiples of one power of two, at most 2^30 of them; what is not finite stays.
+def truncate_to_grid(values: Float64Array, axis: int | None = None) -> Float64Array:
+    """Returns values truncated to multiples of a power of two, of which none is larger than 2^30 multiples.
 
-    With an `axis`, one power for each place beside it, so that what is said of one depends on no other.
+    Sums of up to 2^23 such values are exact in float64, whatever their signs and order. Values are rounded
+    towards
+    zero, which keeps the exponent of the largest one: truncating twice changes nothing.
 
-    Sums of up to 2^23 such numbers, with any signs, are exact in float64. They are cut towards zero, which
-    leaves the largest one its exponent: doing it twice changes nothing.
+    Args:
+        values: f64 of any shape; values that are not finite stay as they are.
+        axis: axis along which values share a power of two; None: all values share one.
     """
-    largest = np.abs(scalars).max(axis, initial=0.0, keepdims=True)
+    largest = np.abs(values).max(axis, initial=0.0, keepdims=True)
     finite = np.isfinite(largest)
     exponent = np.frexp(np.where(finite, largest, 0.0))[1] - GRID_BITS
     with np.errstate(over="ignore"):
-        cut: Float64Array = np.ldexp(np.trunc(np.ldexp(scalars, -exponent)), exponent)
-    return np.where(finite, cut, scalars)
+        truncated: Float64Array = np.ldexp(np.trunc(np.ldexp(values, -exponent)), exponent)
+    return np.where(finite, truncated, values)

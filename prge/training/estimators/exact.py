@@ -1,9 +1,11 @@
-"""Backpropagation on the engine: the gradient itself.
+"""The exact gradient, by backpropagation on the engine.
 
-    examples -> engine -> outputs -> derivative of the mean loss by them -> engine -> gradient by the adapter
+    examples -> forward pass -> outputs -> gradients of the mean loss -> backward pass -> gradient of the
+    adapter
 
-A step's examples are computed in microbatches, whose gradients add up: the memory of a step has a bound,
-however many examples it has. A journal keeps the gradient: nothing smaller would do to make it again.
+The examples of a step are computed in microbatches whose gradients are added, so that the memory of a step is
+bounded however many examples it has. The journal stores the whole gradient: it can't be computed again
+without the engine.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from prge.objectives.examples import Example, microbatches, sequences_of
 from prge.objectives.objective import Loss
 from prge.training.estimators.protocol import Measurement, Step
 
-# Tokens whose activations are kept at once.
+# Most tokens of a microbatch: it bounds the activation checkpoints and residuals that a step holds.
 MICROBATCH_TOKENS = 512
 
 
 class Exact:
-    """Implements protocol.Estimator with the gradient itself.
+    """Implements protocol.Estimator with exact gradients.
 
-    `clip` bounds the norm of a step's gradient, `clip_examples` that of every example's before they are added
-    up; 0 leaves them.
+    Args:
+        clip: upper bound for the norm of a step's gradient; 0: no clipping.
+        clip_examples: upper bound for the norm of each example's gradient before they are added; 0: no
+            clipping.
     """
 
     def __init__(self, clip: float = 0.0, clip_examples: float = 0.0) -> None:
@@ -37,7 +41,7 @@ class Exact:
         self.clip_examples = clip_examples
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every example and the gradient of their mean, one microbatch after the other."""
+        """Compute the mean loss and its gradient, one microbatch after the other."""
         gradient, losses, count = np.zeros(step.adapter.size), list[Loss](), len(step.examples)
         begin = engine.seconds
         for examples in self._microbatches(step):
@@ -46,9 +50,9 @@ class Exact:
                 return step.loss(outputs[None], examples).grad_outputs / count
 
             call = Call(sequences_of(examples), step.adapter.values[None])
-            outputs, found = engine.vjp(call, grad_fn)
-            # What the engine returns is the example's share of the mean.
-            gradient += clip_by_norm(found.astype(float), self.clip_examples / count)
+            outputs, microbatch_gradient = engine.vjp(call, grad_fn)
+            # `grad_fn` divides by the number of examples, so the bound of an example's norm is divided, too.
+            gradient += clip_by_norm(microbatch_gradient.astype(float), self.clip_examples / count)
             losses.append(step.loss(outputs[None], examples))
         return Measurement(
             sum(float(loss.losses.sum()) for loss in losses) / count,
@@ -59,7 +63,10 @@ class Exact:
         )
 
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
-        """Examples that are computed together: one where it is clipped, all where the loss compares them."""
+        """Yields the examples of each microbatch.
+
+        Each example is alone if its gradient is clipped; all are together if the loss compares them.
+        """
         if self.clip_examples:
             return iter([[example] for example in step.examples])
         return (
@@ -69,29 +76,29 @@ class Exact:
         )
 
     def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+        self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """The gradient that was measured, f32 [size].
+        """Returns the gradient that a record holds, f32 [size].
 
         Raises:
-            RunError: a journal has forgotten it.
+            RunError: the record's gradient was dropped from the journal.
         """
-        if GRADIENT not in learnt:
+        if GRADIENT not in record:
             raise RunError(
                 f"the journal has no gradient of step {step}: it keeps those since the newest checkpoint",
                 remedy="a run with --keep-gradients can be replayed",
                 code="gradient-missing",
             )
-        return decode_array(learnt[GRADIENT])
+        return decode_array(record[GRADIENT])
 
 
 def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
-    """A gradient whose norm is at most `limit`; 0 leaves it."""
+    """Returns the gradient, scaled down so that its norm is at most `limit`; 0: no clipping."""
     return gradient * (limit / max(float(np.linalg.norm(gradient)), limit)) if limit else gradient
 
 
 def check_single_sequences(examples: Sequence[Example]) -> None:
-    """Raise ConfigError if an example whose gradient is to be clipped has several sequences."""
+    """Raise ConfigError if an example has several sequences, which `--clip-examples` doesn't support."""
     widest = max(examples, key=lambda example: len(example.sequences))
     if len(widest.sequences) > 1:
         raise ConfigError(

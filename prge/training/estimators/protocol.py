@@ -1,11 +1,12 @@
-"""The Estimator protocol: what a step learns from its examples, and the gradient that follows from it.
+"""The Estimator protocol: how a step measures its examples, and how a gradient follows from the measurement.
 
-    measure    examples -> engine -> scalars, one per query (and example), or a gradient; and the loss
-    gradient   scalars -> mean of scalar * direction, or the gradient as it is
+    measure    examples -> engine -> loss, and projected gradients (one per query, or per query and example)
+                                     or the exact gradient
+    gradient   projected gradients -> mean of projected_gradient * direction; an exact gradient stays as it is
 
-`gradient` needs no engine: directions are made again from (seed, step). So what a journal keeps of a step is
-enough to replay a run. differences.py estimates with copies of the adapter, tangents.py with tangents;
-exact.py has the gradient from the engine.
+`gradient` needs no engine, because directions are computed again from (seed, step): a run can be replayed
+from the records of its journal. `differences.py` estimates with perturbed copies of the adapter,
+`tangents.py` with forward-mode derivatives; `exact.py` computes the gradient by backpropagation.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from prge.objectives.classification_head import Classifier, Head
 from prge.objectives.examples import Example
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
-# Forward passes that an exact gradient counts as wherever costs are compared.
+# Cost of an exact gradient, forward and backward, in forward passes.
 BACKPROPAGATION_PASSES = 3
-# What a journal can have of a step for `Estimator.gradient`.
+# Keys of a step's record from which `Estimator.gradient` computes: a record has at most one of them.
 GRADIENT_KEYS = frozenset({"scalars", GRADIENT})
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is measured on.
+    """The inputs of one step.
 
-    `adapter`: where the gradient is asked for. `examples`: of the step. `seed` with `number`, that of the
-    step, makes its directions. `classifier` scores an encoder's states; `trained_head` is the head whose
-    exact gradient is wanted, where it is trained. `objective` is the loss.
+    Attributes:
+        adapter: the adapter whose gradient the step estimates.
+        examples: the examples of the step.
+        seed: of the run; together with `number` it determines the step's directions.
+        number: number of the step, counted from 0.
+        classifier: computes class scores from an encoder's pooled states; None for a decoder.
+        trained_head: the encoder's head if it is trained, too; its gradient is exact.
+        objective: the loss as a function of scores.
     """
 
     adapter: Adapter
@@ -48,27 +54,36 @@ class Step:
     objective: Objective = CROSS_ENTROPY
 
     def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
-        """The loss of the step's examples, or of some, at an engine's outputs [copies, ...]."""
-        given = self.examples if examples is None else examples
-        return Loss(given, outputs, self.objective, self.classifier)
+        """Returns the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
+        examples = self.examples if examples is None else examples
+        return Loss(examples, outputs, self.objective, self.classifier)
 
     def head_gradient(self, losses: Sequence[Loss]) -> FloatArray | None:
-        """The gradient of the mean of losses by a trained head's values, f32 [size]; None without one."""
+        """Returns the gradient of the mean loss with respect to the trained head, f32 [size].
+
+        Returns None if no head is trained.
+        """
         if self.trained_head is None:
             return None
-        total = sum((loss.by_head(self.trained_head) for loss in losses), np.zeros(self.trained_head.size))
+        total = sum(
+            (loss.head_gradient(self.trained_head) for loss in losses), np.zeros(self.trained_head.size)
+        )
         count = sum(len(loss.outputs) * len(loss.examples) for loss in losses)
         return (total / count).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step learnt from the engine.
+    """What an estimator measured in one step.
 
-    `loss`: mean over the step's examples. `scalars`: f64 [queries] or [queries, examples]; without directions
-    none, but the `gradient` by the adapter's values, f32 [size]. `head_gradient`: exact derivative of the
-    mean loss by the head's values, f32 [size]; None without a trained head. `engine_seconds`: time in the
-    engine. `largest_tangent`: largest derivative that it computed, if it computes any.
+    Attributes:
+        loss: mean over the step's examples.
+        projected_gradients: derivatives of the loss along the directions, f64 [queries] or [queries,
+            examples]; empty if the gradient is exact.
+        head_gradient: exact gradient of a trained head, f32 [size]; None if no head is trained.
+        engine_seconds: seconds spent in the engine.
+        largest_tangent: largest absolute value among the tangents of the outputs; None without tangents.
+        gradient: the exact gradient of the adapter, f32 [size]; None if it is estimated.
     """
 
     loss: float
@@ -80,12 +95,12 @@ class Measurement:
 
     @property
     def derivatives(self) -> Float64Array | FloatArray:
-        """All that the gradient follows from."""
+        """The values that determine the gradient: projected gradients, or the exact gradient."""
         return self.projected_gradients if self.gradient is None else self.gradient
 
     @property
-    def learnt(self) -> Record:
-        """What a journal keeps of it, so that `Estimator.gradient` has all it needs."""
+    def journal_fields(self) -> Record:
+        """The fields of a step's journal record from which `Estimator.gradient` computes the gradient."""
         record: Record = (
             {"scalars": self.projected_gradients.tolist()}
             if self.gradient is None
@@ -97,24 +112,31 @@ class Measurement:
 
 
 class Estimator(Protocol):
-    """How a step gets its gradient from an engine."""
+    """Estimates or computes the gradient of a step's loss with an engine."""
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Compute one step."""
+        """Measure the step's examples on the engine."""
         ...
 
     def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+        self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """The gradient by the adapter's values, f32 [size], from what a step learnt, now or by a journal."""
+        """Returns the gradient with respect to the adapter's values, f32 [size].
+
+        Args:
+            record: a step's record, with the fields of `Measurement.journal_fields`; new or from a journal.
+            seed: of the run.
+            step: number of the step.
+            modules: the adapted layers.
+        """
         ...
 
 
 class EstimatorSequence:
-    """Implements Estimator by several, each from a step of its own on: those of a run that changed it.
+    """Implements Estimator for a run that changed its estimator: every step uses the one of its time.
 
     Args:
-        since: first steps and estimators, in the order of the run; the first one is 0.
+        since: pairs of the first step of an estimator and the estimator, in ascending order from step 0.
     """
 
     def __init__(self, since: Sequence[tuple[int, Estimator]]) -> None:
@@ -122,24 +144,30 @@ class EstimatorSequence:
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """See Estimator.measure."""
-        return self._of(step.number).measure(engine, step)
+        return self._estimator_of(step.number).measure(engine, step)
 
     def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+        self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
         """See Estimator.gradient."""
-        return self._of(step).gradient(learnt, seed, step, modules)
+        return self._estimator_of(step).gradient(record, seed, step, modules)
 
-    def _of(self, step: int) -> Estimator:
+    def _estimator_of(self, step: int) -> Estimator:
         return next(estimator for first, estimator in reversed(self._since) if first <= step)
 
 
-def clip_by_rms(scalars: Float64Array, limit: float) -> Float64Array:
-    """Scalars shrunk together until their root mean square over queries is at most `limit`; 0 leaves them.
+def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array:
+    """Returns projected gradients, scaled so that their RMS over queries is at most `limit`.
 
-    For random signs that root mean square estimates the gradient's norm, so this is clipping by norm: of the
-    step's gradient for scalars [queries], of every example's for scalars [queries, examples]. Gradients of
-    single examples have heavy tails, and the few largest would drown the rest.
+    For directions of random signs, the root mean square estimates the norm of the gradient. So this is
+    clipping by
+    norm: of the step's gradient for an array [queries], of each example's gradient for [queries, examples].
+        Norms
+    of single examples have heavy tails: without clipping, a few examples would dominate a step.
+
+    Args:
+        projected_gradients: f64 [queries] or [queries, examples].
+        limit: the upper bound; 0: no clipping.
     """
-    size = np.sqrt((scalars**2).mean(0))
-    return scalars * (limit / np.maximum(size, limit)) if limit else scalars
+    rms = np.sqrt((projected_gradients**2).mean(0))
+    return projected_gradients * (limit / np.maximum(rms, limit)) if limit else projected_gradients

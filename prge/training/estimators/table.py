@@ -1,4 +1,4 @@
-"""The estimators that a run can choose: what each is, needs of a bundle, takes for a step, and is set by.
+"""The table of estimators: for each its role, its settings, its cost per step, and how it is constructed.
 
 Settings, engines, costs, comparisons, fleets and reports read this table.
 """
@@ -24,37 +24,39 @@ class EstimatorFlags:
     """The estimator."""
 
     estimator: EstimatorName | None = None
-    """exact: the gradient by backpropagation; tangent: exact derivatives along directions; antithetic: two
-    perturbed copies a query (P-RGE); fzoo: one copy a query, compared with a clean one in units of the
-    losses' deviation. Default: exact, or of a bundle without that role tangent, or antithetic."""
+    """exact: backpropagation; tangent: exact derivatives along random directions (forward mode); antithetic:
+    two perturbed copies per query (P-RGE); fzoo: one perturbed copy per query and an unperturbed one, in
+    units of the losses' standard deviation. Default: the first of exact, tangent and antithetic that the
+    bundle supports."""
     queries: int | None = None
-    """Random directions a step; default: 4. An exact gradient has none."""
+    """Random directions per step; default: 4. Exact gradients need none."""
     share_directions: bool = False
-    """tangent: one direction a query for all examples of a step, instead of one for each."""
+    """tangent: use one direction per query for all examples of a step, instead of one for each example."""
     epsilon: float = 1e-2
-    """antithetic, fzoo: length of a perturbation, in units of the adapter's values."""
+    """antithetic, fzoo: size of the perturbation of each adapter value."""
     clip: float = 0.0
-    """Largest root mean square of a step's scalars, of each example's with tangents: an estimate of the
-    gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
-    examples and they differ much."""
+    """Clip a step's gradient to this norm (exact), or its projected gradients to this root mean square, which
+    estimates the norm (tangent: those of each example). 0: no clipping. Helps if steps have few examples that
+    differ much."""
     clip_examples: float = 0.0
-    """exact: largest norm of each example's gradient; every example is computed alone. For differential
-    privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
+    """exact: clip the gradient of each example to this norm; every example is then computed alone. For
+    differential
+    privacy, which also needs noise, or if a few examples are outliers. 0: no clipping."""
 
 
 @dataclass(frozen=True)
 class EstimatorEntry:
-    """One estimator.
+    """One estimator of the table.
 
     Attributes:
-        role: what a bundle needs beside `stack`, and what a call of a step computes.
-        settings: names of those of EstimatorFlags that it alone, or with few others, has.
-        make: the estimator that some settings ask for.
-        variants: copies of the adapter that a step of so many queries compares.
-        beta2: Adam's second coefficient, where nobody names one. With its usual 0.999, runs of some hundred
-            steps would remember their first gradients to the last.
-        tag: what model hubs call the kind of training.
-        meaning: what a run does, in a sentence.
+        role: the role of a bundle that the calls of a step use; `forward` is needed in any case.
+        settings: names of the fields of EstimatorFlags that don't apply to all estimators.
+        make: constructs the estimator from settings.
+        variants: copies of the adapter in a step, as a function of the number of queries.
+        beta2: default of Adam's second coefficient. With Adam's usual 0.999, exact runs of a few hundred
+            steps would remember their first gradients until the end.
+        tag: tag of the training method on model hubs.
+        meaning: a description of the method, in a sentence.
     """
 
     role: str
@@ -67,19 +69,19 @@ class EstimatorEntry:
 
     @property
     def has_directions(self) -> bool:
-        """Whether its steps follow random directions."""
+        """Whether the estimator uses random directions."""
         return "queries" in self.settings
 
     def copies(self, queries: int | None = None) -> int:
-        """Copies of the adapter in a call of so many queries."""
+        """Returns the number of copies of the adapter in a call."""
         return self.variants(queries or DEFAULT_QUERIES) if self.role == FORWARD else 1
 
     def directions(self, queries: int | None = None) -> int:
-        """Directions that a call of so many queries has derivatives along."""
+        """Returns the number of directions along which a call computes derivatives."""
         return queries or DEFAULT_QUERIES if self.role == JVP else 0
 
     def passes(self, queries: int | None = None) -> int:
-        """Forward passes that a step of so many queries costs for each sequence."""
+        """Returns the cost of a step per sequence, in forward passes."""
         queries = queries or DEFAULT_QUERIES
         if self.role == BACKWARD:
             return BACKPROPAGATION_PASSES
@@ -105,7 +107,7 @@ def _fzoo(settings: EstimatorFlags) -> Estimator:
     return Differences(rule, settings.clip)
 
 
-# The best first.
+# Best first.
 ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
     "exact": EstimatorEntry(
         role=BACKWARD,
@@ -113,16 +115,15 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
         make=_exact,
         beta2=0.98,
         tag="backpropagation",
-        meaning="Exact gradients: every step goes forward and backward through the model and follows the "
-        "gradient that backpropagation gives.",
+        meaning="Exact gradients: every step computes the gradient by backpropagation.",
     ),
     "tangent": EstimatorEntry(
         role=JVP,
         settings=("queries", "share_directions"),
         make=_tangents,
         tag="forward-mode-differentiation",
-        meaning="Tangents: forward passes only; every step takes exact derivatives of the loss along a few "
-        "random directions and follows their mean, a noisy estimate of the gradient.",
+        meaning="Tangents: forward passes only; every step computes exact derivatives of the loss along a "
+        "few random directions. Their mean is a noisy estimate of the gradient.",
     ),
     "antithetic": EstimatorEntry(
         role=FORWARD,
@@ -131,7 +132,7 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
         variants=lambda queries: 2 * queries,
         tag="zeroth-order",
         meaning="P-RGE (arXiv 2409.15520): forward passes only; every step compares the losses of two "
-        "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
+        "perturbed copies of the adapter along a few random directions, a noisy estimate of the gradient.",
     ),
     "fzoo": EstimatorEntry(
         role=FORWARD,
@@ -140,24 +141,24 @@ ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
         variants=lambda queries: 1 + queries,
         tag="zeroth-order",
         meaning="FZOO (arXiv 2506.09034): forward passes only; every step compares the losses of perturbed "
-        "copies of the adapter with that of a clean one, along a few random directions, in units of their "
-        "deviation: a noisy estimate of the gradient.",
+        "copies of the adapter with that of the unperturbed one, in units of their deviation, along "
+        "a few random directions, a noisy estimate of the gradient.",
     ),
 }
 
 
 def available_estimators(roles: Collection[str]) -> list[EstimatorName]:
-    """The estimators of a bundle with some roles, the best first."""
+    """Returns the estimators that a bundle with these roles supports, best first."""
     return [name for name, entry in ESTIMATORS.items() if entry.role in roles]
 
 
 def estimators_with_setting(setting: str) -> list[EstimatorName]:
-    """The estimators that a setting belongs to."""
+    """Returns the estimators that a setting applies to."""
     return [name for name, entry in ESTIMATORS.items() if setting in entry.settings]
 
 
 def make_estimator(settings: EstimatorFlags) -> Estimator:
-    """The estimator that settings ask for; ValueError where they name none."""
+    """Construct the estimator of the settings; raises ValueError if they name none."""
     if settings.estimator is None:
-        raise ValueError("which estimator is not settled")
+        raise ValueError("the settings name no estimator")
     return ESTIMATORS[settings.estimator].make(settings)

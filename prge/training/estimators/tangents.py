@@ -1,10 +1,11 @@
-"""Exact derivatives along directions: one scalar per query and example.
+"""The tangent estimator: exact derivatives along random directions, by forward-mode differentiation.
 
-    u v^T per (query, example) -> derivatives of the outputs -> chain rule -> scalar[query, example]
-    gradient = mean over queries and examples of scalar * u v^T
+    direction u v^T of (query, example) -> tangents of the outputs -> chain rule -> projected gradient
+    gradient = mean over queries and examples of projected_gradient * u v^T
 
-A scalar is the derivative of its example's loss along its direction, without an epsilon. The engine returns
-how log-probabilities or states change; from there to the loss the chain rule needs a few sums.
+A projected gradient is the exact derivative of an example's loss along its direction; there is no epsilon.
+The engine returns the tangents of log-probabilities or pooled states, and the chain rule takes them to the
+loss.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from prge.training.estimators.protocol import Measurement, Step, clip_by_rms
 
 
 class TangentEstimator:
-    """Implements protocol.Estimator on derivatives along `queries` directions of a step.
+    """Implements protocol.Estimator with forward-mode derivatives along random directions.
 
-    `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every
-    example's gradient.
+    Args:
+        queries: directions per step.
+        shared: whether all examples of a step share the direction of a query.
+        clip: upper bound for the estimated norm of each example's gradient; 0: no clipping.
     """
 
     def __init__(self, queries: int, shared: bool = False, clip: float = 0.0) -> None:
@@ -35,35 +38,36 @@ class TangentEstimator:
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every example and its derivatives, in one call."""
+        """Measure the mean loss and its derivatives along the directions, with one call of the engine."""
         shape, modules = (self.queries, len(step.examples)), step.adapter.modules
         directions = self._directions_of(step.seed, step.number, shape, modules)
         owner = np.repeat(np.arange(shape[1]), [len(example.sequences) for example in step.examples])
         call = Call(sequences_of(step.examples), step.adapter.values[None])
         begin = engine.seconds
-        outputs, derivatives = engine.jvp(call, directions.of(owner))
+        outputs, tangents = engine.jvp(call, directions.for_sequences(owner))
         loss = step.loss(outputs[None])
         return Measurement(
             float(loss.losses.sum()) / len(step.examples),
-            truncate_to_grid(clip_by_rms(loss.along(derivatives), self.clip), axis=0),
+            truncate_to_grid(clip_by_rms(loss.jvp(tangents), self.clip), axis=0),
             step.head_gradient([loss]),
             engine.seconds - begin,
-            float(np.abs(derivatives).max(initial=0.0)),
+            float(np.abs(tangents).max(initial=0.0)),
         )
 
     def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+        self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Mean of scalar * u v^T, f32 [size], from scalars [queries, examples]; the same bits everywhere."""
-        table: Float64Array = np.asarray(learnt["scalars"], np.float64)
-        return self._directions_of(seed, step, table.shape, modules).gradient(table)
+        """Returns the mean of projected_gradient * u v^T, f32 [size]; the same bits on every machine."""
+        projected_gradients: Float64Array = np.asarray(record["scalars"], np.float64)
+        directions = self._directions_of(seed, step, projected_gradients.shape, modules)
+        return directions.gradient(projected_gradients)
 
     def _directions_of(
         self, seed: int, step: int, shape: Sequence[int], modules: Sequence[AdaptedModule]
     ) -> RankOneDirections:
-        """The step's directions, which measuring and the gradient share."""
+        """Returns the directions of a step; those of the latest step are cached with their signs."""
         queries, examples = shape
-        wanted = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared)
-        if wanted != self._directions:
-            self._directions = wanted
+        directions = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared)
+        if directions != self._directions:
+            self._directions = directions
         return self._directions

@@ -1,7 +1,6 @@
-"""A GGUF header as transformers' configuration: by its tables, and by what they leave out.
+"""A GGUF header as transformers' configuration, by transformers' tables and additional rules.
 
-transformers' tables know what most files say. What else a file says of its model is translated here, or the
-file is refused: a key that is left out is another model, which nobody would notice.
+A file with a key that neither covers is refused: without the key it would silently be another model.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.header import EMBEDDING, GgufHeader
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
-# Tensors of a file that a configuration describes: they are no parameters.
+# Tensors that are part of the configuration, and no parameters.
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
-_REMEDY = "take the model's own folder with safetensors, such as its publisher's on the hub"
-# Keys of a value that changes nothing, and keys that say what is known already.
+_REMEDY = "Use the model's original folder with safetensors, such as its publisher's on the Hub."
+# Keys that may be ignored if they have this value.
 _NEUTRAL: Mapping[str, object] = {
     "attention.causal": True,
     "nextn_predict_layers": 0,
     "expert_weights_scale": 1.0,
-    # A softmax, as the models have that transformers reads.
+    # Softmax, as in all models that transformers reads from GGUF.
     "expert_gating_func": 1,
     "rope.scaling.attn_factor": 1.0,
 }
-_SAID_ELSEWHERE = (
+_KNOWN_ELSEWHERE = (
     *("vocab_size", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout"),
-    "use_parallel_residual",  # which transformers sees by the tensors
+    "use_parallel_residual",  # transformers derives it from the tensors
 )
-# Keys that have the same meaning in every configuration that has the attribute.
+# Keys with the same meaning for every configuration that has the attribute.
 _ATTRIBUTES = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
@@ -49,29 +48,31 @@ _ATTRIBUTES = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Of Llama 3.1 and later, by which their factors were computed.
+# The constants of Llama 3.1 and later, from which the factors in a file were computed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SAME = 1e-4
-# Gemma scales scores by the width of its heads; its largest models by the share of the model's width.
+# Gemma scales attention scores by the head width; its largest models by width / heads. By number of layers.
 _GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 
 def load_gguf_config(header: GgufHeader) -> Any:
-    """transformers' configuration of a file's model.
+    """Convert a file's header to transformers' configuration of its model.
 
     Raises:
-        BundleError: transformers doesn't read such models from GGUF, a number is out of bounds, or the header
-            says something that its configuration can't.
+        BundleError: transformers does not support the architecture in GGUF, a number is out of bounds, or the
+            header has a key that can't be converted.
     """
-    known = _by_tables(header)
+    arguments = _by_tables(header)
     table = EMBEDDING in header.tensors and header.tensors[EMBEDDING].shape
     if not table:
         raise Refusal(
-            "gguf-without-model", f"{header.path} holds no model: it has no {EMBEDDING}", remedy=_REMEDY
+            "gguf-without-model",
+            f"{header.path} does not contain a model: it has no {EMBEDDING}.",
+            remedy=_REMEDY,
         )
-    known["vocab_size"] = table[0]
-    _check(header, known)
-    config = _Translation(header, known).config()
+    arguments["vocab_size"] = table[0]
+    _check(header, arguments)
+    config = _Translation(header, arguments).config()
     _check(header, config.to_dict())
     return config
 
@@ -79,30 +80,30 @@ def load_gguf_config(header: GgufHeader) -> Any:
 def _check(header: GgufHeader, config: Mapping[str, Any]) -> None:
     problems = config_problems(config)
     layers = config.get("num_hidden_layers")
-    # Each has a tensor at least.
+    # Each layer has at least one tensor.
     if isinstance(layers, int) and layers > len(header.tensors):
-        problems.append(f"it counts {layers:,} layers, and there are {len(header.tensors):,} tensors")
+        problems.append(f"it has {layers:,} layers, but only {len(header.tensors):,} tensors")
     if problems:
         raise Refusal(
             "config-out-of-bounds",
-            f"the header of {header.path} describes no model: {'; '.join(problems)}",
+            f"The header of {header.path} does not describe a model: {'; '.join(problems)}.",
             remedy=_REMEDY,
         )
 
 
 def _refused(header: GgufHeader) -> AbstractContextManager[None]:
-    """Refuse a file that transformers, called inside, doesn't take."""
+    """Refuse a file if transformers raises inside the context."""
     return refused_as(
         "gguf-not-read",
-        f"{header.path} holds a model of the architecture {shown(header.architecture)} that transformers "
-        "can't read",
+        f"{header.path} contains a model of the architecture {shown(header.architecture)}, which "
+        "transformers can't read",
         TRANSFORMERS_ERRORS,
         remedy=_REMEDY,
     )
 
 
 def _by_tables(header: GgufHeader) -> dict[str, Any]:
-    """What transformers' tables make of a header, as keywords of a configuration."""
+    """Return what transformers' tables read from a header, as arguments of a configuration."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
 
     if header.architecture in GGUF_CONFIG_ARCHS:
@@ -112,9 +113,9 @@ def _by_tables(header: GgufHeader) -> dict[str, Any]:
 
 
 def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
-    """The same of architectures that transformers reads by the package gguf.
+    """Return the same for architectures that transformers reads by the package gguf.
 
-    That makes an array of every token. It is given a small file that says the same, but for the vocabulary.
+    The package makes an array of every token, so it gets a small file with the same header but no vocabulary.
     """
     import gguf
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -138,13 +139,13 @@ def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Translation:
-    """What a header says beside transformers' tables, as keywords of a configuration."""
+    """Adds what transformers' tables leave out of a header to the arguments of a configuration."""
 
     def __init__(self, header: GgufHeader, known: Mapping[str, Any]) -> None:
         from transformers import AutoConfig
 
         self._header, self._known = header, known
-        self._kind = str(known["model_type"])
+        self._model_type = str(known["model_type"])
         with _refused(header):
             self._base = AutoConfig.for_model(**known)
         self._more: dict[str, Any] = {}
@@ -153,10 +154,10 @@ class _Translation:
         self._unread -= self._read_by_tables()
 
     def config(self) -> Any:
-        """The configuration.
+        """Return the configuration.
 
         Raises:
-            BundleError: the header has a key that nothing reads.
+            BundleError: the header has a key that was not converted.
         """
         from transformers import AutoConfig
 
@@ -166,13 +167,13 @@ class _Translation:
         self._take_scaling()
         self._take_neutral()
         if self._unread:
-            told = ", ".join(
+            unread = ", ".join(
                 f"{key} = {shown(self._header.model_value(key))}" for key in sorted(self._unread)[:5]
             )
             raise Refusal(
                 "gguf-key-not-read",
-                f"{self._header.path} says of its model what transformers doesn't read from GGUF, so that it "
-                f"would be another model: {told}",
+                f"{self._header.path} has keys that transformers does not read from GGUF, so that it would "
+                f"be another model: {unread}.",
                 remedy=_REMEDY,
             )
         with _refused(self._header):
@@ -188,40 +189,47 @@ class _Translation:
 
         if self._header.architecture in GGUF_CONFIG_ARCHS:
             return self._unread
-        table = GGUF_CONFIG_MAPPING.get(self._kind.removesuffix("_text"), {})
+        table = GGUF_CONFIG_MAPPING.get(self._model_type.removesuffix("_text"), {})
         return {key for key, name in table.items() if name is not None}
 
     def _take(self, key: str) -> Any:
-        """A value that is still unread, None where there is none."""
+        """Return a value and mark its key as read; None if there is no such unread key."""
         if key not in self._unread:
             return None
         self._unread.discard(key)
         return self._header.model_value(key)
 
     def _refuse(self, what: str) -> Refusal:
-        return Refusal("gguf-value-not-read", f"{self._header.path} can't be read: {what}", remedy=_REMEDY)
+        return Refusal("gguf-value-not-read", f"Cannot read {self._header.path}: {what}.", remedy=_REMEDY)
 
     def _take_attributes(self) -> None:
-        # Qwen slides in some layers, and a header doesn't say in which.
-        slides = not hasattr(self._base, "use_sliding_window")
+        # Qwen has sliding windows in some layers, and a header doesn't say in which.
+        has_windows = not hasattr(self._base, "use_sliding_window")
         for key, name in _ATTRIBUTES.items():
-            has = hasattr(self._base, name) or name in ("rope_theta", "rope_local_base_freq")
-            if has and (slides or name != "sliding_window") and (value := self._take(key)) is not None:
+            has_attribute = hasattr(self._base, name) or name in ("rope_theta", "rope_local_base_freq")
+            if (
+                has_attribute
+                and (has_windows or name != "sliding_window")
+                and (value := self._take(key)) is not None
+            ):
                 self._more[name] = value
         width = self._header.model_value("attention.key_length")
         if width is not None and not hasattr(self._base, "head_dim") and width == self._head_width():
             self._take("attention.key_length")
         if self._header.model_value("attention.value_length", width) == (width or self._head_width()):
             self._take("attention.value_length")
-        if self._kind == "gpt2":
+        if self._model_type == "gpt2":
             self._more["n_positions"] = self._header.model_value("context_length")
             self._more["n_inner"] = self._header.model_value("feed_forward_length")
-        if self._kind == "bloom" and self._header.model_value("feed_forward_length") == 4 * self._width():
+        if (
+            self._model_type == "bloom"
+            and self._header.model_value("feed_forward_length") == 4 * self._width()
+        ):
             self._unread -= {"feed_forward_length", "context_length"}
-        if self._kind == "mamba" and self._header.model_value("attention.head_count") == 0:
+        if self._model_type == "mamba" and self._header.model_value("attention.head_count") == 0:
             self._unread -= {"feed_forward_length", "attention.head_count"}
-        if self._kind in _GEMMA_LARGEST:
-            is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._kind]
+        if self._model_type in _GEMMA_LARGEST:
+            is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._model_type]
             self._more["query_pre_attn_scalar"] = (
                 self._width() // self._count("attention.head_count")
                 if is_largest
@@ -229,7 +237,7 @@ class _Translation:
             )
 
     def _count(self, key: str) -> int:
-        """A value that the header must have, a whole number of at least 1."""
+        """Return a required value that must be a positive integer."""
         value = self._header.model_value(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._refuse(f"{key} is {shown(value)}")
@@ -239,11 +247,11 @@ class _Translation:
         return self._count("embedding_length")
 
     def _head_width(self) -> int:
-        given = (
+        head_dim = (
             self._more.get("head_dim") or self._known.get("head_dim") or getattr(self._base, "head_dim", None)
         )
-        if isinstance(given, int) and given > 0:
-            return given
+        if isinstance(head_dim, int) and head_dim > 0:
+            return head_dim
         return self._width() // self._count("attention.head_count")
 
     def _take_windows(self) -> None:
@@ -251,42 +259,44 @@ class _Translation:
         if pattern is None:
             return
         layers = self._count("block_count")
-        slides = pattern
+        is_sliding = pattern
         if isinstance(pattern, int) and pattern > 0:
-            slides = [bool((i + 1) % pattern) for i in range(layers)]
-        is_known = isinstance(slides, list) and len(slides) == layers
-        if not is_known or not hasattr(self._base, "layer_types"):
+            is_sliding = [bool((i + 1) % pattern) for i in range(layers)]
+        is_valid = isinstance(is_sliding, list) and len(is_sliding) == layers
+        if not is_valid or not hasattr(self._base, "layer_types"):
             raise self._refuse(f"attention.sliding_window_pattern is {shown(pattern)}")
-        self._more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+        self._more["layer_types"] = [
+            "sliding_attention" if sliding else "full_attention" for sliding in is_sliding
+        ]
 
     def _take_rotation(self) -> None:
-        """How many numbers of a head are turned."""
-        turned = self._header.model_value("rope.dimension_count")
+        """Read how many dimensions of a head are rotated."""
+        rotated = self._header.model_value("rope.dimension_count")
         self._take("rope.dimension_count")
-        if turned is None or not self._header.model_value("attention.head_count"):
+        if rotated is None or not self._header.model_value("attention.head_count"):
             return
         share = self._count("rope.dimension_count") / self._head_width()
         parameters = getattr(self._base, "rope_parameters", None)
-        given = parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
-        if isinstance(given, int | float) and math.isclose(share, given):
+        default = parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
+        if isinstance(default, int | float) and math.isclose(share, default):
             return
-        if self._kind not in ("phi3", "stablelm", "nemotron"):
-            raise self._refuse(f"it turns {turned} of the {self._head_width()} numbers of a head")
+        if self._model_type not in ("phi3", "stablelm", "nemotron"):
+            raise self._refuse(f"it rotates {rotated} of the {self._head_width()} dimensions of a head")
         self._more["partial_rotary_factor"] = share
 
     def _take_scaling(self) -> None:
-        """How the angles of rotary positions are scaled for long texts."""
+        """Read how rotary positions are scaled for long texts."""
         tensors = self._header.tensors
-        kind = self._take("rope.scaling.type") or "none"
+        scaling_type = self._take("rope.scaling.type") or "none"
         factor, original = (
             self._take(f"rope.scaling.{key}") for key in ("factor", "original_context_length")
         )
         if ROPE_FACTORS in tensors:
             self._more["rope_scaling"] = self._llama3(tensors[ROPE_FACTORS].values())
         elif {SHORT_FACTORS, LONG_FACTORS} <= tensors.keys():
-            if self._kind != "phi3" or not original:
-                raise self._refuse(f"{LONG_FACTORS} belongs to no {self._kind}")
-            # What it multiplies scores by follows from both lengths.
+            if self._model_type != "phi3" or not original:
+                raise self._refuse(f"{LONG_FACTORS} is not supported for {self._model_type}")
+            # This factor follows from both lengths.
             self._take("rope.scaling.attn_factor")
             self._more["original_max_position_embeddings"] = original
             self._more["rope_scaling"] = {
@@ -294,27 +304,27 @@ class _Translation:
                 "short_factor": tensors[SHORT_FACTORS].values().tolist(),
                 "long_factor": tensors[LONG_FACTORS].values().tolist(),
             }
-        elif kind == "linear" and factor:
+        elif scaling_type == "linear" and factor:
             self._more["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-        elif kind == "yarn" and factor and original:
+        elif scaling_type == "yarn" and factor and original:
             self._more["rope_scaling"] = {
                 "rope_type": "yarn",
                 "factor": factor,
                 "original_max_position_embeddings": original,
             }
-        elif kind != "none" and factor not in (None, 0.0, 1.0):
-            raise self._refuse(f"rope.scaling.type is {shown(kind)}")
+        elif scaling_type != "none" and factor not in (None, 0.0, 1.0):
+            raise self._refuse(f"rope.scaling.type is {shown(scaling_type)}")
         theta = self._more.get("rope_theta", self._known.get("rope_theta"))
-        if "rope_scaling" in self._more and theta is not None and self._kind != "gemma3_text":
+        if "rope_scaling" in self._more and theta is not None and self._model_type != "gemma3_text":
             self._more["rope_parameters"] = {**self._more.pop("rope_scaling"), "rope_theta": theta}
 
     def _llama3(self, stored: Any) -> dict[str, Any]:
-        """Llama 3's way, if the factors of a file are what it computes."""
+        """Return Llama 3's scaling if a file's factors are those that it computes."""
         factor, theta = float(stored.max()), self._known.get("rope_theta", 10_000.0)
         if not isinstance(theta, int | float) or theta <= 0 or not factor > 0:
             raise self._refuse(f"rope.freq_base is {shown(theta)}")
-        turned = 2 * len(stored)
-        lengths = 2 * math.pi * theta ** (np.arange(0, turned, 2) / turned)
+        dimensions = 2 * len(stored)
+        lengths = 2 * math.pi * theta ** (np.arange(0, dimensions, 2) / dimensions)
         low, high, original = _LLAMA3.values()
         smooth = np.clip((original / lengths - low) / (high - low), 0.0, 1.0)
         expected = 1 / ((1 - smooth) / factor + smooth)
@@ -323,7 +333,7 @@ class _Translation:
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def _take_neutral(self) -> None:
-        for key in _SAID_ELSEWHERE:
+        for key in _KNOWN_ELSEWHERE:
             self._take(key)
         for key, value in _NEUTRAL.items():
             if self._header.model_value(key) == value:

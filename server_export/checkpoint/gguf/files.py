@@ -1,8 +1,8 @@
-"""A GGUF file opened as a model: checked headers of its parts, and a folder with everything but the weights.
+"""A GGUF file opened as a model: its checked header, and a folder with everything but the weights.
 
 The folder has `config.json`, `generation_config.json`, `tokenizer.json` and a chat template, as if
-transformers had saved them, so that whatever reads a model's folder reads a file's. It lasts as long as the
-process.
+transformers had saved them, so that all code that reads a model's folder also reads a GGUF file. It is
+removed when the process ends.
 """
 
 from __future__ import annotations
@@ -36,47 +36,54 @@ from server_export.checkpoint.gguf.tokenizer import eos_token_ids, load_gguf_tok
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
-# Tensors that the configuration is made of.
+# Tensors that become part of the configuration instead of parameters.
 IN_CONFIGURATION = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 
 
 @dataclass(frozen=True, eq=False)
 class GgufModel:
-    """A model in one GGUF file or several parts of one; `header` has the tensors of all of them."""
+    """A model in one GGUF file or in several parts of one.
+
+    Attributes:
+        paths: the parts.
+        header: the header of the first part, with the tensors of all parts.
+        folder: a temporary folder with the configuration and the tokenizer.
+    """
 
     paths: tuple[Path, ...]
     header: GgufHeader
     folder: Path
 
     def sha256(self) -> str:
-        """Hash of a file's bytes; of several parts, of their hashes."""
+        """Return the hash of the file's bytes; for several parts, the hash of their hashes."""
         hashes = [file_sha256(path) for path in self.paths]
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def source(self) -> dict[str, Any]:
-        """The file's name and what its weights were rounded to: see `quantization_of`."""
+        """Return the manifest's description of the file: its name and its quantization."""
         return {"format": "gguf", "file": self.paths[0].name, **quantization_of(self.header)}
 
 
 def gguf_paths(name: str) -> tuple[Path, ...]:
-    """The GGUF file that a name means, in its parts; none where it means something else.
+    """Return the parts of the GGUF file that a name refers to; empty for other models.
 
-    It may be the file, any part of it, or a folder that holds one such file and no config.json.
+    The name may be the file, any of its parts, or a folder with one GGUF file and no config.json.
 
     Raises:
-        BundleError: a part is missing, or a folder holds several files.
+        BundleError: a part is missing, or a folder contains several GGUF files.
     """
     path = Path(name)
     if path.is_dir():
         if (path / "config.json").exists():
             return ()
         files = sorted(each for each in path.glob(f"*{GGUF_SUFFIX}") if not each.name.startswith("mmproj"))
-        whole = {_parts(each)[0] for each in files}
-        if len(whole) > 1:
+        first_parts = {_parts(each)[0] for each in files}
+        if len(first_parts) > 1:
             raise Refusal(
                 "gguf-several-files",
-                f"{name} holds {len(whole)} GGUF files: {', '.join(sorted(each.name for each in whole))}",
-                remedy="give one of them with --model",
+                f"{name} contains {len(first_parts)} GGUF files: "
+                f"{', '.join(sorted(each.name for each in first_parts))}.",
+                remedy="Select one of them with --model.",
             )
         return _parts(files[0]) if files else ()
     if path.suffix != GGUF_SUFFIX:
@@ -84,14 +91,14 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
     if not path.exists():
         raise Refusal(
             "no-such-model",
-            f"there is no file {name}",
-            remedy="give one that is there; `hf download OWNER/NAME FILE.gguf --local-dir .` brings one",
+            f"There is no file {name}.",
+            remedy="Use an existing file; `hf download OWNER/NAME FILE.gguf --local-dir .` downloads one.",
         )
     return _parts(path)
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """All parts of a file that llama.cpp's gguf-split wrote; another file alone."""
+    """Return all parts of a file that llama.cpp's gguf-split wrote; for other files, the file itself."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return (path,)
@@ -99,37 +106,37 @@ def _parts(path: Path) -> tuple[Path, ...]:
     if not 1 <= count <= _MOST_PARTS:
         raise Refusal(
             "gguf-too-many-parts",
-            f"{path} would be one of {count} parts",
-            remedy="give a file of fewer parts",
+            f"{path} is one of {count} parts; the maximum is {_MOST_PARTS}.",
+            remedy="Use a file of fewer parts.",
         )
     paths = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
     if missing := [each.name for each in paths if not each.exists()]:
         raise Refusal(
             "gguf-parts-missing",
-            f"{path} is one of {count} parts, and {len(missing)} of them are missing: {missing[0]}",
-            remedy="put all parts into one folder",
+            f"{path} is one of {count} parts, but {len(missing)} of them are missing: {missing[0]}.",
+            remedy="Put all parts into one folder.",
         )
     return paths
 
 
 def open_gguf(paths: Sequence[Path]) -> GgufModel:
-    """Open the parts of a GGUF file; a file that didn't change is opened once.
+    """Open the parts of a GGUF file; unchanged files are opened once per process.
 
     Raises:
-        PrgeError: a header is damaged, or describes no model that transformers can read.
+        PrgeError: a header is damaged, or transformers does not support the model.
     """
     try:
-        facts = tuple((path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+        file_states = tuple((path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
     except OSError as error:
         raise Refusal(
-            "file-damaged", f"{paths[0]} can't be read: {error}", remedy="give another file"
+            "file-damaged", f"Cannot read {paths[0]}: {error}.", remedy="Use another file."
         ) from None
-    return _open(tuple(paths), facts)
+    return _open(tuple(paths), file_states)
 
 
 @cache
-def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
-    header = _joined([read_header(path) for path in paths])
+def _open(paths: tuple[Path, ...], file_states: object) -> GgufModel:
+    header = _join_headers([read_header(path) for path in paths])
     config = load_gguf_config(header)
     tokenizer = load_gguf_tokenizer(header)
     folder = Path(tempfile.mkdtemp(prefix="prge-gguf-"))
@@ -148,45 +155,45 @@ def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
 
 
 def _remove(folder: Path, process: int) -> None:
-    """Remove a folder at the end of the process that made it; a forked one only reads it."""
+    """Remove a folder at the end of the process that made it, not at the end of its forked children."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _joined(headers: Sequence[GgufHeader]) -> GgufHeader:
-    """The header of a whole: the first part has the keys, each has its own tensors."""
+def _join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
+    """Join the headers of all parts: the values of the first part, and the tensors of all."""
     first = headers[0]
     tensors: dict[str, GgufTensor] = {}
     for number, header in enumerate(headers):
-        told = header.get("split.no", number), header.get("split.count", len(headers))
-        if told != (number, len(headers)):
+        part = header.get("split.no", number), header.get("split.count", len(headers))
+        if part != (number, len(headers)):
             raise Refusal(
                 "gguf-parts-differ",
-                f"{header.path} says that it is part {shown(told[0])} of {shown(told[1])}, and its name part "
-                f"{number} of {len(headers)}",
-                remedy="download the files again",
+                f"{header.path} is part {shown(part[0])} of {shown(part[1])} by its header, but part "
+                f"{number} of {len(headers)} by its name.",
+                remedy="Download the files again.",
             )
-        if twice := sorted(tensors.keys() & header.tensors.keys()):
+        if duplicates := sorted(tensors.keys() & header.tensors.keys()):
             raise Refusal(
                 "gguf-parts-differ",
-                f"{header.path} has {shown(twice[0])}, which another part has too",
-                remedy="download the files again",
+                f"{header.path} has a tensor {shown(duplicates[0])} that another part has too.",
+                remedy="Download the files again.",
             )
         tensors |= header.tensors
     total = first.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise Refusal(
             "gguf-parts-differ",
-            f"{first.path} says that its parts hold {shown(total)} tensors, they hold {len(tensors)}",
-            remedy="download the files again",
+            f"{first.path} declares {shown(total)} tensors, but its parts have {len(tensors)}.",
+            remedy="Download the files again.",
         )
     return replace(first, tensors=tensors)
 
 
 def quantization_of(header: GgufHeader) -> dict[str, Any]:
-    """What a file's weights were rounded to: `description`, `file_type`, and tensors of each of the `types`.
+    """Return a file's quantization: `description`, `file_type`, and the number of tensors by `types`.
 
-    The description is such as "Q4_1 with Q8_0 embedding": types of matrices, that of most numbers first.
+    The description is such as "Q4_1 with Q8_0 embedding", with the types of matrices by number of elements.
     """
     import gguf
 
@@ -196,13 +203,13 @@ def quantization_of(header: GgufHeader) -> dict[str, Any]:
             matrices[type_name(tensor)] += tensor.numel
     embedding = type_name(header.tensors[EMBEDDING])
     names = [name for name, _ in matrices.most_common()]
-    told = " and ".join(names) or embedding
+    description = " and ".join(names) or embedding
     if names and names != [embedding]:
-        told += f" with {embedding} embedding"
+        description += f" with {embedding} embedding"
     file_type = header.get("general.file_type")
     try:
-        known = gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        file_type_name = gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
-        known = None
+        file_type_name = None
     types: Mapping[str, int] = Counter(type_name(tensor) for tensor in header.tensors.values())
-    return {"description": told, "file_type": known, "types": dict(sorted(types.items()))}
+    return {"description": description, "file_type": file_type_name, "types": dict(sorted(types.items()))}

@@ -2,9 +2,9 @@
 
     magic, version, counts | keys and values | names, shapes, types and offsets of tensors | aligned data
 
-A header may lie. Every length is held against bounds and against the bytes that are left before anything of
-that size is read, and every tensor against the file that has to hold it. What `read_header` accepts can be
-given to readers that trust a header, such as transformers'. Format: llama.cpp's docs/gguf.md.
+Headers are not trusted. Every length is compared with its bound and with the rest of the file before anything
+of this size is read, and every tensor with the size of the file. Readers that trust a header, such as
+transformers', can read what `read_header` accepts. Format: llama.cpp's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ EMBEDDING = "token_embd.weight"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT, _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = "general.alignment", 32, 1 << 16
-_KIND = "general.type"
-# Far beyond every published file: those have dozens of keys, thousands of tensors, and 300,000 tokens.
+_FILE_TYPE = "general.type"
+# Far beyond every published file, which have dozens of keys, thousands of tensors, and 300,000 tokens.
 _MOST_KEYS, _MOST_TENSORS = 1 << 12, 1 << 16
 _LONGEST_KEY, _LONGEST_NAME, _LONGEST_TOKEN, _LONGEST_TEXT = 1 << 10, 1 << 8, 1 << 10, 1 << 20
 _MOST_ELEMENTS, _MOST_TOKENS = 1 << 22, 1 << 20
 _MOST_BYTES = 64 << 20
-# Longer arrays are of tokens; what is said of layers is kept.
+# Longer arrays describe tokens and are only counted; arrays of layers are kept.
 _MOST_KEPT = 1 << 10
 _MOST_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_WHOLE = (0, 1, 2, 3, 4, 5, 10, 11)
+_INTEGER_TYPES = (0, 1, 2, 3, 4, 5, 10, 11)
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
-_REMEDY = "download the file again; a file that says this everywhere is no model"
+_REMEDY = "Download the file again, or use another one."
 
 
 @dataclass(frozen=True)
 class GgufValue:
-    """A value of a header, its type, and that of its elements where it is an array.
+    """A value of a header with its type and, for an array, the type of its elements.
 
-    `value` is a number, a text, or a list; of arrays of texts and of long ones it is the count alone.
+    `value` is a number, a string or a list; for arrays of strings and for long arrays it is only the length.
     """
 
     type_id: int
@@ -66,7 +66,16 @@ class GgufValue:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file: `shape` as PyTorch has it, `kind` as ggml numbers types, `start` in bytes."""
+    """A tensor of a file.
+
+    Attributes:
+        path: the file.
+        name: llama.cpp's name of the tensor.
+        shape: the shape in PyTorch's order.
+        type_id: the number of its ggml type.
+        start: the offset of its data in bytes.
+        bytes: the size of its data.
+    """
 
     path: Path
     name: str
@@ -77,35 +86,35 @@ class GgufTensor:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def values(self, rows: slice | list[int] | None = None) -> np.ndarray[Any, Any]:
-        """Its numbers, dequantized to float32; of some rows of the first dimension, if they are given."""
+        """Return the values dequantized to float32, of all or of the given rows of the first dimension."""
         import gguf
 
-        kind = gguf.GGMLQuantizationType(self.type_id)
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        stored = (*self.shape[:-1], self.shape[-1] // block * size)
-        data = np.memmap(self.path, np.uint8, "r", self.start, stored)
-        part = data if rows is None else data[rows]
-        result = np.empty((*part.shape[:-1], part.shape[-1] // size * block), np.float32)
-        flat, out = part.reshape(-1, part.shape[-1]), result.reshape(-1, result.shape[-1])
-        # What a block becomes takes several times its numbers while it is computed.
-        step = max(1, _DEQUANTIZED_AT_ONCE // max(1, out.shape[-1]))
+        ggml_type = gguf.GGMLQuantizationType(self.type_id)
+        block, size = gguf.GGML_QUANT_SIZES[ggml_type]
+        stored_shape = (*self.shape[:-1], self.shape[-1] // block * size)
+        data = np.memmap(self.path, np.uint8, "r", self.start, stored_shape)
+        selected = data if rows is None else data[rows]
+        result = np.empty((*selected.shape[:-1], selected.shape[-1] // size * block), np.float32)
+        flat, out = selected.reshape(-1, selected.shape[-1]), result.reshape(-1, result.shape[-1])
+        # Dequantizing a block takes several times the memory of its result.
+        step = max(1, _DEQUANTIZED_ELEMENTS // max(1, out.shape[-1]))
         for start in range(0, len(flat), step):
-            # A copy: what is mapped has any alignment. Who reads weights refuses those that aren't finite.
+            # The copy aligns the mapped bytes. Values that aren't finite are refused by the callers.
             with np.errstate(all="ignore"):
-                out[start : start + step] = gguf.dequantize(np.array(flat[start : start + step]), kind)
+                out[start : start + step] = gguf.dequantize(np.array(flat[start : start + step]), ggml_type)
         return result
 
 
-_DEQUANTIZED_AT_ONCE = 1 << 20
+_DEQUANTIZED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a checked header says: values by key, and tensors by name."""
+    """A checked header: values by key, and tensors by name."""
 
     path: Path
     version: int
@@ -114,23 +123,23 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name for the type of model."""
+        """llama.cpp's name of the model type."""
         return str(self.fields[ARCHITECTURE].value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value; see `GgufValue`."""
+        """Return the value of a key; see `GgufValue`."""
         return self.fields[key].value if key in self.fields else default
 
     def model_value(self, key: str, default: Any = None) -> Any:
-        """A value that the header says under the name of its architecture."""
+        """Return the value of a key that is prefixed with the architecture."""
         return self.get(f"{self.architecture}.{key}", default)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file; no byte behind it is read.
+    """Read and check the header of a GGUF file; nothing after the header is read.
 
     Raises:
-        BundleError: the file can't be opened, its header is damaged or says what can't be, or it is no model.
+        BundleError: the file can't be opened, its header is damaged or inconsistent, or it is not a model.
         PrgeError: the package gguf is not installed.
     """
     require_gguf()
@@ -138,7 +147,7 @@ def read_header(path: Path) -> GgufHeader:
         with open_regular(path, "rb", follow=True, buffering=1 << 16) as stream:
             return _Reader(path, stream).header()
     except (OSError, struct.error) as error:
-        raise Refusal("gguf-damaged", f"{path} can't be read: {error}", remedy=_REMEDY) from None
+        raise Refusal("gguf-damaged", f"Cannot read {path}: {error}.", remedy=_REMEDY) from None
 
 
 def require_gguf() -> None:
@@ -147,14 +156,14 @@ def require_gguf() -> None:
         import gguf  # noqa: F401
     except ModuleNotFoundError:
         raise PrgeError(
-            "reading GGUF needs the package gguf, which is not installed",
+            "Reading GGUF files needs the package gguf, which is not installed.",
             remedy=install_extra_command("gguf"),
             code="package-missing",
         ) from None
 
 
 class _Reader:
-    """Reads a header from its beginning; never more than is left, and never more than the bounds allow."""
+    """Reads a header from its beginning, never more than the file has or the bounds allow."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self._path, self._stream = path, stream
@@ -163,39 +172,39 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if self._take(4, "the magic") != _MAGIC:
-            self._refuse("it doesn't begin as a GGUF file does")
+            self._refuse("it does not begin like a GGUF file")
         version = self._number("I", "the version")
         if version not in _VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
                 self._refuse("it was written for big-endian machines")
-            self._refuse(f"its version is {version}, must be {' or '.join(map(str, _VERSIONS))}")
+            self._refuse(f"its version is {version} but must be {' or '.join(map(str, _VERSIONS))}")
         tensors = self._count("tensors", _MOST_TENSORS)
         keys = self._count("keys", _MOST_KEYS)
         fields: dict[str, GgufValue] = {}
         for _ in range(keys):
             key = self._text("a key", _LONGEST_KEY)
             if key in fields:
-                self._refuse(f"the key {shown(key)} is there twice")
+                self._refuse(f"the key {shown(key)} occurs twice")
             fields[key] = self._value(key, self._number("I", f"the type of {shown(key)}"))
         self._check_fields(fields)
-        found = [self._tensor() for _ in range(tensors)]
+        tensors_read = [self._tensor() for _ in range(tensors)]
         alignment = self._alignment(fields)
         start = -(-self._at // alignment) * alignment
-        placed = {each.name: self._placed(each, start, alignment) for each in found}
-        if len(placed) < len(found):
-            names = [each.name for each in found]
-            self._refuse(f"the tensor {shown(next(n for n in names if names.count(n) > 1))} is there twice")
-        self._check_apart(placed)
-        self._check_vocabulary(fields, placed)
-        return GgufHeader(self._path, version, fields, placed)
+        by_name = {each.name: self._placed(each, start, alignment) for each in tensors_read}
+        if len(by_name) < len(tensors_read):
+            names = [each.name for each in tensors_read]
+            self._refuse(f"the tensor {shown(next(n for n in names if names.count(n) > 1))} occurs twice")
+        self._check_apart(by_name)
+        self._check_vocabulary(fields, by_name)
+        return GgufHeader(self._path, version, fields, by_name)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Refusal("gguf-damaged", f"{self._path} can't be read as GGUF: {what}", remedy=_REMEDY)
+        raise Refusal("gguf-damaged", f"Cannot read {self._path} as GGUF: {what}.", remedy=_REMEDY)
 
     def _take(self, count: int, what: str) -> bytes:
-        """The next bytes, which must be there and within the bound of a header."""
+        """Return the next bytes, which must be inside the file and the bound of a header."""
         if count > self._size - self._at:
-            self._refuse(f"{what} would end behind the file, which has {self._size:,} bytes")
+            self._refuse(f"{what} would end after the end of the file, which has {self._size:,} bytes")
         if self._at + count > _MOST_BYTES:
             self._refuse(f"its header has more than {_MOST_BYTES:,} bytes")
         content = self._stream.read(count)
@@ -210,7 +219,7 @@ class _Reader:
     def _count(self, what: str, most: int) -> int:
         count = int(self._number("Q", f"the number of {what}"))
         if count > most:
-            self._refuse(f"it counts {count:,} {what}, at most {most:,} are read")
+            self._refuse(f"it counts {count:,} {what}, but at most {most:,} are allowed")
         return count
 
     def _text(self, what: str, longest: int, *, may_be_empty: bool = False) -> str:
@@ -218,87 +227,87 @@ class _Reader:
         if not length and not may_be_empty:
             self._refuse(f"{what} is empty")
         if length > longest:
-            self._refuse(f"{what} has {length:,} bytes, at most {longest:,} are read")
+            self._refuse(f"{what} has {length:,} bytes, but at most {longest:,} are allowed")
         try:
             return self._take(length, what).decode("utf-8")
         except UnicodeDecodeError:
-            self._refuse(f"{what} is no UTF-8 text")
+            self._refuse(f"{what} is not valid UTF-8")
 
-    def _value(self, key: str, kind: int) -> GgufValue:
+    def _value(self, key: str, value_type: int) -> GgufValue:
         name = shown(key)
-        if kind in _SCALARS:
-            value = self._number(_SCALARS[kind], name)
+        if value_type in _SCALARS:
+            value = self._number(_SCALARS[value_type], name)
             if isinstance(value, float) and not math.isfinite(value):
                 self._refuse(f"{name} is {value}")
-            return GgufValue(kind, value)
-        if kind == _STRING:
-            return GgufValue(kind, self._text(name, _LONGEST_TEXT, may_be_empty=True))
-        if kind != _ARRAY:
-            self._refuse(f"{name} has the type {kind}, which GGUF doesn't know")
-        element = int(self._number("I", f"the type of {name}"))
-        if element != _STRING and element not in _SCALARS:
-            # Arrays of arrays have no use in a model, and no bound.
-            self._refuse(f"{name} is an array of type {element}, must be of numbers or texts")
+            return GgufValue(value_type, value)
+        if value_type == _STRING:
+            return GgufValue(value_type, self._text(name, _LONGEST_TEXT, may_be_empty=True))
+        if value_type != _ARRAY:
+            self._refuse(f"{name} has the type {value_type}, which GGUF does not define")
+        element_type = int(self._number("I", f"the type of {name}"))
+        if element_type != _STRING and element_type not in _SCALARS:
+            # Models have no arrays of arrays, whose size would have no bound.
+            self._refuse(f"{name} is an array of type {element_type} but must contain numbers or strings")
         count = self._count(f"values of {name}", _MOST_ELEMENTS)
-        if element == _STRING:
-            # Each has a length at least.
+        if element_type == _STRING:
+            # Each string has at least its length of 8 bytes.
             self._fits(count * 8, name)
             for _ in range(count):
-                self._text(f"a text of {name}", _LONGEST_TOKEN, may_be_empty=True)
-            return GgufValue(kind, count, element)
-        letter = _SCALARS[element]
+                self._text(f"a string of {name}", _LONGEST_TOKEN, may_be_empty=True)
+            return GgufValue(value_type, count, element_type)
+        letter = _SCALARS[element_type]
         content = self._take(count * struct.calcsize(f"<{letter}"), name)
         if count > _MOST_KEPT:
-            return GgufValue(kind, count, element)
+            return GgufValue(value_type, count, element_type)
         values = list(struct.unpack(f"<{count}{letter}", content))
         if not all(math.isfinite(value) for value in values):
             self._refuse(f"{name} has numbers that aren't finite")
-        return GgufValue(kind, values, element)
+        return GgufValue(value_type, values, element_type)
 
     def _fits(self, count: int, what: str) -> None:
         if count > self._size - self._at:
-            self._refuse(f"{what} would end behind the file, which has {self._size:,} bytes")
+            self._refuse(f"{what} would end after the end of the file, which has {self._size:,} bytes")
 
     def _tensor(self) -> GgufTensor:
         name = self._text("the name of a tensor", _LONGEST_NAME)
         dimensions = int(self._number("I", f"the dimensions of {shown(name)}"))
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            self._refuse(f"{shown(name)} has {dimensions} dimensions, must have 1 to {_MOST_DIMENSIONS}")
+            self._refuse(f"{shown(name)} has {dimensions} dimensions but must have 1 to {_MOST_DIMENSIONS}")
         shape = tuple(int(self._number("Q", f"the shape of {shown(name)}")) for _ in range(dimensions))[::-1]
-        kind, offset = (int(self._number(letter, shown(name))) for letter in "IQ")
+        ggml_type, offset = (int(self._number(letter, shown(name))) for letter in "IQ")
         if not all(1 <= size <= _LARGEST_DIMENSION for size in shape):
-            self._refuse(f"{shown(name)} would have the shape {shown(list(shape))}")
-        block, size = self._block(name, kind)
+            self._refuse(f"{shown(name)} has the invalid shape {shown(list(shape))}")
+        block, size = self._block(name, ggml_type)
         if shape[-1] % block:
             self._refuse(
-                f"{shown(name)} has rows of {shape[-1]:,} numbers, its type stores them in blocks of {block}"
+                f"{shown(name)} has rows of {shape[-1]:,} elements, but its type stores blocks of {block}"
             )
-        return GgufTensor(self._path, name, shape, kind, offset, math.prod(shape) // block * size)
+        return GgufTensor(self._path, name, shape, ggml_type, offset, math.prod(shape) // block * size)
 
-    def _block(self, name: str, kind: int) -> tuple[int, int]:
-        sizes = _block_sizes(kind)
+    def _block(self, name: str, ggml_type: int) -> tuple[int, int]:
+        sizes = _block_sizes(ggml_type)
         if sizes is None:
             raise Refusal(
                 "gguf-type-not-read",
-                f"{self._path} stores {shown(name)} in the ggml type {_kind_name(kind)}, which can't be "
-                "dequantized",
-                remedy="take a file of another quantization, such as Q8_0, Q4_K_M or F16",
+                f"{self._path} stores {shown(name)} in the ggml type {_ggml_type_name(ggml_type)}, which "
+                "can't be dequantized.",
+                remedy="Use a file with another quantization, such as Q8_0, Q4_K_M or F16.",
             )
         return sizes
 
     def _alignment(self, fields: Mapping[str, GgufValue]) -> int:
         if _ALIGNMENT not in fields:
             return _DEFAULT_ALIGNMENT
-        given = fields[_ALIGNMENT]
-        is_power = given.type_id == 4 and given.value and not given.value & (given.value - 1)
-        if not is_power or given.value > _MOST_ALIGNMENT:
+        field = fields[_ALIGNMENT]
+        is_power = field.type_id == 4 and field.value and not field.value & (field.value - 1)
+        if not is_power or field.value > _MOST_ALIGNMENT:
             self._refuse(
-                f"{_ALIGNMENT} is {shown(given.value)}, must be a power of 2 up to {_MOST_ALIGNMENT}"
+                f"{_ALIGNMENT} is {shown(field.value)} but must be a power of 2 up to {_MOST_ALIGNMENT}"
             )
-        return int(given.value)
+        return int(field.value)
 
     def _placed(self, tensor: GgufTensor, start: int, alignment: int) -> GgufTensor:
-        """A tensor whose `start` counts from the beginning of the file; the reader gave it the data's."""
+        """Return a tensor whose `start` counts from the beginning of the file instead of the data."""
         if tensor.start % alignment:
             self._refuse(f"{shown(tensor.name)} begins at {tensor.start:,}, which isn't aligned")
         begin = start + tensor.start
@@ -309,46 +318,46 @@ class _Reader:
         return GgufTensor(tensor.path, tensor.name, tensor.shape, tensor.type_id, begin, tensor.bytes)
 
     def _check_apart(self, tensors: Mapping[str, GgufTensor]) -> None:
-        """Several tensors of the same bytes would take more memory than the file has."""
+        """Refuse overlapping tensors, which could take more memory than the file has bytes."""
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.start)
         for first, second in itertools.pairwise(ordered):
             if first.start + first.bytes > second.start:
-                self._refuse(f"{shown(first.name)} and {shown(second.name)} lie in the same place")
+                self._refuse(f"{shown(first.name)} and {shown(second.name)} overlap")
 
     def _check_fields(self, fields: Mapping[str, GgufValue]) -> None:
         architecture = fields.get(ARCHITECTURE)
         if architecture is None or architecture.type_id != _STRING or not architecture.value:
             self._refuse(f"it has no {ARCHITECTURE}")
-        kind = fields[_KIND].value if _KIND in fields else "model"
-        if kind != "model":
+        file_type = fields[_FILE_TYPE].value if _FILE_TYPE in fields else "model"
+        if file_type != "model":
             raise Refusal(
                 "gguf-without-model",
-                f"{self._path} holds no model: its {_KIND} is {shown(kind)}",
-                remedy="give the file of the language model itself",
+                f"{self._path} does not contain a model: its {_FILE_TYPE} is {shown(file_type)}.",
+                remedy="Use the file of the language model itself.",
             )
 
     def _check_vocabulary(self, fields: Mapping[str, GgufValue], tensors: Mapping[str, GgufTensor]) -> None:
-        """That tokens are texts, each with a type and a score, and that special ones are among them."""
+        """Refuse a vocabulary unless tokens are strings with types and scores, and special tokens exist."""
         tokens = fields.get(TOKENS)
         if tokens is None:
             return
-        texts = [name for name in (TOKENS, MERGES) if name in fields]
-        for name in texts:
+        string_arrays = [name for name in (TOKENS, MERGES) if name in fields]
+        for name in string_arrays:
             if (fields[name].type_id, fields[name].element) != (_ARRAY, _STRING):
-                self._refuse(f"{name} is no array of texts")
+                self._refuse(f"{name} is not an array of strings")
         count = int(tokens.value)
         if not 1 <= count <= _MOST_TOKENS:
-            self._refuse(f"it has {count:,} tokens, must have 1 to {_MOST_TOKENS:,}")
+            self._refuse(f"it has {count:,} tokens but must have 1 to {_MOST_TOKENS:,}")
         for name in (TOKEN_TYPES, SCORES):
-            if name in fields and (given := _length(fields[name])) != count:
-                self._refuse(f"{name} has {given:,} values for {count:,} tokens")
+            if name in fields and (length := _length(fields[name])) != count:
+                self._refuse(f"{name} has {length:,} values for {count:,} tokens")
         for name, field in fields.items():
             is_id = _TOKEN_ID.fullmatch(name) is not None
-            if is_id and (field.type_id not in _WHOLE or not 0 <= field.value < count):
-                self._refuse(f"{name} is {shown(field.value)}, there are {count:,} tokens")
+            if is_id and (field.type_id not in _INTEGER_TYPES or not 0 <= field.value < count):
+                self._refuse(f"{name} is {shown(field.value)}, but there are {count:,} tokens")
         table = tensors.get(EMBEDDING)
         if table is not None and table.shape[0] < count:
-            self._refuse(f"it has {count:,} tokens, and {EMBEDDING} has {table.shape[0]:,} rows")
+            self._refuse(f"it has {count:,} tokens, but {EMBEDDING} has {table.shape[0]:,} rows")
 
 
 def _length(field: GgufValue) -> int:
@@ -358,28 +367,28 @@ def _length(field: GgufValue) -> int:
 
 
 @cache
-def _block_sizes(kind: int) -> tuple[int, int] | None:
-    """Numbers and bytes of a block of a ggml type; None unless it can be dequantized."""
+def _block_sizes(ggml_type: int) -> tuple[int, int] | None:
+    """Return the elements and bytes of a block of a ggml type; None if it can't be dequantized."""
     import gguf
 
     try:
-        known = gguf.GGMLQuantizationType(kind)
-        block, size = gguf.GGML_QUANT_SIZES[known]
-        gguf.dequantize(np.zeros((1, size), np.uint8), known)
+        quantization = gguf.GGMLQuantizationType(ggml_type)
+        block, size = gguf.GGML_QUANT_SIZES[quantization]
+        gguf.dequantize(np.zeros((1, size), np.uint8), quantization)
     except (ValueError, KeyError, NotImplementedError):
         return None
     return int(block), int(size)
 
 
-def _kind_name(kind: int) -> str:
+def _ggml_type_name(ggml_type: int) -> str:
     import gguf
 
     try:
-        return str(gguf.GGMLQuantizationType(kind).name)
+        return str(gguf.GGMLQuantizationType(ggml_type).name)
     except ValueError:
-        return str(kind)
+        return str(ggml_type)
 
 
 def type_name(tensor: GgufTensor) -> str:
-    """ggml's name for the type that a tensor is stored in, such as Q4_1."""
-    return _kind_name(tensor.type_id)
+    """Return ggml's name of a tensor's type, such as Q4_1."""
+    return _ggml_type_name(tensor.type_id)

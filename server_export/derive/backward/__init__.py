@@ -1,1 +1,1 @@
-"""Backpropagation as an inference graph: forward, loss and backward of a program in one."""
+"""Backpropagation as an inference graph: forward and backward pass of a block in one graph."""

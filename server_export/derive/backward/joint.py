@@ -1,13 +1,12 @@
-"""The transformation: a block's graph in, one out that goes through it and back.
+"""Transform a block's graph into one that computes its forward and backward pass.
 
-    forward    the graph as it is
-    slope      of a loss by the answer: an input
-    backward   what torch.autograd writes while it is traced, from the answer down to the lowest adapter
+    forward        the graph as it is
+    grad_output    the gradient of a loss with respect to the outputs: an input
+    backward       what torch.autograd writes while it is traced, from the outputs down to the lowest adapter
 
-Autograd follows nothing that leads to no wanted input: what lies below the first adapted layer has no
-backward pass, and a frozen weight no gradient. That a training step can be compiled ahead of time into one
-graph is PockEngine's idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for inference
-runs.
+Autograd only follows paths to the differentiated inputs: layers below the first adapted one have no backward
+pass, and frozen weights have no gradient. Compiling a training step ahead of time into one graph is the idea
+of PockEngine (Zhu et al., arXiv 2310.17752); here an inference engine runs the graph.
 """
 
 from __future__ import annotations
@@ -22,50 +21,50 @@ from torch.fx.node import map_arg
 
 from prge.errors import Refusal, refused_as
 from server_export.derive.backward.layers import FROZEN, Expansion, FrozenLayer, replace_layers
-from server_export.derive.backward.rules import ONES, decompositions, through, write_backward
+from server_export.derive.backward.rules import ONES, decompositions, differentiable_form, write_backward
 from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import copy_graph_module, get_attribute, make_graph_module
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.walks import ancestors
 
-REMEDY = "leave back out of --roles, and please report it with the name of the model"
+REMEDY = "Leave backward out of --roles, and please report the name of the model."
 
-# What names of gradients begin with.
+# Prefix of the names of gradients.
 GRAD = "grad_"
 GRAD_OUTPUT = f"{GRAD}output"
 
 
 def backpropagate(
     graph_module: GraphModule,
-    wanted: Sequence[str],
+    differentiated: Sequence[str],
     adapter: Sequence[str],
     tokens: int,
-    slopes: Sequence[str] = (GRAD_OUTPUT,),
-    with_answer: bool = False,
+    grad_outputs: Sequence[str] = (GRAD_OUTPUT,),
+    with_outputs: bool = False,
 ) -> GraphModule:
-    """Make a graph that goes through a block and back; it computes the forward pass again.
+    """Returns a graph that computes the forward and backward pass of a block.
 
-    No constant of it has a shape that depends on rows or tokens, if these differ from all widths.
+    No constant has a shape that depends on rows or tokens, if these differ from all widths.
 
     Args:
-        graph_module: rewritten; its nodes carry `meta["val"]`. Its constants are shared.
-        wanted: inputs whose slopes are outputs, in this order.
-        adapter: inputs that are the adapter's, [copies, rank, out], its last ones.
-        tokens: of a row; states of a decoder's head. No constant is as long as this.
-        slopes: names of the loss's derivatives by the graph's outputs, in order.
-        with_answer: whether the graph's outputs come first.
+        graph_module: a rewritten graph; its nodes have `meta["val"]`. Its constants are shared.
+        differentiated: inputs whose gradients are outputs, in this order.
+        adapter: the inputs with the adapter [copies, rank, out], the last ones of the graph.
+        tokens: the tokens of a row, or the hidden states of a decoder's head. No constant is as long as this.
+        grad_outputs: names of the gradients with respect to the graph's outputs, in order.
+        with_outputs: whether the graph's outputs come before the gradients.
 
     Returns:
-        A module whose last inputs are the slopes. It takes `ones` f32 [1, tokens, 1] before the adapter,
-        unless nothing reads it. Constants of the way back have names that begin with `transposed_`; those of
-        the forward pass keep theirs.
+        A module whose last inputs are the gradients of the outputs. It takes `ones` f32 [1, tokens, 1] before
+        the adapter, unless nothing reads it. Constants of the backward pass have names that begin with
+        `transposed_`; those of the forward pass keep their names.
 
     Raises:
-        Refusal: the answer doesn't depend on what is wanted, or an operator has no derivative.
+        Refusal: the outputs don't depend on a differentiated input, or an operator has no derivative.
     """
     graph_module = copy_graph_module(graph_module)
-    inputs = _inputs(graph_module, adapter, tokens, slopes)
+    inputs = _inputs(graph_module, adapter, tokens, grad_outputs)
     layers = replace_layers(graph_module)
     known = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
     constants = list(dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")))
@@ -73,19 +72,22 @@ def backpropagate(
 
     def joint(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors_of = dict(zip(constants, arguments, strict=False))
-        given = dict(zip(inputs, arguments[len(constants) :], strict=True))
-        given |= {name: given[name].detach().requires_grad_() for name in wanted}
-        answers = _run(graph_module.graph, {name: given[name] for name in known} | tensors_of)
-        inwards = [given[name] for name in slopes]
-        # PyTorch has one exception for an operator without a derivative and for what needs none.
-        with refused_as("no-backward-pass", "the program has no backward pass", RuntimeError, remedy=REMEDY):
-            found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
-        _check_used(wanted, found)
-        return (*answers, *found) if with_answer else found
+        inputs_by_name = dict(zip(inputs, arguments[len(constants) :], strict=True))
+        inputs_by_name |= {name: inputs_by_name[name].detach().requires_grad_() for name in differentiated}
+        outputs = _run(graph_module.graph, {name: inputs_by_name[name] for name in known} | tensors_of)
+        gradients_in = [inputs_by_name[name] for name in grad_outputs]
+        # PyTorch raises the same exception for a missing derivative and for outputs that don't require
+        # gradients.
+        with refused_as("no-backward-pass", "The program has no backward pass", RuntimeError, remedy=REMEDY):
+            gradients = torch.autograd.grad(
+                outputs, [inputs_by_name[name] for name in differentiated], gradients_in, allow_unused=True
+            )
+        _check_gradients(differentiated, gradients)
+        return (*outputs, *gradients) if with_outputs else gradients
 
     with torch.enable_grad():
         traced = make_fx(joint, decomposition_table=decompositions())(*tensors, *inputs.values())
-    result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
+    result = _rebuild(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
     write_backward(result)
     rewrite(result, has_weights=False)
@@ -97,63 +99,63 @@ def backpropagate(
 
 
 def _inputs(
-    graph_module: GraphModule, adapter: Sequence[str], tokens: int, slopes: Sequence[str]
+    graph_module: GraphModule, adapter: Sequence[str], tokens: int, grad_outputs: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Inputs of the result in order, without memory."""
-    known = {str(node.target): node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")}
-    answers = graph_module.graph.output_node().args[0]
+    """Returns the inputs of the result in order, as meta tensors."""
+    values = {str(node.target): node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")}
+    outputs = graph_module.graph.output_node().args[0]
     inputs = {
-        name: torch.empty_like(value, device="meta") for name, value in known.items() if name not in adapter
+        name: torch.empty_like(value, device="meta") for name, value in values.items() if name not in adapter
     }
     inputs[ONES] = torch.empty(1, tokens, 1, device="meta")
-    inputs |= {name: torch.empty_like(known[name], device="meta") for name in adapter}
+    inputs |= {name: torch.empty_like(values[name], device="meta") for name in adapter}
     inputs |= {
-        name: torch.empty(answer.meta["val"].shape, device="meta")
-        for name, answer in zip(slopes, answers, strict=True)
+        name: torch.empty(output.meta["val"].shape, device="meta")
+        for name, output in zip(grad_outputs, outputs, strict=True)
     }
     return inputs
 
 
-def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The graph's answers of inputs and constants by name; what it doesn't depend on isn't computed."""
+def _run(graph: Graph, values_by_name: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the outputs of a graph from inputs and constants by name, evaluating only needed nodes."""
     output = graph.output_node()
     needed = ancestors([output])
     values: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            values[node] = given[str(node.target)]
+            values[node] = values_by_name[str(node.target)]
         elif node in needed and node is not output:
             if str(node.target).startswith("torchao."):
-                # Autograd would go through it, and find the slope of rounding: 0.
+                # Autograd would differentiate the rounding, whose derivative is 0.
                 raise Refusal(
                     "quantized-outside-layers",
-                    f"the quantized operator {node.target} is in no layer",
+                    f"The quantized operator {node.target} does not belong to a linear layer.",
                     operator=str(node.target),
                     remedy=REMEDY,
                 )
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = through(node.target)(*arguments, **named)
-    return [values[answer] for answer in output.args[0]]
+            values[node] = differentiable_form(node.target)(*arguments, **named)
+    return [values[result] for result in output.args[0]]
 
 
-def _check_used(wanted: Sequence[str], slopes: Sequence[torch.Tensor | None]) -> None:
-    unused = [name for name, slope in zip(wanted, slopes, strict=True) if slope is None]
+def _check_gradients(differentiated: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    unused = [name for name, gradient in zip(differentiated, gradients, strict=True) if gradient is None]
     if unused:
         raise Refusal(
             "independent-of-adapter",
-            f"the program's output doesn't depend on {', '.join(unused)}",
-            remedy="choose target modules that the output depends on",
+            f"The output of the program does not depend on {', '.join(unused)}.",
+            remedy="Choose --target-modules that the output depends on.",
         )
 
 
-def _rebuilt(
+def _rebuild(
     root: GraphModule,
     traced: Graph,
     constants: Sequence[str],
     inputs: Sequence[str],
     layers: list[FrozenLayer],
 ) -> GraphModule:
-    """The traced graph with its constants as attributes of `root` and its frozen layers written out."""
+    """Returns the traced graph with constants as attributes of `root` and with its frozen layers expanded."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     attributes: dict[str, Node] = {}
@@ -176,22 +178,22 @@ def _rebuilt(
         if node.op == "get_attr":
             raise Refusal(
                 "constant-in-backward-pass",
-                f"the backward pass holds an unexpected constant {node.target}",
+                f"The backward pass has an unexpected constant {node.target}.",
                 remedy=REMEDY,
             )
         if node.op == "output":
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            # It was traced on the device that has no memory.
+            # The graph was traced on the meta device.
             named = copies[node].kwargs.items()
             copies[node].kwargs = {name: value for name, value in named if name != "device"}
     expansion = Expansion(root, graph, layers, lambda node: constant(str(node.target)))
     for node in list(graph.nodes):
         if node.target is FROZEN:
-            new = expansion.write(node)
-            new.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(new)
+            expanded = expansion.write(node)
+            expanded.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(expanded)
             graph.erase_node(node)
     graph.lint()
     return make_graph_module(root, graph)

@@ -1,4 +1,4 @@
-"""What autograd writes for a backward pass, in operators that XNNPACK takes."""
+"""Write the operators of autograd's backward passes in operators that XNNPACK delegates."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from torch.fx import GraphModule
 from server_export.ir.operators import row_of, rules
 from server_export.ir.writer import apply_rules
 
-# An input f32 [1, length, 1] of ones, where a dimension that no constant may have is added up.
+# Name of the input f32 [1, length, 1] of ones, which sums dimensions whose size no constant may have.
 ONES = "ones"
 
 
 def write_backward(graph_module: GraphModule) -> None:
-    """Write what autograd has put into a graph plainer, in place; its nodes carry `meta["val"]`."""
+    """Apply the backward rules to a graph, in place; its nodes have `meta["val"]`."""
     ones = graph_module.graph.find_nodes(op="placeholder", target=ONES)
     apply_rules(graph_module, rules("backward"), ones={node.meta["val"].shape[1]: node for node in ones})
 
 
-def through(target: Any) -> Any:
-    """What autograd goes through in the place of an operator."""
-    known = row_of(target)
-    return target if known is None or known.autograd is None else known.autograd
+def differentiable_form(target: Any) -> Any:
+    """Returns the function that autograd traces instead of an operator."""
+    operator_row = row_of(target)
+    return target if operator_row is None or operator_row.autograd is None else operator_row.autograd
 
 
 def decompositions() -> dict[Any, Any]:
-    """How PyTorch takes apart what autograd writes, where no row does."""
+    """Returns PyTorch's decompositions of autograd's operators that have no row in the table."""
     written = rules("backward")
-    return {target: way for target, way in _of_pytorch().items() if str(target) not in written}
+    return {
+        target: decomposition
+        for target, decomposition in _backward_decompositions().items()
+        if str(target) not in written
+    }
 
 
 @cache
-def _of_pytorch() -> dict[Any, Any]:
+def _backward_decompositions() -> dict[Any, Any]:
     table = torch.export.default_decompositions().items()
-    return {target: way for target, way in table if "_backward" in str(target)}
+    return {target: decomposition for target, decomposition in table if "_backward" in str(target)}

@@ -1,1 +1,1 @@
-"""Forward-mode differentiation of a block's graph: a program that carries exact derivatives of its rows."""
+"""Forward-mode differentiation of a block's graph."""

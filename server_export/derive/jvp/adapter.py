@@ -1,4 +1,4 @@
-"""Products with a matrix of the adapter, whose tangents are products of two vectors and never formed."""
+"""Products with a matrix of the adapter, whose tangents are rank-one and never materialized."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
-    """An adapter matrix [1, above, out] whose tangent of a query and row is the product u v^T.
+class RankOneMatrix:
+    """An adapter matrix [1, above, out] whose tangent for a query and row is the outer product u v^T.
 
-    `u` [queries, rows, above] and `v` [queries, rows, out] are nodes.
+    Attributes:
+        primal: the matrix.
+        u: [queries, rows, above].
+        v: [queries, rows, out].
     """
 
     primal: Node
@@ -28,31 +31,31 @@ class Factors:
     out: int
 
 
-def of_factors(t: GraphTangents, node: Node, *arguments: Any) -> Dual | Factors:
-    """What an operator makes of the adapter's matrices among its arguments.
+def apply_to_rank_one(t: GraphTangents, node: Node, *arguments: Any) -> Dual | RankOneMatrix:
+    """Apply an operator that has adapter matrices among its arguments.
 
     Raises:
-        NotImplementedError: it is neither a transposition nor a product of states with one.
+        NotImplementedError: the operator is neither a transposition of such a matrix nor a product with one.
     """
-    if node.target is aten.transpose.int and isinstance(arguments[0], Factors):
+    if node.target is aten.transpose.int and isinstance(arguments[0], RankOneMatrix):
         matrix = arguments[0]
         primal = t.call(aten.transpose.int, matrix.primal, 1, 2)
-        return Factors(primal, matrix.v, matrix.u, matrix.rows, matrix.out, matrix.above)
-    if node.target is aten.bmm.default and not isinstance(arguments[0], Factors):
-        return _product(t, *arguments)
-    raise NotImplementedError(f"{node.target} of a matrix of the adapter")
+        return RankOneMatrix(primal, matrix.v, matrix.u, matrix.rows, matrix.out, matrix.above)
+    if node.target is aten.bmm.default and not isinstance(arguments[0], RankOneMatrix):
+        return _product_jvp(t, *arguments)
+    raise NotImplementedError(f"{node.target} has no rule for a matrix of the adapter")
 
 
-def _product(t: GraphTangents, left: Any, right: Factors) -> Dual:
-    """left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
+def _product_jvp(t: GraphTangents, left: Any, right: RankOneMatrix) -> Dual:
+    """Returns left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
     value = left.value if isinstance(left, Dual) else left
-    primal = t.one_of(t.call(aten.bmm.default, value, right.primal))
-    tangents = (_reducing if right.above > right.out else _spreading)(t, left, value, right)
+    primal = t.as_primal(t.call(aten.bmm.default, value, right.primal))
+    tangents = (_jvp_to_rank if right.above > right.out else _jvp_from_rank)(t, left, value, right)
     return Dual(t, primal, t.reshape(tangents, [t.queries, *primal.meta["val"].shape[1:]]))
 
 
-def _spreading(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node:
-    """Of a matrix with few rows: one number for each token and query, the sum of left u over the rank."""
+def _jvp_from_rank(t: GraphTangents, left: Any, value: Node, right: RankOneMatrix) -> Node:
+    """Product with a matrix of few rows: one number per token and query, the sum of left u over the rank."""
     queries, rows, rank, out = t.queries, right.rows, right.above, right.out
     length = value.meta["val"].shape[1] // rows
     u = t.reshape(right.u, [queries, rows, 1, rank])
@@ -60,7 +63,8 @@ def _spreading(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node
     v = t.reshape(right.v, [queries, rows, 1, out])
     if not isinstance(left, Dual):
         return t.times(projected, v)
-    # [left, projected] [lora_b; v] for every query and row: a sum of outputs would pass over all of them.
+    # [left, projected] [lora_b; v] for every query and row, because a sum of two outputs would pass over
+    # memory again.
     count = queries * rows
     parts = t.reshape(left.tangents, [count, length, rank]), t.reshape(projected, [count, length, 1])
     v = t.call(aten.constant_pad_nd.default, v, [0, 0, rank, 0, 0, 0, 0, 0], 0.0)
@@ -69,12 +73,12 @@ def _spreading(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node
     return t.call(aten.bmm.default, t.call(aten.cat.default, [*parts], 2), matrices)
 
 
-def _reducing(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node:
-    """The tangents of a product with a matrix of few columns, without a copy of it for each query."""
+def _jvp_to_rank(t: GraphTangents, left: Any, value: Node, right: RankOneMatrix) -> Node:
+    """Product with a matrix of few columns, without a copy of it for each query."""
     queries, rows, above, out = t.queries, right.rows, right.above, right.out
     tokens = value.meta["val"].shape[1]
     length = tokens // rows
-    # A row's tokens meet the u of all queries in one product.
+    # One product computes left u for all queries of a row.
     u = t.call(aten.permute.default, right.u, [1, 2, 0])
     projected = t.call(aten.bmm.default, t.reshape(value, [rows, length, above]), u)
     projected = t.call(aten.permute.default, projected, [2, 0, 1])
@@ -83,6 +87,6 @@ def _reducing(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node:
     if not isinstance(left, Dual):
         return tangents
     tangents = t.reshape(tangents, [queries, 1, tokens, out])
-    moved = t.reshape(left.tangents, [1, queries * tokens, above])
-    product = t.call(aten.bmm.default, moved, right.primal)
+    left_tangents = t.reshape(left.tangents, [1, queries * tokens, above])
+    product = t.call(aten.bmm.default, left_tangents, right.primal)
     return t.plus(t.reshape(product, [queries, 1, tokens, out]), tangents)

@@ -1,5 +1,5 @@
-"""What the method is compared with: trainings of the same model on the same rows, in PyTorch.
+"""Baselines: other methods that train the same model on the same rows, in PyTorch.
 
-Rows, tasks and tokenizers are read, and rows scored, as a run on a device does it: a comparison is fair only
-if both see the same tokens, cut alike, in the same order.
+Rows, tasks and tokenizers are read and rows are scored by the code of a run on a device. A comparison is fair
+only if both sides see the same tokens, truncated in the same way and in the same order.
 """

@@ -1,10 +1,10 @@
-"""Exact gradients by backpropagation: of every parameter, of LoRA, or of lora_B alone.
+"""Train with exact gradients by backpropagation: every parameter, LoRA, or lora_B alone.
 
     backprop-full      every parameter of the model
     backprop-lora      both matrices of every adapted layer (Hu et al. 2021, arXiv 2106.09685)
-    backprop-lora-fa   lora_B alone, what a bundle's programs train (Zhang et al. 2023, arXiv 2308.03303)
+    backprop-lora-fa   lora_B alone, as a bundle's programs do (Zhang et al. 2023, arXiv 2308.03303)
 
-lora_A starts as the bundle's frozen lora_a, lora_B where the bundle's is.
+lora_A and lora_B start with the bundle's values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server_export.evidence.baselines.settings import BaselineSettings
 
 
 class Backpropagation(TrainingMethod):
-    """Steps along exact gradients of some of a model's parameters; the others are frozen."""
+    """Train some parameters of a model with exact gradients; all others are frozen."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Backpropagation(TrainingMethod):
         self._optimizer = _make_optimizer(settings, self.trained)
 
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
-        """One forward, one backward, one optimizer step."""
+        """Run one forward pass, one backward pass and one optimizer step."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.zero_grad()
@@ -49,7 +49,7 @@ class Backpropagation(TrainingMethod):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Train what the method says."""
+    """Return a training of the parameters that the method trains."""
     if settings.method == "backprop-full":
         return Backpropagation(problem, settings, list(problem.model.parameters()))
     values = problem.insert_adapter(trains_a=settings.method == "backprop-lora")
@@ -57,9 +57,9 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagatio
 
 
 def _make_optimizer(settings: BaselineSettings, trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of the settings; its learning rate is set before every step."""
+    """Return the optimizer of the settings; every step sets its learning rate."""
     name = settings.chosen_optimizer
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(trained, lr=0.0, momentum=0.9 if name == "momentum" else 0.0)
-    kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return kind(trained, lr=0.0, betas=(0.9, settings.beta2))
+    optimizer_class = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return optimizer_class(trained, lr=0.0, betas=(0.9, settings.beta2))

@@ -1,8 +1,8 @@
-"""`prge baseline`: train a bundle's model on the same rows by another method, in PyTorch and in this process.
+"""`prge baseline`: train a bundle's model on the same rows with another method, in PyTorch.
 
-config.yaml    the settings               metrics.jsonl         what to plot, as of `prge run`
+config.yaml    the settings               metrics.jsonl         metrics to plot, as `prge run` writes them
 final/         the result: a PEFT folder, or all trained parameters
-run.json, log.txt                         what, where, how it ended
+run.json, log.txt                         summary and log of the run
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: BaselineSettings) -> Path:
-    """Train, and write everything into `settings.out`; returns its `final/` folder.
+    """Train, write all files into `settings.out`, and return its `final/` folder.
 
-    A run that was killed is started again in its folder.
+    A run that was killed starts again from the beginning in the same folder.
 
     Raises:
-        PrgeError: bad input, a folder that holds something else, or a training that diverged.
-        KeyboardInterrupt: interrupted by the user.
+        PrgeError: the input is bad, the folder holds something else, or the training diverged.
+        KeyboardInterrupt: the user interrupted the run.
     """
     settings = settings.with_date()
     bundle = open_bundle(settings.bundle)
     with run_lock(settings.out):
         _check_folder(settings.out)
         inputs = read_inputs(bundle, settings)
-        _make_room(settings.out)
+        _remove_leftovers(settings.out)
         write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
-        # torch and transformers take seconds to import.
+        # Imported late: torch and transformers take seconds to import.
         from server_export.evidence.baselines.training import train_baseline
 
         train_baseline(settings, bundle, inputs)
@@ -61,7 +61,7 @@ def run(settings: BaselineSettings) -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises RunError unless a baseline can begin in a folder: a killed one may lie there, nothing else."""
+    """Raise RunError unless the folder is empty or holds a baseline that was killed."""
     if (folder / SUMMARY).exists() or (folder / JOURNAL).exists():
         try:
             run = read_json(folder / SUMMARY)["run"]
@@ -69,18 +69,18 @@ def _check_folder(folder: Path) -> None:
         except (OSError, DocumentError, KeyError, TypeError):
             is_baseline = is_finished = False
         if not is_baseline or is_finished:
-            code, kind = (
+            code, content = (
                 ("run-exists", "a finished run")
                 if is_baseline
-                else ("folder-occupied", "a run of another kind")
+                else ("folder-occupied", "a run that is no baseline")
             )
-            raise RunError(f"{folder} holds {kind}", remedy="give another folder with --out", code=code)
+            raise RunError(f"{folder} holds {content}", remedy="give another folder with --out", code=code)
     elif not is_config_of(BaselineSettings, folder / CONFIG):
         check_new_run(folder, [BEST])
 
 
-def _make_room(folder: Path) -> None:
-    """Remove what a killed baseline left in a folder."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the files that a killed baseline left in a folder."""
     for name in (SUMMARY, METRICS, LOG, BEST):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / FINAL, ignore_errors=True)

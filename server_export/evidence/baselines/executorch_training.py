@@ -1,9 +1,9 @@
-"""LoRA-FA by ExecuTorch's own training module: forward and backward as one program on the stock engine.
+"""Train LoRA-FA with ExecuTorch's training module: forward and backward as one program on the stock engine.
 
 `executorch.extension.training` runs the joint graph that torch.export makes of a loss; its SGD changes the
-parameters in the engine's memory. The program is exported here, in this process, with the layers, the
-attention and the loss of a bundle's programs, for the widest of the training rows. Its SGD has a velocity
-that can't be read, so it runs without.
+parameters in the engine's memory. The program is exported in this process, with the layers, the attention
+and the loss of a bundle's programs, for the longest training row. The SGD's velocity can't be read, so
+momentum is off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from server_export.quiet_libraries import quiet_engine
 from server_export.trace import readout
 
 _METHOD = "forward"
-# As a score, exp of it is exactly 0 beside any other.
+# Its exponential is exactly 0 relative to that of any real score.
 _NO_CANDIDATE = -1e4
 
 
@@ -50,15 +50,15 @@ class AdaptedLinear(nn.Module):
 
 
 class LossProgram(nn.Module):
-    """A decoder's mean loss of a step; all shapes are fixed, as a program's are.
+    """The mean loss of a decoder's step, with fixed shapes as a program needs them.
 
-    With R rows, E examples of at most C candidates and S positions a row, it takes
+    The inputs, for R rows, E examples of at most C candidates and S positions in a row, are
 
         tokens i64 [R, length]; positions, targets i64 [R, S]
-        weights f32 [E * C, R * S]   what of the log-probabilities makes up the score of a candidate
-        absent f32 [E, C]            0, or a very low score where an example has fewer candidates
+        weights f32 [E * C, R * S]   weights of log-probabilities in the score of each candidate
+        absent f32 [E, C]            0, or a very low score for candidates that an example lacks
         chosen f32 [E, C]            1 for the right candidate
-        compared f32 [E]             1 for candidates, 0 for a completion, whose score has no normalizer
+        compared f32 [E]             1 for candidates, 0 for a completion, whose score is not normalized
     """
 
     def __init__(self, problem: ModelProblem, length: int) -> None:
@@ -67,7 +67,7 @@ class LossProgram(nn.Module):
         positions = problem.engine.positions
         self.register_buffer("position_ids", None if positions is None else positions[:, :length])
         self.positions: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_read)
+        self.model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
 
     def forward(
         self,
@@ -79,10 +79,10 @@ class LossProgram(nn.Module):
         chosen: torch.Tensor,
         compared: torch.Tensor,
     ) -> torch.Tensor:
-        """The mean loss, f32 []."""
+        """Return the mean loss, f32 []."""
         self.positions = positions
-        more = {} if self.position_ids is None else {"position_ids": self.position_ids}
-        logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **more).logits
+        extra_inputs = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra_inputs).logits
         self.positions = None
         logprobs = readout.log_probabilities(logits, targets)
         scores = (weights @ logprobs.reshape(-1, 1)).reshape(absent.shape) + absent
@@ -90,20 +90,24 @@ class LossProgram(nn.Module):
         normalizer = highest[:, 0] + (scores - highest).exp().sum(1).log()
         return (compared * normalizer - (chosen * scores).sum(1)).mean()
 
-    def _keep_read(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _select_positions(
+        self, head: nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         return inputs if self.positions is None else (readout.at_positions(inputs[0], self.positions),)
 
 
 class ExecutorchTraining(TrainingMethod):
-    """Steps of ExecuTorch's SGD; what is `trained` is a copy of parameters in the engine's memory."""
+    """Train with ExecuTorch's SGD; `trained` is a copy of the parameters in the engine's memory."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.is_encoder:
-            raise _unfit("bundle", "it learns log-probabilities, the bundle is of an encoder")
+            raise _unsuitable("bundle", "the bundle holds an encoder, and this method trains decoders only")
         counts = {len(example.sequences) for example in problem.train}
         most = max(counts)
         if len(counts) > 1:
-            raise _unfit("rows", f"they have from {min(counts)} to {most} sequences, it needs one number")
+            raise _unsuitable(
+                "rows", f"examples have {min(counts)} to {most} sequences, and all must have equally many"
+            )
         examples = problem.batch_size
         self._rows = examples * most
         self._candidates = max(example.candidates for example in problem.train)
@@ -111,12 +115,12 @@ class ExecutorchTraining(TrainingMethod):
         self._length = max(len(sequence.tokens) for sequence in sequences)
         self._targets = max(len(sequence.targets) for sequence in sequences)
         super().__init__(problem, [problem.insert_adapter()])
-        # Views [rank, out] of its values, by the names that the program has for them.
+        # Views [rank, out] of the trained values, by the parameter names of the program.
         self._matrices = {
             f"model.{name}.lora_b": torch.from_numpy(matrix)
             for name, matrix in problem.adapter.lora_b.items()
         }
-        # The engine reads the program where it lies.
+        # The engine doesn't copy the program, so it has to stay alive.
         self._program = _export(problem, self._length, self._inputs(problem.train[:examples]))
         from executorch.extension.training import _load_for_executorch_for_training_from_buffer
 
@@ -126,33 +130,33 @@ class ExecutorchTraining(TrainingMethod):
         self._started = False
 
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
-        """One run of the joint program and a step of ExecuTorch's SGD."""
+        """Run the joint program once and take one step of ExecuTorch's SGD."""
         from executorch.extension.training import get_sgd_optimizer
 
         inputs = self._inputs(examples)
         if not self._started:
-            # Its parameters can be reached after a first run only.
+            # The module's parameters are available only after a first run.
             self._module.forward_backward(_METHOD, inputs)
-            for name, inside in self._module.named_parameters().items():
-                inside.copy_(self._matrices[name].T)
+            for name, parameter in self._module.named_parameters().items():
+                parameter.copy_(self._matrices[name].T)
             self._started = True
         (loss,) = self._module.forward_backward(_METHOD, inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Without velocity an optimizer has no state: a new one can have another rate.
+            # Without velocity the optimizer has no state, so each step can make one with its own rate.
             get_sgd_optimizer(self._module.named_parameters(), learning_rate).step(self.named_gradients())
         with torch.no_grad():
-            for name, inside in self._module.named_parameters().items():
-                self._matrices[name].copy_(inside.T)
+            for name, parameter in self._module.named_parameters().items():
+                self._matrices[name].copy_(parameter.T)
         return StepResult(float(loss), BACKPROPAGATION_PASSES * self.problem.rows(examples))
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the newest step by parameter name."""
+        """Return the gradients of the newest step by parameter name."""
         gradients: dict[str, torch.Tensor] = self._module.named_gradients()
         return gradients
 
     def _inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
-        """What the program takes for a step's examples; see `LossProgram`."""
+        """Return the inputs of the program for a step's examples; see `LossProgram`."""
         sequences = sequences_of(examples)
         tokens = np.full((self._rows, self._length), self.problem.pad, np.int64)
         positions, targets = (np.zeros((self._rows, self._targets), np.int64) for _ in range(2))
@@ -161,10 +165,10 @@ class ExecutorchTraining(TrainingMethod):
         owners = np.repeat(np.arange(len(examples)), [len(example.sequences) for example in examples])
         for row, (owner, sequence) in enumerate(zip(owners.tolist(), sequences, strict=True)):
             tokens[row, : len(sequence.tokens)] = sequence.tokens
-            for place, target in enumerate(sequence.targets):
-                positions[row, place], targets[row, place] = target.position, target.token
+            for index, target in enumerate(sequence.targets):
+                positions[row, index], targets[row, index] = target.position, target.token
                 cell = owner * self._candidates + target.candidate
-                weights[cell, row * self._targets + place] = target.weight
+                weights[cell, row * self._targets + index] = target.weight
         absent, chosen, labels = scores.copy(), scores.copy(), labels_of(examples)
         candidates = np.array([example.candidates for example in examples])
         absent[np.arange(self._candidates) >= candidates[:, None]] = _NO_CANDIDATE
@@ -174,17 +178,17 @@ class ExecutorchTraining(TrainingMethod):
         return tuple(torch.from_numpy(array) for array in arrays)
 
 
-def _unfit(what: str, problem: str) -> ConfigError:
+def _unsuitable(what: str, problem: str) -> ConfigError:
     return ConfigError(
         f"executorch-training doesn't fit the {what}:",
         [problem],
-        remedy="take another method, such as backprop-lora-fa",
+        remedy="use another method, such as backprop-lora-fa",
         code=f"{what}-unfit",
     )
 
 
 def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]) -> bytes:
-    """The joint program of the loss of rows of some length."""
+    """Return the joint program of the loss, for rows of a given length."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from torch.export.experimental import _export_forward_backward
@@ -197,13 +201,13 @@ def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]
         lora_a, lora_b = problem.engine.lora_a[name], torch.from_numpy(matrix).T.contiguous()
         replace_module(model, name, AdaptedLinear(model.get_submodule(name), lora_a, lora_b))
     with torch.no_grad():
-        program(*inputs)  # position tables are those of the first call
+        program(*inputs)  # the first call fixes the position tables
     with quiet_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joint = _export_forward_backward(torch.export.export(program, inputs))
-        fill_at_once(joint)
+        replace_full_like(joint)
         lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
-    # Rows to score may be longer than a step's.
+    # Evaluation may score longer rows than a step has.
     restore_length(model, implementation)
     for name, module in list(model.named_modules()):
         if isinstance(module, AdaptedLinear):
@@ -212,18 +216,21 @@ def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]
     return buffer
 
 
-def fill_at_once(joint: Any) -> None:
-    """Write `full_like(empty_permuted(shape), value)`, of SiLU's backward, as `full`: edge has no other."""
+def replace_full_like(joint: Any) -> None:
+    """Replace `full_like(empty_permuted(shape), value)` by `full`.
+
+    SiLU's backward contains the former, which the edge dialect lacks.
+    """
     aten, graph = torch.ops.aten, joint.graph
     for node in list(graph.nodes):
         if node.target is aten.full_like.default and node.args[0].target is aten.empty_permuted.default:
             value = node.meta["val"]
             with graph.inserting_before(node):
-                whole = graph.call_function(
+                full = graph.call_function(
                     aten.full.default, (list(value.shape), node.args[1]), {"dtype": value.dtype}
                 )
-            whole.meta = dict(node.meta)
-            node.replace_all_uses_with(whole)
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
             graph.erase_node(node)
     for node in list(graph.nodes):
         if node.target is aten.empty_permuted.default and not node.users:

@@ -1,16 +1,16 @@
-"""Freeze and reconfigure (FAR): only the feed-forward nodes that a short priming moves most are trained.
+"""Freeze and reconfigure (FAR): train only the feed-forward nodes that a short priming moves most.
 
 Vucetic et al., "Efficient Fine-Tuning of BERT Models on the Edge", arXiv 2205.01541. A node is an output row
 of a feed-forward linear layer, with its bias. Priming fine-tunes the whole model for a few percent of the
-steps; a node's score is the L1 norm of what its weights moved by. The top share of the nodes learns: every
-feed-forward linear layer becomes a learner and a frozen layer whose outputs are concatenated and put back in
-order.
+steps; a node's score is the L1 norm of the change of its weights. The nodes with the highest scores are
+trained: every feed-forward linear layer becomes a learner and a frozen layer, whose outputs are concatenated
+and put back in order.
 
-Chosen here, since summaries of the paper leave it open: scores are compared within a layer, so that layers of
-one kind keep one shape; the down projection is split by its output rows like the first ones; biases don't
-count in scores; attention, norms, embeddings and head are frozen. The initial values come back after the
-priming, so that the training starts where all others do; in the paper priming seems to be the training's own
-beginning, which `keep_primed` does.
+Choices that summaries of the paper leave open: scores are compared within a layer, so that equal layers keep
+equal shapes; the down projection is split by its output rows like the other projections; biases don't count
+in scores; attention, norms, embeddings and head are frozen. The initial values are restored after the
+priming, so that all methods start from the same values. In the paper the training seems to go on from the
+primed values, as it does with `keep_primed`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ from torch import nn
 
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import Linears, feed_forward_linears, merged, shuffled_batches
+from server_export.evidence.baselines.layers import (
+    Linears,
+    feed_forward_linears,
+    merge_layers,
+    shuffled_batches,
+)
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
-# Steps of the priming as a share of all, and their rate.
+# Steps of the priming as a share of all steps, and their learning rate.
 PRIMING_SHARE, PRIMING_RATE = 0.05, 2e-5
 
 
 class SplitLinear(nn.Module):
-    """A linear layer as a learner and a frozen one, for some of its output rows each.
+    """A linear layer, split by output rows into a trained and a frozen layer.
 
-    The learner saves the layer's whole input for its gradient, however few rows it has.
+    The trained part saves the layer's whole input for its gradient, however few rows it has.
 
     Args:
         layer: the layer to split; its values are copied.
-        learning: i64 [k], the output rows that learn, 1 <= k <= out.
+        learning: i64 [k], the output rows to train, 1 <= k <= out.
     """
 
     order: torch.Tensor
@@ -58,12 +63,12 @@ class SplitLinear(nn.Module):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Choose the nodes, reconfigure the problem's model, and train the learners.
+    """Choose nodes, split the layers of the problem's model in place, and return a training of the learners.
 
     Raises:
         ConfigError: the model's feed-forward networks can't be found.
     """
-    scores, prior_rows = prime(problem, merged(feed_forward_linears(problem.model)), settings)
+    scores, prior_rows = prime(problem, merge_layers(feed_forward_linears(problem.model)), settings)
     learners = reconfigure(problem.model, scores, settings.retention)
     return Backpropagation(problem, settings, learners, prior_rows)
 
@@ -71,10 +76,10 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagatio
 def prime(
     problem: ModelProblem, layers: Linears, settings: BaselineSettings, rate: float = PRIMING_RATE
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Fine-tune the whole model for a moment and put it back, unless its values are to be kept.
+    """Fine-tune the whole model for a few steps, then restore it unless `keep_primed` is set.
 
     Returns:
-        How far the nodes of every layer moved, f32 [out] by its name, and the rows that it took.
+        The L1 change of every layer's nodes, f32 [out] by layer name, and the rows that were computed.
     """
     parameters = list(problem.model.parameters())
     initial = {id(parameter): parameter.detach().clone() for parameter in parameters}
@@ -95,7 +100,7 @@ def prime(
 
 
 def reconfigure(model: nn.Module, scores: Mapping[str, torch.Tensor], retention: float) -> list[nn.Parameter]:
-    """Split the layers that `scores`, f32 [out] by name, has; returns the learners' parameters."""
+    """Split the layers named in `scores`, f32 [out] each, and return the learners' parameters."""
     parameters: list[nn.Parameter] = []
     for name, score in scores.items():
         layer = model.get_submodule(name)
@@ -108,7 +113,7 @@ def reconfigure(model: nn.Module, scores: Mapping[str, torch.Tensor], retention:
 
 
 def _rows(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
-    """A layer with some output rows of another."""
+    """Return a new layer with some output rows of another."""
     part = nn.Linear(layer.in_features, len(rows), bias=layer.bias is not None, device="meta")
     part.weight = nn.Parameter(layer.weight.detach()[rows].clone())
     if layer.bias is not None:

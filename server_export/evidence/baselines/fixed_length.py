@@ -1,6 +1,6 @@
-"""transformers' own decoder as ExecuTorch's training exports it: masks and rotary tables are constants.
+"""Prepare a transformers decoder for ExecuTorch's training: masks and rotary tables become constants.
 
-fix_length(model)        a program of it has one length, that of the first call
+fix_length(model)        programs of the model have one length, that of the first call
 ...
 restore_length(model)
 """
@@ -18,7 +18,7 @@ from server_export.trace.tables import rotary_names
 
 
 class ConstantRotary(nn.Module):
-    """A rotary embedding that returns what it returned first, when it was called eagerly."""
+    """A rotary embedding that always returns the tables of its first, eager call."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class ConstantRotary(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines [1, length, width] of the program's positions, per type of layer."""
+        """Return cosines and sines [1, length, width] of the program's positions, for a type of layer."""
         if layer_type not in self.tables:
             arguments = () if layer_type is None else (layer_type,)
             self.tables[layer_type] = len(self.tables)
@@ -38,15 +38,15 @@ class ConstantRotary(nn.Module):
 
 
 class ConstantMasks:
-    """Masks of `server_export.trace.attention` for the length of a call, in the place of tables."""
+    """Masks of `server_export.trace.attention` for the length of a call, instead of table inputs."""
 
     def causal(self, length: int, window: int | None, members: int) -> torch.Tensor:
-        """A causal mask f32 [members, length, length], for the queries of a group of heads."""
+        """Return a causal mask f32 [members, length, length] for the queries of a group of heads."""
         return attention.causal_mask(length, window, torch.float32).repeat(members, 1, 1)
 
 
 def fix_length(model: Any) -> None:
-    """Give a decoder the attention and the rotary embeddings of a program of one length, in place."""
+    """Replace a decoder's attention and rotary embeddings by those of a fixed length, in place."""
     attention.register()
     model.set_attn_implementation(attention.NAME)
     masks = ConstantMasks()
@@ -57,7 +57,7 @@ def fix_length(model: Any) -> None:
 
 
 def restore_length(model: Any, implementation: str) -> None:
-    """Take back what `fix_length` changed; `implementation` is the attention that the model had."""
+    """Undo `fix_length`; `implementation` is the attention that the model had before."""
     model.set_attn_implementation(implementation)
     for name, module in list(model.named_modules()):
         if isinstance(module, ConstantRotary):

@@ -1,4 +1,4 @@
-"""The rows of a baseline, read as a device reads them."""
+"""Read the rows of a baseline as a device reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server_export.evidence.baselines.settings import BaselineSettings
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """The rows of a baseline, the token that fills them up, and the sentences about them."""
+    """The rows of a baseline, the padding token, and a report about the rows."""
 
     task: Task | None
     pad: int
@@ -31,10 +31,10 @@ class BaselineInputs:
 
 
 def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
-    """Tokenize the rows as `prge run` and `prge eval` do.
+    """Read and tokenize the rows as `prge run` and `prge eval` do.
 
     Raises:
-        PrgeError: what is wrong with them.
+        PrgeError: the rows or the task can't be used.
     """
     task = load_bundle_task(bundle, settings.task)
     tokenizer = load_bundle_tokenizer(bundle)
@@ -45,19 +45,19 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
         control_tokens=settings.control_tokens,
         date=settings.date,
     )
-    model, seed, texts = bundle.chain.model, settings.shuffle_seed, []
+    model, seed, reports = bundle.chain.model, settings.shuffle_seed, []
 
-    def read(where: Paths | None, part: Part, chosen: Selection) -> list[Example]:
-        if where is None:
+    def read(paths: Paths | None, part: Part, selection: Selection) -> list[Example]:
+        if paths is None:
             return []
-        rows = read_source(where, part, settings.columns, task=task)
+        rows = read_source(paths, part, settings.columns, task=task)
         training = part == "train"
-        examples, report = load_examples(rows, tokenizer, model, task, chosen, options, training=training)
-        texts.append(report.summary())
+        examples, report = load_examples(rows, tokenizer, model, task, selection, options, training=training)
+        reports.append(report.summary())
         return examples
 
     train = read(settings.train, "train", Selection(settings.train_start, settings.train_limit, seed))
-    texts.append(format_sample(train[0], tokenizer))
+    reports.append(format_sample(train[0], tokenizer))
     dev = read(settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed))
     test = read(settings.test, "test", Selection())
-    return BaselineInputs(task, tokenizer.pad_id, train, dev, test, "\n".join(texts))
+    return BaselineInputs(task, tokenizer.pad_id, train, dev, test, "\n".join(reports))

@@ -1,4 +1,4 @@
-"""What the baselines change of a model, found by structure: the linear layers of its blocks."""
+"""Find the linear layers of a model's blocks by structure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Linears = Mapping[str, nn.Linear]
 
 
 def block_linears(model: nn.Module) -> list[Linears]:
-    """The linear layers of every block by path, blocks from bottom to top, layers in module order.
+    """Return the linear layers of every block by path, from the bottom block up, in module order.
 
     Raises:
         ConfigError: the model has no list of blocks.
@@ -34,43 +34,43 @@ def block_linears(model: nn.Module) -> list[Linears]:
 
 
 def feed_forward_linears(model: nn.Module) -> list[Linears]:
-    """The linear layers of every block's feed-forward network by path: all that aren't below an attention.
+    """Return the linear layers of every block's feed-forward network by path: all outside its attention.
 
     Raises:
         ConfigError: the model has no blocks, or a block has no feed-forward network.
     """
     blocks: list[Linears] = [
-        # Widths don't tell them apart: an attention's may be wider than the model.
+        # Widths don't distinguish them: an attention may be wider than the model.
         {name: layer for name, layer in layers.items() if "att" not in name.rpartition(".")[0].lower()}
         for layers in block_linears(model)
     ]
     if not all(len(layers) > 1 for layers in blocks):
         raise ConfigError(
-            "the model's feed-forward networks can't be found:",
+            "cannot find the model's feed-forward networks:",
             [f"a block of {type(model).__name__} has fewer than two linear layers outside its attention"],
-            remedy="compare with another method",
+            remedy="use another method",
             code="unknown-feed-forward",
         )
     return blocks
 
 
-def merged(blocks: Iterable[Linears]) -> dict[str, nn.Linear]:
-    """The layers of some blocks in one mapping."""
+def merge_layers(blocks: Iterable[Linears]) -> dict[str, nn.Linear]:
+    """Return the layers of several blocks in one mapping."""
     return {name: layer for layers in blocks for name, layer in layers.items()}
 
 
 @contextmanager
-def inputs_noted(layers: Linears, figure: Callable[[torch.Tensor], float]) -> Iterator[dict[str, float]]:
-    """Inside the block, the largest figure of the inputs that each layer had."""
+def record_inputs(layers: Linears, measure: Callable[[torch.Tensor], float]) -> Iterator[dict[str, float]]:
+    """Record the largest value of a function of each layer's inputs while the context is open."""
     largest = dict.fromkeys(layers, 0.0)
 
-    def note(name: str) -> Callable[..., None]:
+    def record(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            largest[name] = max(largest[name], figure(args[0]))
+            largest[name] = max(largest[name], measure(args[0]))
 
         return hook
 
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(record(name)) for name, layer in layers.items()]
     try:
         yield largest
     finally:
@@ -79,11 +79,14 @@ def inputs_noted(layers: Linears, figure: Callable[[torch.Tensor], float]) -> It
 
 
 def shuffled_batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[Sequence[Example]]:
-    """Batches of some examples without end, in a new order on every pass; of all where they are fewer."""
+    """Yield batches of examples without end, shuffled anew in every epoch.
+
+    A batch has all examples if there are fewer than `batch_size`.
+    """
     order = list(range(len(examples)))
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     size = min(batch_size, len(order))
     while True:
-        draw.shuffle(order)
+        rng.shuffle(order)
         for start in range(0, len(order) - size + 1, size):
             yield [examples[index] for index in order[start : start + size]]

@@ -1,4 +1,4 @@
-"""What a baseline is: a way to train a problem's model."""
+"""The base class of baselines: methods that train a problem's model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ PARAMETERS = "parameters.safetensors"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss of a step's examples, and the rows that it computed: a backward counts as two forwards."""
+    """Result of a step.
+
+    Attributes:
+        loss: mean over the step's examples.
+        rows: rows that the step computed; a backward pass counts as two forward passes.
+    """
 
     loss: float
     rows: int
 
 
 class TrainingMethod(ABC):
-    """A way to train a problem's model in place.
+    """A method that trains a problem's model in place.
 
     Args:
-        problem: whose model it changes.
-        trained: the parameters that it changes: of the model as the method left it, or the adapter's values.
-        prior_rows: rows that it computed before its first step, such as a priming's.
+        problem: the model to train and its rows.
+        trained: the parameters to train: parameters of the prepared model, or the adapter's values.
+        prior_rows: rows computed before the first step, such as a priming's.
     """
 
     def __init__(self, problem: ModelProblem, trained: Sequence[nn.Parameter], prior_rows: int = 0) -> None:
@@ -44,11 +49,13 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
-        """Take one step on some training examples."""
+        """Take one step on a batch of training examples."""
 
     def write(self, folder: Path) -> None:
-        """Write what is trained as a new folder, with an encoder's head: an adapter as PEFT does, other
-        parameters by the names that the model has for them."""
+        """Write the trained values, and an encoder's head, into a new folder.
+
+        An adapter becomes a PEFT folder; other parameters have the model's names for them.
+        """
         problem, files = self.problem, dict[str, dict[str, Array]]()
         if problem.heads.head is not None:
             files[HEAD] = head_arrays(problem.heads.head)

@@ -1,4 +1,4 @@
-"""The methods of `prge baseline` by name; their modules are imported when one is asked for."""
+"""The methods of `prge baseline` by name; a method's module is imported on use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ MethodName = Literal[
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """What a method is, where it is and what it takes.
+    """Description of a method.
 
-    `maker`, in a module of this package, gives a `Method` from a problem and settings. `title` says what the
-    method is, and `learning_rate` is the middle of a search. `optimizers` are those that it has, its default
-    first. `adapts`: it trains the bundle's adapter itself; for the others an adapter that isn't zero is
-    merged into the model beforehand. `forward_only`: it has no backward pass.
+    Attributes:
+        maker: `module:callable` in this package that makes a `TrainingMethod` from a problem and settings.
+        title: description of the method for reports.
+        learning_rate: centre of a search for the learning rate.
+        optimizers: supported optimizers, the default first.
+        adapts: whether the method trains the bundle's adapter. For other methods, the adapter is merged into
+            the model before the training.
+        forward_only: whether the method has no backward pass.
     """
 
     maker: str
@@ -39,7 +43,7 @@ class MethodEntry:
     forward_only: bool = False
 
     def load(self) -> Any:
-        """The method's maker."""
+        """Import and return the callable that makes the method."""
         return resolve_name(f"server_export.evidence.baselines.{self.maker}")
 
 
@@ -49,7 +53,7 @@ METHODS: dict[MethodName, MethodEntry] = {
     ),
     "backprop-lora": MethodEntry(
         "backpropagation:prepare",
-        "backpropagation through a whole LoRA: lora_A learns too",
+        "backpropagation through LoRA with lora_A trained too",
         3e-3,
         adapts=True,
     ),
@@ -73,7 +77,7 @@ METHODS: dict[MethodName, MethodEntry] = {
     ),
     "tinytl-biases": MethodEntry("tinytl:prepare", "TinyTL: biases of linear layers and norms", 3e-3),
     "tinytl-lite-residual": MethodEntry(
-        "tinytl:prepare", "TinyTL: biases, and a narrow branch beside every block", 3e-3
+        "tinytl:prepare", "TinyTL: biases, and a narrow branch parallel to every block", 3e-3
     ),
     "sparse-bp": MethodEntry(
         "sparse:prepare", "sparse update: biases and channels that an analysis chose", 1e-3

@@ -1,7 +1,7 @@
-"""The model and rows of a bundle, the same for every method: the driver's objectives, in PyTorch.
+"""The model, rows and loss of a bundle in PyTorch, the same for every method.
 
-The model is the one that transformers has. Where the bundle is quantized, its frozen layers hold the values
-that the same quantization leaves of the weights, as floats; activations are not quantized.
+The model is the one of transformers. If the bundle is quantized, the frozen layers hold the dequantized
+values of the same quantization as floats; activations are not quantized.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from server_export.oracle import TorchEngine
 class ModelProblem:
     """A bundle's model with its training rows.
 
-    `engine` computes what a device's would. `values` f32 [adapter size] are those of the bundle's adapter
-    once it is inserted; until then, and for methods that it is merged for, there is none.
+    `engine` computes the outputs of a device's engine. `values` f32 [adapter size] are the adapter's values
+    after `insert_adapter`, and None before it or after `merge_adapter`.
 
     Args:
-        bundle: gives the adapter, and what its programs read of a row.
-        base: the model, as `open_base` gives it; a method changes it in place.
+        bundle: gives the adapter and the bounds of rows.
+        base: the model, as `open_base` returns it; a method changes it in place.
         train: training rows as examples of the bundle.
-        pad: token to fill rows up with.
+        pad: padding token.
         batch_size: examples of a step.
-        seed: of the run.
-        head_folds: encoders: folds of the heads for the training rows.
-        head: the checkpoint's own, in the place of fitted ones.
+        seed: seed of the run.
+        head_folds: folds that cross-fit an encoder's heads on the training rows.
+        head: the checkpoint's own head, instead of fitted ones.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class ModelProblem:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model has pooled states."""
+        """Whether the model is an encoder with pooled hidden states."""
         return self.bundle.chain.is_encoder
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter as it is; zeros where the model has none."""
+        """The adapter with its current values; zeros if none was inserted."""
         modules = self.engine.model.modules
         return (
             Adapter.zeros(modules) if self.values is None else Adapter(modules, self.values.detach().numpy())
         )
 
     def rows(self, examples: Sequence[Example]) -> int:
-        """Rows that one forward of these examples computes."""
+        """Return how many rows one forward pass of these examples computes."""
         return len(sequences_of(examples))
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
-        """Mean loss of training examples as prge/objectives/objective.py has it, f64 []."""
+        """Return the mean loss of training examples, f64 [], as prge/objectives/objective.py defines it."""
         head = None
         if self.is_encoder:
             # The heads of the training rows are constants of the loss.
@@ -89,35 +89,35 @@ class ModelProblem:
             head = heads.cross_fitted or heads.head
         outputs = self.engine.outputs(sequences_of(examples), self.values)
         loss = Loss(examples, outputs.detach().numpy()[None], head=head)
-        # The outputs times the loss's gradient by them: it has the loss's derivatives, and gets its value.
+        # The product of the outputs and their gradients has the loss's derivatives; the value is added.
         by_output = torch.from_numpy(loss.grad_outputs / len(examples))
-        along = (outputs.double() * by_output).sum()
-        return along + (float(loss.losses.mean()) - along.detach())
+        product = (outputs.double() * by_output).sum()
+        return product + (float(loss.losses.mean()) - product.detach())
 
     def prepare_heads(self) -> Heads:
-        """Fit an encoder's heads on the training rows with the model as it is, unless they are there."""
+        """Return an encoder's heads; the first call fits them on the training rows with the current model."""
         if self.is_encoder and self.heads.head is None:
             self.heads = fit_heads(self.engine, self.adapter, self.train, self._head_folds)
         return self.heads
 
     def insert_adapter(self, *, trains_a: bool = False) -> nn.Parameter:
-        """Give the model the bundle's adapter; returns its values.
+        """Insert the bundle's adapter into the model and return its values.
 
         Args:
-            trains_a: whether `lora_a` is among the values, whatever the bundle trains.
+            trains_a: whether `lora_a` is trained too, whatever the bundle trains.
         """
         self.values = nn.Parameter(torch.from_numpy(self._start(trains_a=trains_a).values))
         return self.values
 
     def merge_adapter(self) -> None:
-        """Add the bundle's adapter to the weights, for methods that have no use for it."""
+        """Add the bundle's adapter to the weights, for methods that don't train it."""
         with torch.no_grad():
             for name, lora_b in self._start().lora_b.items():
                 change = torch.from_numpy(lora_b).T @ self.engine.lora_a[name]
                 self.model.get_submodule(name).weight += change
 
     def _start(self, *, trains_a: bool = False) -> Adapter:
-        """The bundle's adapter, with the matrices that are trained."""
+        """Return the bundle's adapter with the matrices that are trained."""
         modules = tuple(replace(module, trains_a=trains_a) for module in self.bundle.chain.modules)
         self.engine.model = replace(self.engine.model, modules=modules)
         return read_peft(self.bundle.adapter, modules)

@@ -1,13 +1,14 @@
-"""Training of int8 weights, with gradients scaled to what they would be of floats.
+"""Train int8 weights, with gradients scaled as if the weights were floats.
 
-Lin et al., "On-Device Training Under 256KB Memory", arXiv 2206.15472, its quantization-aware scaling. The
-trained parameters are the codes, W = s_W W_codes by output channel and b = s_W s_x b_codes; scales are fixed.
-A gradient of codes is too small against its codes by the scale squared and is divided by it: of weights by
-s_W^2, of biases by (s_W s_x)^2. Then plain SGD, without momentum.
+This is the quantization-aware scaling of Lin et al., "On-Device Training Under 256KB Memory", arXiv
+2206.15472. The trained parameters are the codes: W = s_W W_codes for each output channel, and
+b = s_W s_x b_codes; the scales are fixed. Relative to the codes, their gradient is too small by the scale
+squared, so it is divided by that: s_W^2 for weights, (s_W s_x)^2 for biases. The optimizer is SGD without
+momentum.
 
-Chosen here: scales span the largest value of an output channel and the largest input on some training rows;
-inputs and outputs of layers stay floats, where the paper's graph has int8 throughout, so that s_x is no more
-than the unit of biases; codes are rounded after every step, stochastically because most steps are smaller
+Choices made here: scales span the largest value of an output channel and the largest input on some training
+rows; inputs and outputs of layers stay floats, where the paper's graph is int8 throughout, so that s_x is
+only the unit of biases; codes are rounded after every step, stochastically because most steps are smaller
 than half a code, and weights stay within -127 to 127. Norms, embeddings and head stay frozen floats.
 """
 
@@ -22,18 +23,18 @@ from torch import nn
 from prge.objectives.examples import Example
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import Linears, block_linears, inputs_noted, merged
+from server_export.evidence.baselines.layers import Linears, block_linears, merge_layers, record_inputs
 from server_export.evidence.baselines.method import StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
 LARGEST_CODE = 127
-# Training rows that the units of layer inputs are measured on.
+# Training rows on which the scales of layer inputs are measured.
 CALIBRATION_ROWS = 16
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose parameters are int8 codes, held as float32; their gradients come scaled.
+    """A linear layer whose parameters are int8 codes stored as float32, with scaled gradients.
 
     Args:
         layer: the layer to quantize; its values are copied.
@@ -57,20 +58,20 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
-        # The scale after the product: no second copy of the weight is saved for the backward.
+        # Scaling after the product saves no second copy of the weight for the backward pass.
         product = F.linear(x, self.weight) * self.scale
         return product if self.bias is None else product + self.bias * (self.scale * self.input_scale)
 
     @torch.no_grad()
     def round_codes(self, generator: torch.Generator) -> None:
-        """Make codes integers again, stochastically, and keep weights within 8 bits."""
+        """Round the codes stochastically to integers and clamp weights to 8 bits."""
         for codes in self.parameters():
             codes.add_(torch.rand(codes.shape, generator=generator)).floor_()
         self.weight.clamp_(-LARGEST_CODE, LARGEST_CODE)
 
 
 class QuantizedTraining(Backpropagation):
-    """SGD on the codes of some layers."""
+    """Train the codes of some layers with SGD."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class QuantizedTraining(Backpropagation):
         self._generator = torch.Generator().manual_seed(problem.seed)
 
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
-        """One step of SGD after which the codes are rounded."""
+        """Take one step of SGD and round the codes."""
         result = super().step(examples, learning_rate)
         for layer in self.layers:
             layer.round_codes(self._generator)
@@ -93,12 +94,12 @@ class QuantizedTraining(Backpropagation):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> QuantizedTraining:
-    """Quantize the linear layers of the problem's blocks, in place, and train them.
+    """Quantize the linear layers of the problem's blocks in place and return their training.
 
     Raises:
         ConfigError: the model has no list of blocks.
     """
-    layers = merged(block_linears(problem.model))
+    layers = merge_layers(block_linears(problem.model))
     examples = problem.train[:CALIBRATION_ROWS]
     scales = input_scales(problem, layers, examples)
     quantized = [QuantizedLinear(layer, scales[name]) for name, layer in layers.items()]
@@ -108,7 +109,7 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> QuantizedTrain
 
 
 def input_scales(problem: ModelProblem, layers: Linears, examples: Sequence[Example]) -> dict[str, float]:
-    """The scale of every layer's inputs, from the largest on some examples."""
-    with inputs_noted(layers, lambda x: x.abs().max().item()) as largest, torch.no_grad():
+    """Return the scale of every layer's inputs, from the largest input on some examples."""
+    with record_inputs(layers, lambda x: x.abs().max().item()) as largest, torch.no_grad():
         problem.loss(examples)
     return {name: max(value, 1e-12) / LARGEST_CODE for name, value in largest.items()}

@@ -1,4 +1,4 @@
-"""Settings of `prge baseline`; those that `prge run` has too mean the same. Importable without torch."""
+"""Settings of `prge baseline`, importable without torch; shared names mean the same as in `prge run`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prge.training.estimators.table import ESTIMATORS
 from prge.training.settings import TrainingFlags
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, MethodName
 
-# Parameters of the best step, in the run folder while it trains.
+# Parameters of the best step, kept in the run folder during training.
 BEST = "best.pt"
 
 SearchName = Literal["greedy", "evolutionary"]
-# Settings that one method has.
+# The method that a setting belongs to.
 _OWN: dict[str, MethodName] = {
     "epsilon": "mezo",
     "retention": "far",
@@ -28,36 +28,36 @@ _OWN: dict[str, MethodName] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineSettings(TrainingFlags):
-    """Train the model of a bundle by another method, in PyTorch.
+    """Train the model of a bundle with another method, in PyTorch.
 
-    Of the bundle its adapter, tokenizer, longest row and quantization are used.
+    The bundle gives the adapter, the tokenizer, the maximum row length and the quantization.
     """
 
     method: MethodName
-    """What trains."""
+    """Training method."""
     model: str
     """Folder, GGUF file or hub id of the model that the bundle was exported from."""
     threads: int | None = None
-    """Threads that compute; default: PyTorch's own choice."""
+    """Number of threads; default: PyTorch chooses."""
     test: TestRows | None = None
-    """Test rows, scored once at the end with the result. Of a folder the file test."""
+    """Test rows, scored once with the result. For a folder, its file test is used."""
 
     epsilon: float = 1e-3
-    """mezo: length of a perturbation, in units of the parameters."""
+    """mezo: scale of the perturbation."""
     retention: float = 0.4
-    """far: share of the feed-forward nodes that learn."""
+    """far: share of the feed-forward nodes that are trained."""
     keep_primed: bool = False
-    """far: go on from the weights that the priming ends with instead of the first ones."""
+    """far: continue from the primed weights instead of the initial ones."""
     memory_share: float = 0.25
-    """sparse-bp: memory limit, as a share of what a full update of all blocks takes."""
+    """sparse-bp: memory limit, as a share of the memory of a full update of all blocks."""
     search: SearchName = "greedy"
-    """sparse-bp: how what learns is searched under the limit."""
+    """sparse-bp: search for the parameters to train within the limit."""
     batch_size: int | None = None
-    """Examples of a step. Default: as many as have 4 sequences together, at least 1."""
+    """Examples per step. Default: as many as have 4 sequences in total, at least 1."""
     optimizer: BaselineOptimizer | None = None
-    """Default: adam, or what the method alone has."""
+    """Optimizer. Default: adam, or the only one that the method supports."""
     beta2: float = ESTIMATORS["exact"].beta2
-    """adam's and adamw's second coefficient."""
+    """Second coefficient of adam and adamw."""
 
     def __post_init__(self) -> None:
         problems, entry = self.shared_problems(self.steps), METHODS[self.method]
@@ -66,13 +66,13 @@ class BaselineSettings(TrainingFlags):
                 f"--optimizer is {self.optimizer}, {self.method} has {', '.join(entry.optimizers)} only"
             )
         problems += [
-            f"{flag(name)} belongs to {owner}, the method is {self.method}"
+            f"{flag(name)} belongs to {owner}, but the method is {self.method}"
             for name, owner in _OWN.items()
             if self.method != owner and getattr(self, name) != getattr(BaselineSettings, name)
         ]
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "cannot use these settings:",
                 problems,
                 remedy="`prge baseline --help` explains them",
                 code="settings-unusable",
@@ -80,5 +80,5 @@ class BaselineSettings(TrainingFlags):
 
     @property
     def chosen_optimizer(self) -> BaselineOptimizer:
-        """The optimizer that was asked for, or the method's default."""
+        """The optimizer of the settings, or else the method's default."""
         return self.optimizer or METHODS[self.method].optimizers[0]

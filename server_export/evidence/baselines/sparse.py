@@ -1,16 +1,17 @@
-"""Sparse update: biases of the top blocks and some input channels of some weights, chosen by what they yield.
+"""Sparse update: train biases of the top blocks and some input channels of some weights, chosen by gain.
 
-Lin et al., "On-Device Training Under 256KB Memory", arXiv 2206.15472. Its contribution analysis asks how much
-updating the biases of the last k layers alone gains, and how much a share r of the channels of one layer's
-weight alone. The scheme is the choice of k, layers and shares with the largest sum of gains that fits into
-memory. As in the published code, the channels are the input channels of the largest norms, and a layer whose
-weight is updated has its bias updated too.
+Lin et al., "On-Device Training Under 256KB Memory", arXiv 2206.15472. The paper's contribution analysis
+measures how much an update of only the biases of the last k layers gains, and how much an update of only a
+share r of the channels of one layer's weight. The scheme is the choice of k, layers and shares with the
+largest sum of gains within the memory limit. As in the published code, the channels are the input channels
+with the largest norms, and the bias of a layer whose weight is updated is updated too.
 
-Chosen here: k counts blocks; a gain is the fall of the loss on held-out training rows after a few steps,
-where the paper takes accuracy after a training; memory is what autograd saves at and above the deepest
-updated block, as measured, with the gradients, and its limit a share of a full update's. The choice is
-searched greedily, by gain per byte for every deepest block, or by evolution, as in the paper
-(allocation.py). Norms, embeddings and head stay frozen. A model without biases, as Llama, has none to update.
+Choices made here: k counts blocks; a gain is the decrease of the loss on held-out training rows after a few
+steps, where the paper uses accuracy after a whole training; memory is the measured size of the tensors that
+autograd saves at and above the deepest updated block, plus gradients; the limit is a share of a full
+update's memory. The search is greedy, by gain per byte for every deepest block, or evolutionary as in the
+paper (allocation.py). Norms, embeddings and head stay frozen. A model without biases, such as Llama, has none
+to update.
 """
 
 from __future__ import annotations
@@ -28,21 +29,26 @@ from prge.errors import ConfigError
 from prge.objectives.examples import Example
 from server_export.adapter.layers import replace_module
 from server_export.adapter.repeated_blocks import block_names
-from server_export.evidence.baselines.allocation import Depth, Option, Question, choose
+from server_export.evidence.baselines.allocation import AllocationProblem, Depth, Option, choose
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches
+from server_export.evidence.baselines.layers import (
+    block_linears,
+    merge_layers,
+    record_inputs,
+    shuffled_batches,
+)
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
-# Shares of its input channels that a layer may learn with.
+# Shares of a layer's input channels that may be trained.
 SHARES = (0.25, 1.0)
-# What every candidate is tried for, and how many training rows judge it at most.
+# Steps and learning rate of each trial, and the maximum number of held-out rows that measure it.
 ANALYSIS_STEPS, ANALYSIS_RATE, HELD_OUT = 4, 1e-4, 32
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is updated: biases of the blocks from `depth` up, and `weights`, a share of channels by layer."""
+    """Parameters to update: biases of blocks from `depth` up, and `weights`, a share of channels by layer."""
 
     depth: int
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -51,11 +57,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step keeps, in bytes.
+    """Memory that a step holds, in bytes.
 
-    `saved` is what autograd saves in every block and, at its end, after the last, weights and the inputs of
-    linear layers whose weights learn not counted; `biases` the gradients of every block's biases; `tokens`
-    how many vectors each linear layer reads.
+    Attributes:
+        saved: bytes that autograd saves in every block, and last, after the blocks; without weights and
+            inputs of linear layers whose weights are trained.
+        biases: bytes of the gradients of every block's biases.
+        tokens: number of vectors that each linear layer reads, by layer name.
     """
 
     saved: tuple[int, ...]
@@ -63,44 +71,44 @@ class Memory:
     tokens: Mapping[str, int]
 
     def from_block(self, depth: int) -> int:
-        """Bytes of a backward that ends at a block and updates the biases from there."""
+        """Return the bytes of a backward pass that ends at a block and updates the biases from there up."""
         return sum(self.saved[depth:]) + sum(self.biases[depth:])
 
     def of_weight(self, name: str, layer: nn.Linear, share: float) -> int:
-        """Bytes of a share of a layer's input and weight gradient, f32."""
-        return 4 * kept_channels(layer, share) * (self.tokens[name] + layer.out_features)
+        """Return the bytes of a share of a layer's input and weight gradient, f32."""
+        return 4 * count_channels(layer, share) * (self.tokens[name] + layer.out_features)
 
 
 class _SparseProduct(torch.autograd.Function):
-    """x [..., in] times a weight of which `kept` [out, k] learns and `frozen` [out, in] is zero there."""
+    """x [..., in] times a weight: `trained` [out, k] for some channels, `frozen` [out, in] zero for them."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, kept: torch.Tensor, frozen: torch.Tensor, channels: torch.Tensor
+        ctx: Any, x: torch.Tensor, trained: torch.Tensor, frozen: torch.Tensor, channels: torch.Tensor
     ) -> torch.Tensor:
-        chosen = x.index_select(-1, channels)
-        ctx.save_for_backward(chosen, kept, frozen, channels)
-        return F.linear(x, frozen) + F.linear(chosen, kept)
+        selected = x.index_select(-1, channels)
+        ctx.save_for_backward(selected, trained, frozen, channels)
+        return F.linear(x, frozen) + F.linear(selected, trained)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        chosen, kept, frozen, channels = ctx.saved_tensors
-        to_input = to_kept = None
+        (grad_output,) = gradients
+        selected, trained, frozen, channels = ctx.saved_tensors
+        grad_input = grad_trained = None
         if ctx.needs_input_grad[0]:
-            to_input = gradient @ frozen
-            to_input.index_add_(-1, channels, gradient @ kept)
+            grad_input = grad_output @ frozen
+            grad_input.index_add_(-1, channels, grad_output @ trained)
         if ctx.needs_input_grad[1]:
-            to_kept = gradient.flatten(0, -2).T @ chosen.flatten(0, -2)
-        return to_input, to_kept, None, None
+            grad_trained = grad_output.flatten(0, -2).T @ selected.flatten(0, -2)
+        return grad_input, grad_trained, None, None
 
 
 class SparseLinear(nn.Module):
-    """A linear layer of which some input channels learn; no other channel is saved for the backward.
+    """A linear layer that trains some input channels and saves only these for the backward pass.
 
     Args:
         layer: the layer; its weight is copied, its bias shared.
-        channels: i64 [k], the input channels that learn, in rising order.
+        channels: i64 [k], the input channels to train, in ascending order.
     """
 
     frozen: torch.Tensor
@@ -109,35 +117,35 @@ class SparseLinear(nn.Module):
     def __init__(self, layer: nn.Linear, channels: torch.Tensor) -> None:
         super().__init__()
         weight = layer.weight.detach()
-        self.kept = nn.Parameter(weight[:, channels].clone())
+        self.trained = nn.Parameter(weight[:, channels].clone())
         self.bias = layer.bias
         self.register_buffer("frozen", weight.index_fill(1, channels, 0.0))
         self.register_buffer("channels", channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
-        product = _SparseProduct.apply(x, self.kept, self.frozen, self.channels)
+        product = _SparseProduct.apply(x, self.trained, self.frozen, self.channels)
         return product if self.bias is None else product + self.bias
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Choose what is updated, change the problem's model in place, and train that.
+    """Choose a scheme, change the problem's model in place, and return the training of its parameters.
 
     Raises:
-        ConfigError: the model has no list of blocks, there are too few rows to hold some out, or nothing that
-            fits into the memory limit lowers the loss.
+        ConfigError: the model has no list of blocks, there are too few rows to hold some out, or no update
+            within the memory limit lowers the loss.
     """
     scheme, rows = choose_scheme(problem, settings)
     return Backpropagation(problem, settings, apply_scheme(problem.model, scheme), rows)
 
 
 def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Scheme, int]:
-    """The scheme that the contribution analysis finds, and the rows that this took."""
+    """Return the scheme that the contribution analysis finds, and the number of rows that it computed."""
     if len(problem.train) < 2:
         raise ConfigError(
-            "no contributions can be measured:",
-            [f"there are {len(problem.train)} training rows, must be 2 or more"],
-            remedy="one part of them trains, the other measures",
+            "cannot measure contributions:",
+            [f"there are {len(problem.train)} training rows, and at least 2 are needed"],
+            remedy="give more rows: some are trained on, the others measure the gain",
             code="rows-too-few",
         )
     problem.model.requires_grad_(False)
@@ -160,13 +168,13 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
         for share in SHARES
     )
     full = memory.from_block(0)
-    full += sum(memory.of_weight(name, layer, 1.0) for name, layer in merged(blocks).items())
+    full += sum(memory.of_weight(name, layer, 1.0) for name, layer in merge_layers(blocks).items())
     limit = int(settings.memory_share * full)
-    choice = choose(Question(depths, options, limit), settings.search, settings.seed)
+    choice = choose(AllocationProblem(depths, options, limit), settings.search, settings.seed)
     if choice is None:
         raise ConfigError(
             "there is nothing to update:",
-            [f"no bias or weight that fits into {limit} bytes lowers the loss"],
+            [f"no update of biases or weights within {limit} bytes lowers the loss"],
             remedy="raise --memory-share",
             code="nothing-to-update",
         )
@@ -175,52 +183,52 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
 
 
 def apply_scheme(model: nn.Module, scheme: Scheme) -> list[nn.Parameter]:
-    """Put sparse layers where the scheme has them, in place; returns the parameters that it updates."""
+    """Insert the sparse layers of a scheme in place and return the parameters to update."""
     parameters: list[nn.Parameter] = []
-    for name, layer in merged(block_linears(model)[scheme.depth :]).items():
+    for name, layer in merge_layers(block_linears(model)[scheme.depth :]).items():
         share = scheme.weights.get(name)
         if share == 1.0:
             parameters.append(layer.weight)
         elif share is not None:
             sparse = SparseLinear(layer, largest_channels(layer, share))
             replace_module(model, name, sparse)
-            parameters.append(sparse.kept)
+            parameters.append(sparse.trained)
         if scheme.biases and layer.bias is not None:
             parameters.append(layer.bias)
     return parameters
 
 
-def kept_channels(layer: nn.Linear, share: float) -> int:
-    """How many input channels of a layer a share is, at least one."""
+def count_channels(layer: nn.Linear, share: float) -> int:
+    """Return the number of input channels in a share of a layer, at least one."""
     return max(1, int(share * layer.in_features))
 
 
 def largest_channels(layer: nn.Linear, share: float) -> torch.Tensor:
-    """The input channels of the largest weights by L2 norm, i64 [k] in rising order."""
+    """Return the input channels with the largest L2 norms, i64 [k] in ascending order."""
     norms = layer.weight.detach().norm(dim=0)
-    return norms.topk(kept_channels(layer, share)).indices.sort().values
+    return norms.topk(count_channels(layer, share)).indices.sort().values
 
 
 def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory:
-    """What a step on some examples keeps where every block takes part in the backward."""
+    """Measure the memory of a step on some examples if every block takes part in the backward pass."""
     problem.prepare_heads()
     model, layers = problem.model, block_linears(problem.model)
     blocks = [model.get_submodule(name) for name in block_names(model)]
     constants = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    place = 0
+    current_block = 0
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in constants:
-            # What several blocks share belongs to the topmost: it is there wherever the backward ends.
-            saved[address] = (place, tensor)
+            # A tensor that several blocks share belongs to the topmost one: the pass always saves it.
+            saved[address] = (current_block, tensor)
         return tensor
 
     def enter(depth: int) -> Callable[..., Any]:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal place
-            place = depth
+            nonlocal current_block
+            current_block = depth
             if depth > 0:
                 return None
             if args:
@@ -230,8 +238,8 @@ def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory
         return hook
 
     def leave(*_: Any) -> None:
-        nonlocal place
-        place = len(blocks)
+        nonlocal current_block
+        current_block = len(blocks)
 
     hooks = [
         block.register_forward_pre_hook(enter(depth), with_kwargs=True) for depth, block in enumerate(blocks)
@@ -239,7 +247,7 @@ def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory
     hooks.append(blocks[-1].register_forward_hook(leave))
     saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     try:
-        with saving, inputs_noted(merged(layers), lambda x: x.numel() // x.shape[-1]) as tokens:
+        with saving, record_inputs(merge_layers(layers), lambda x: x.numel() // x.shape[-1]) as tokens:
             problem.loss(examples)
     finally:
         for hook in hooks:
@@ -254,7 +262,7 @@ def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory
 
 
 class _Analysis:
-    """Gains of schemes, each trained alone on the same few batches from the model's initial values."""
+    """Measures the gain of each scheme, trained on the same batches from the model's initial values."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         self.problem = problem
@@ -267,9 +275,9 @@ class _Analysis:
         self._before = self._loss()
 
     def gain(self, scheme: Scheme) -> float:
-        """By how much a scheme lowers the held-out loss, -inf where it diverges; no trace is left."""
+        """Return the decrease of the held-out loss, -inf on divergence; the model is restored."""
         model = self.problem.model
-        layers = merged(block_linears(model)[scheme.depth :])
+        layers = merge_layers(block_linears(model)[scheme.depth :])
         if not scheme.biases:
             layers = {name: layers[name] for name in scheme.weights}
         initial = {

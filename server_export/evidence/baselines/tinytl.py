@@ -1,18 +1,18 @@
-"""TinyTL on transformers: biases learn, and small branches beside the blocks; weights stay as they are.
+"""TinyTL on transformers: train biases and small branches parallel to the blocks; weights stay frozen.
 
 Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", arXiv 2007.11622: the
-gradient of a bias needs no input of its layer, so that the inputs of frozen linear layers aren't saved. What
-nonlinear layers save (attention, softmax, activations, norms) is saved as ever, which convolutional networks
-with ReLU have less of.
+gradient of a bias needs no input of its layer, so that the inputs of frozen linear layers aren't saved. The
+tensors of nonlinear layers (attention, softmax, activations, norms) are still saved; convolutional networks
+with ReLU have fewer of them.
 
     tinytl-biases          the biases of linear layers and norms
-    tinytl-lite-residual   these and, beside every block, a branch of few channels on few tokens
+    tinytl-lite-residual   these, and a branch of few channels on few tokens parallel to every block
 
 The paper's branch: pooling by 2, a convolution in 2 groups, ReLU, a convolution of width 1, a norm whose
-weight begins at zero, upsampling. Chosen here for transformers: tokens are pooled; the bottleneck is narrow
-instead of grouped, since there is no reason to save its many channels; the last projection begins at zero in
-place of the norm; linear layers of the blocks that have no bias get one of zeros, as Llama's. The head stays
-frozen, as it does in all methods compared here, where the paper trains it.
+weight begins at zero, upsampling. Choices made here for transformers: tokens are pooled; the bottleneck is
+narrow instead of grouped, since there is no reason to save many channels; the last projection, instead of the
+norm, begins at zero; linear layers of the blocks without a bias, such as Llama's, get one of zeros. The head
+stays frozen, as in all methods compared here; the paper trains it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import nn
 
 from server_export.adapter.repeated_blocks import block_names
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import block_linears, merged
+from server_export.evidence.baselines.layers import block_linears, merge_layers
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
-# Tokens that a branch makes one of, and its width as a share of the model's.
+# Tokens that a branch pools into one, and its width as a share of the model's width.
 POOL, WIDTH_SHARE = 2, 1 / 8
 
 
 class LiteResidual(nn.Module):
-    """A bottleneck on pooled tokens that gives zeros until it is trained.
+    """A bottleneck on pooled tokens whose output is zero before training.
 
     Args:
         channels: width of the model.
-        seed: of the first projection's values.
+        seed: seed of the first projection's values.
     """
 
     def __init__(self, channels: int, seed: int) -> None:
@@ -46,17 +46,17 @@ class LiteResidual(nn.Module):
         bottleneck = max(1, round(WIDTH_SHARE * channels))
         self.reduce = nn.Linear(channels, bottleneck, bias=False)
         self.expand = nn.Linear(bottleneck, channels, bias=False)
-        draw = torch.Generator().manual_seed(seed)
-        nn.init.kaiming_uniform_(self.reduce.weight, nonlinearity="relu", generator=draw)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.kaiming_uniform_(self.reduce.weight, nonlinearity="relu", generator=generator)
         nn.init.zeros_(self.expand.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, length, channels] -> the same shape."""
+        """x [rows, length, channels] -> [rows, length, channels]."""
         reduced = self.expand(F.relu(self.reduce(pool_tokens(x))))
         return reduced.repeat_interleave(POOL, dim=1)[:, : x.shape[1]]
 
     def add(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A forward hook: the block's output with the branch's added."""
+        """Forward hook that adds the branch's output to the block's output."""
         states = args[0] if args else kwargs["hidden_states"]
         if isinstance(output, tuple):
             return (output[0] + self(states), *output[1:])
@@ -64,11 +64,10 @@ class LiteResidual(nn.Module):
 
 
 def pool_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Means of tokens [rows, length, channels] -> [rows, ceil(length / POOL), channels], none of later ones.
+    """Return causal means of tokens [rows, length, channels] -> [rows, ceil(length / POOL), channels].
 
-    Group j speaks for the tokens from j x POOL on and is the mean of the POOL tokens that end there, so that
-    a decoder's tokens don't see those to come, nor any token the padding behind it. The first token stands in
-    for those before it.
+    Group j serves the tokens from j x POOL on and is the mean of the POOL tokens that end at j x POOL: no
+    token sees later tokens or the padding after them. Before the first token, the first token is repeated.
     """
     rows, length, channels = x.shape
     groups = -(-length // POOL)
@@ -77,7 +76,7 @@ def pool_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Add what is missing to the problem's model, in place, and train it.
+    """Add biases, and branches if asked for, to the problem's model in place, and return their training.
 
     Raises:
         ConfigError: the model has no list of blocks.
@@ -89,8 +88,8 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagatio
 
 
 def train_biases(model: nn.Module) -> list[nn.Parameter]:
-    """All biases but the head's, with new ones of zeros for linear layers of the blocks that have none."""
-    for layer in merged(block_linears(model)).values():
+    """Return all biases but the head's; linear layers of the blocks without a bias get one of zeros."""
+    for layer in merge_layers(block_linears(model)).values():
         if layer.bias is None:
             layer.bias = nn.Parameter(torch.zeros(layer.out_features))
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -103,7 +102,7 @@ def train_biases(model: nn.Module) -> list[nn.Parameter]:
 
 
 def add_branches(model: nn.Module, seed: int) -> list[nn.Parameter]:
-    """Put a branch beside every block, in place; returns the branches' parameters."""
+    """Add a branch parallel to every block, in place, and return the branches' parameters."""
     parameters: list[nn.Parameter] = []
     for depth, name in enumerate(block_names(model)):
         block = model.get_submodule(name)

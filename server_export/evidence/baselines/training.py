@@ -1,4 +1,4 @@
-"""One baseline from its rows to its result: model, method, loop, test rows, summary."""
+"""Run one baseline: open the model, prepare the method, train, score test rows and write the summary."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from server_export.evidence.baselines.settings import BEST, BaselineSettings
 from server_export.oracle import load_base_model
 from server_export.quiet_libraries import quiet_libraries
 
-# Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
-# and what torch's optimizers import with their first step.
+# Imported before memory is measured, so that the libraries' memory isn't counted as the method's: the models,
+# and the modules that torch's optimizers import in their first step.
 _LOADED = (AutoModel, AutoModelForCausalLM, PreTrainedModel, torch._dynamo)
 
 
 def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineInputs) -> None:
-    """Train by the method of the settings and write the result.
+    """Train with the method of the settings and write the result.
 
     Raises:
-        PrgeError: the model isn't the bundle's, the method doesn't fit, or the training diverged.
-        KeyboardInterrupt: interrupted by the user.
+        PrgeError: the model isn't the bundle's, the method can't train it, or the training diverged.
+        KeyboardInterrupt: the user interrupted the run.
     """
     quiet_libraries()
     if settings.threads is not None:
@@ -81,12 +81,12 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     watcher = RunMonitor(settings, 0, lambda _: learner.rows, describe)
     with watcher, graceful_stop(watcher):
         watcher.note(inputs.report)
-        # There is no resuming, so that nothing is kept on the way.
+        # Baselines can't be resumed, so no checkpoints are written.
         train(learner, settings.loop_settings(checkpoint_every=0), watcher, lambda: watcher.stopped)
         if watcher.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
         watcher.stop_clock()
-        learner.take_best()
+        learner.load_best()
         if inputs.test:
             watcher.summary_facts["test"] = learner.score(inputs.test)
         learner.method.write(settings.out / FINAL)
@@ -95,14 +95,14 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
 
 
 class BaselineLearner:
-    """Implements prge.training.loop.Learner: parameters of a model, by a method in PyTorch.
+    """Implements prge.training.loop.Learner for a method in PyTorch.
 
-    `rows` are those that were computed.
+    `rows` counts the rows that were computed.
     """
 
     def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: TrainingMethod) -> None:
         problem = method.problem
-        # An encoder's heads are fitted before the first step.
+        # Heads of an encoder must be fitted on the untrained model.
         problem.prepare_heads()
         self.method = method
         self.progress = TrainingProgress()
@@ -118,7 +118,7 @@ class BaselineLearner:
 
     @property
     def best(self) -> Record | None:
-        """The evaluation of the best step."""
+        """The evaluation of the best step, or None before the first one."""
         return self._best and {name: figure for name, figure in self._best.items() if name != "value"}
 
     def step(self) -> tuple[Record, Measurement]:
@@ -152,20 +152,20 @@ class BaselineLearner:
         return record, True
 
     def score(self, examples: Sequence[Example]) -> Record:
-        """Score rows with the model as it is, by the driver's own code: a record as `evaluate` gives it."""
+        """Score rows with the current model by the driver's code and return a record of metrics."""
         problem, select, task = self.method.problem, self._settings.select, self._inputs.task
         head = problem.heads.head
         record, _ = evaluate(problem.engine, problem.adapter, examples, task, head=head, select=select)
         return record
 
     def save(self, best: bool = False) -> None:
-        """See Learner; nothing but the best parameters is kept."""
+        """See Learner; only the best parameters are saved."""
         if best:
             with as_run_error(self._file):
                 torch.save([parameter.detach() for parameter in self.method.trained], self._file)
 
-    def take_best(self) -> None:
-        """Give the method the best parameters, if there are any."""
+    def load_best(self) -> None:
+        """Load the best parameters into the method, if any were saved."""
         if self.best is not None:
             stored = torch.load(self._file, weights_only=True, mmap=True)
             for parameter, value in zip(self.method.trained, stored, strict=True):

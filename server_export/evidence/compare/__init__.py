@@ -1,1 +1,1 @@
-"""Training methods on one model, one frozen base and the same rows, compared at equal quality."""
+"""Compare training methods on one model, one frozen base and the same rows, at equal quality."""

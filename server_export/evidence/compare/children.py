@@ -1,4 +1,4 @@
-"""Verbs in processes of their own, their output in a file, and what a process takes that does nothing."""
+"""Run verbs in child processes with their output in a file, and measure an idle process's memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from prge.cli.subprocesses import exit_code_of
 from prge.formats.run_folder import as_run_error
 
-# Threads of torch spin while they wait, which costs the measured process its time.
+# torch's threads spin while they wait, which would slow the measured process down.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-# Imports what a run imports.
+# Imports the modules that a run imports.
 _IDLE = """
 import importlib, json
 from prge.cli.main import VERBS
@@ -26,7 +26,7 @@ print(json.dumps(PeakMemory().report()))
 
 
 def run_verb(words: Sequence[str], log: Path) -> int:
-    """Run `prge` with some words, append what it prints to `log`; returns its exit code."""
+    """Run `prge` with the given arguments, append its output to `log`, and return the exit code."""
     with as_run_error(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         stream = log.open("ab")
@@ -42,17 +42,17 @@ def run_verb(words: Sequence[str], log: Path) -> int:
         )
 
 
-def last_words(log: Path, lines: int = 2) -> str:
-    """The last lines of a log: what a failed verb said."""
+def last_lines(log: Path, lines: int = 2) -> str:
+    """Return the last lines of a log, such as the error message of a failed verb."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines_of_verb = [line for line in text.splitlines() if line.strip() and not line.startswith("$ prge ")]
     return "\n".join(lines_of_verb[-lines:])
 
 
 def idle_memory() -> int | None:
-    """Peak bytes of a runner that does nothing; None where the system doesn't count it."""
+    """Return the peak bytes of an idle runner, or None if the system doesn't report them."""
     command = [sys.executable, "-c", _IDLE]
     environment = {**_ENVIRONMENT, **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    peak: int | None = json.loads(done.stdout)["peak_bytes"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak: int | None = json.loads(result.stdout)["peak_bytes"]
     return peak

@@ -1,4 +1,4 @@
-"""`prge compare`: training methods on one model, one frozen base and the same rows, at equal quality."""
+"""`prge compare`: compare training methods on one model, one frozen base and the same rows."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns 1 where a method failed. See `prge compare --help`."""
+    """Run the verb and return 1 if a method failed. See `prge compare --help`."""
     settings = parse_settings(CompareSettings, argv, "prge compare")
     result = compare(settings, f"prge compare {shlex.join(argv)}")
     write_report(result, settings.out, settings.json)
     failed = [name for name, method in result["methods"].items() if method["failures"]]
     print(settings.out / PAGE)
     if failed:
-        print(f"failed, in full or in part: {', '.join(failed)}; the report says why")
+        print(f"Some or all runs failed: {', '.join(failed)}. The report lists the errors.")
     return FAILED if failed else 0
 
 
 def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> dict[str, Any]:
-    """Do all that isn't done yet, and write result.json; returns its content.
+    """Do the work that isn't done yet, write result.json, and return its content.
 
     Raises:
-        PrgeError: settings, data or folder can't be used. A method's failure raises nothing: it is recorded.
+        PrgeError: settings, data or folder can't be used. A method's failure is recorded and not raised.
     """
     comparison = Comparison(settings, verb)
     settings = comparison.settings
@@ -61,7 +61,7 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
-    """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
+    """Write report.md, report.html and the charts of a result, and its figures as JSON if asked for."""
     from prge.report.charts import standalone_svg
     from prge.report.rendering import to_html, to_markdown
     from server_export.evidence.compare.content import compose

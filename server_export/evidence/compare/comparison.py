@@ -1,7 +1,7 @@
-"""The work of a comparison: bundles, searches and runs in one folder, whatever is there already left alone.
+"""Carry out a comparison in one folder: export, searches and runs; finished parts are kept.
 
 config.yaml  settings     data/       the rows of all methods      runs/METHOD-SEED/           reported runs
-bundle/      the export   measured/   a few steps a method         search/METHOD-RATE/         trials
+bundle/      the export   measured/   a few steps of each method   search/METHOD-RATE/         trials
 model/       random weights           result.json, report.*        figures/
 """
 
@@ -24,8 +24,8 @@ from prge.formats.bundle import file_sha256, open_bundle
 from prge.formats.documents import DocumentError, read_yaml
 from prge.formats.run_folder import read_metrics
 from prge.system.atomic import write_file
-from server_export.evidence.compare.budget import growing, steps_within
-from server_export.evidence.compare.children import last_words, run_verb
+from server_export.evidence.compare.budget import evaluation_steps, steps_within
+from server_export.evidence.compare.children import last_lines, run_verb
 from server_export.evidence.compare.methods import (
     METHODS,
     ComparedMethod,
@@ -50,43 +50,43 @@ from server_export.tune.rates import best_rate, grid_losses, rates_around
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
 MEASURED_STEPS = 8
-# Of trials: evaluations, steps as a share of a reported run's, and how many times apart two rates are.
+# Trials: number of evaluations, steps as a share of a reported run's, and the factor between two rates.
 TRIAL_EVALUATIONS, TRIAL_SHARE, FACTOR = 4, 0.5, 3.0
-# What may change between calls: the rest of a comparison stays what it was begun as.
-_FREE = ("out", "json", "preset", "methods", "seeds")
+# Settings that may change between calls; the others are fixed when a comparison begins.
+_CHANGEABLE = ("out", "json", "preset", "methods", "seeds")
 
 Verb = Callable[[list[str], Path], int]
 
 
 class MethodError(PrgeError):
-    """One method can't go on; the others can."""
+    """One method failed; the others can go on."""
 
 
 class RunDivergedError(MethodError):
-    """A run ended because its loss grew: the learning rate's fault."""
+    """A run diverged; the learning rate is too high."""
 
 
 class Comparison:
-    """One comparison in its folder.
+    """A comparison in its folder.
 
-    `verb` runs `prge` with some words, appends to a log file and returns the exit code.
+    `verb` runs `prge` with arguments, appends to a log file and returns the exit code.
     """
 
     def __init__(self, settings: CompareSettings, verb: Verb = run_verb) -> None:
         self.out = settings.out.resolve()
-        self.settings = settings = _dated(settings, self.out / CONFIG)
+        self.settings = settings = _with_date(settings, self.out / CONFIG)
         self.methods = chosen_methods(settings.methods, settings.batch_size)
         self.verb = verb
         self.rows: dict[str, Path] = {}
         self._bundle = self.out / "bundle"
-        # What can't be exported is refused before anything is written.
+        # Refuse bad export settings before anything is written.
         ExportConfig(**export_settings(settings, self._bundle))
 
     def prepare(self) -> None:
-        """Write the settings, the rows and the bundle, or check that they are those of the folder.
+        """Write the settings, the rows and the bundle, or check that the folder has the same ones.
 
         Raises:
-            RunError: the folder holds something else, or another comparison; or the export failed.
+            RunError: the folder holds other files or another comparison, or the export failed.
             DataError: the rows can't be used.
         """
         stored = self.out / CONFIG
@@ -95,14 +95,14 @@ class Comparison:
                 content = read_yaml(stored)
             except DocumentError as error:
                 raise RunError(
-                    f"{stored} can't be read: {error}",
+                    f"cannot read {stored}: {error}",
                     remedy="give another folder with --out",
                     code="file-unreadable",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
-                f"{self.out} holds something that is no comparison: it has no {CONFIG}",
+                f"{self.out} is not empty and holds no comparison: it has no {CONFIG}",
                 remedy="give an empty or new folder with --out",
                 code="not-a-comparison",
             )
@@ -114,26 +114,26 @@ class Comparison:
             from server_export.quiet_libraries import quiet_libraries
 
             quiet_libraries()
-            _log(f"random weights for {name}")
+            _log(f"{name}: writing random weights")
             save_random_model(self.out / "model", name)
         if not self._bundle.is_dir():
             _log(f"{self._bundle.name}: exporting")
             log = self.out / "bundle.txt"
-            chosen = export_settings(self.settings, self._bundle)
-            code = self.verb(write_verb_config("export", chosen, log.with_suffix(".yaml")), log)
+            verb_settings = export_settings(self.settings, self._bundle)
+            code = self.verb(write_verb_config("export", verb_settings, log.with_suffix(".yaml")), log)
             if code:
                 raise RunError(
-                    f"`prge export` ended with code {code}: {last_words(log)}",
-                    remedy=_where_to_read(log),
+                    f"`prge export` ended with code {code}: {last_lines(log)}",
+                    remedy=_point_to_log(log),
                     code="verb-failed",
                 )
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """All searches, then all runs: what the result keeps of every method, failures among it.
+        """Do all searches and runs and return the result of every method, including failures.
 
-        Seed by seed, so that a machine that becomes slower does so for every method.
+        Runs go seed by seed, so that a machine that becomes slower slows all methods down.
         """
-        results = {method.name: _blank(method) for method in self.methods}
+        results = {method.name: _empty_result(method) for method in self.methods}
         plans = {method.name: self._tune(method, results[method.name]) for method in self.methods}
         for seed in self.settings.seeds:
             for method in self.methods:
@@ -143,14 +143,14 @@ class Comparison:
         return results
 
     def hashes(self) -> dict[str, Any]:
-        """SHA-256 of the rows of each split, and of the bundle's manifest."""
+        """Return SHA-256 hashes of the rows of each split and of the bundle's manifest."""
         return {
             **{f"{split} rows": file_sha256(path) for split, path in self.rows.items()},
             "bundle": open_bundle(self._bundle).sha256,
         }
 
     def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> RunPlan | None:
-        """What the reported runs of a method are to do; None where it can't be known."""
+        """Return the plan of a method's reported runs, or None if it failed before them."""
         try:
             steps = self._steps(method)
             result["learning_rate"] = rate = self._choose_rate(method, steps, result["search"])
@@ -159,9 +159,9 @@ class Comparison:
             result["failures"].append(str(failure))
             return None
         batch_size = self.settings.batch_size
-        # The step that computes most, whether its method takes part or not: later calls may bring it in.
+        # The most expensive step of all methods, chosen or not: a later call may add its method.
         first = max(each.rows(batch_size) for each in METHODS.values())
-        evaluate_at = growing(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
+        evaluate_at = evaluation_steps(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
         return RunPlan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
 
     def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
@@ -177,26 +177,26 @@ class Comparison:
             result["failures"].append(f"seed {plan.seed}: {failure}")
 
     def _steps(self, method: ComparedMethod) -> int:
-        """Steps of a reported run; a short one without evaluations measures their time and memory."""
+        """Return the steps of a reported run; a short run without evaluations measures time and memory."""
         settings, seconds = self.settings, None
         plan = RunPlan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
         measured = self._train(method, plan, self.out / "measured" / method.name)
         if settings.budget == "seconds":
-            # The first step warms caches up.
+            # The first step warms up caches.
             seconds = statistics.median(list(step_seconds(read_metrics(measured)).values())[1:])
         return steps_within(settings.budget, settings.budget_value, method.rows(settings.batch_size), seconds)
 
     def _choose_rate(self, method: ComparedMethod, steps: int, trials: list[dict[str, Any]]) -> float:
-        """The learning rate of the best trial on development rows; `trials` takes what was tried.
+        """Return the learning rate of the best trial on development rows; trials are appended to `trials`.
 
         Raises:
-            MethodError: a trial failed otherwise than by divergence, or all diverged.
+            MethodError: a trial failed for another reason than divergence, or all diverged.
         """
         if self.settings.search_trials == 1:
             return self._centre(method)
         trial_steps = max(1, round(steps * TRIAL_SHARE))
         evaluate_at = (*range(0, trial_steps, -(-trial_steps // TRIAL_EVALUATIONS)), trial_steps)
-        messages = ["no trial ended with a finite loss"]
+        failures = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
             plan = RunPlan(trial_steps, rate, SEARCH_SEED, evaluate_at)
@@ -205,7 +205,7 @@ class Comparison:
                     self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
                 )
             except RunDivergedError as failure:
-                messages.append(str(failure))
+                failures.append(str(failure))
                 trial_loss = None
             trials.append({"learning_rate": rate, "loss": trial_loss, "steps": trial_steps})
             return math.inf if trial_loss is None else trial_loss
@@ -214,43 +214,43 @@ class Comparison:
         rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
         trials.sort(key=lambda trial: float(trial["learning_rate"]))
         if rate is None:
-            raise MethodError(messages[-1], code="all-rates-diverged")
+            raise MethodError(failures[-1], code="all-rates-diverged")
         return rate
 
     def _train(self, method: ComparedMethod, plan: RunPlan, folder: Path) -> Path:
-        """A finished run in `folder`, from before, gone on with, or new; returns its run folder.
+        """Finish, resume or start a run in `folder` and return its run folder.
 
         Raises:
-            MethodError: with the last words of the failed command.
+            MethodError: the command failed; the message has its last lines.
         """
-        run, place = folder / RUN, folder.relative_to(self.out)
+        run, name = folder / RUN, folder.relative_to(self.out)
         if is_finished(run):
             return run
         wait_until_free(run)
         if method.estimator is not None and (run / CONFIG).is_file():
-            words = ["run", "--resume", str(run)]
+            arguments = ["run", "--resume", str(run)]
         else:
             shutil.rmtree(run, ignore_errors=True)
             verb = "baseline" if method.estimator is None else "run"
-            chosen = run_settings(method, self.settings, plan, self._bundle, self.rows, run)
-            words = write_verb_config(verb, chosen, folder / f"{verb}.yaml")
-        _log(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
+            verb_settings = run_settings(method, self.settings, plan, self._bundle, self.rows, run)
+            arguments = write_verb_config(verb, verb_settings, folder / f"{verb}.yaml")
+        _log(f"{name}: {plan.steps} steps with learning rate {plan.learning_rate:g}")
         log = folder / OUTPUT
-        code = self.verb(words, log)
+        code = self.verb(arguments, log)
         if summary_of(run).get("run", {}).get("status") == "diverged":
             raise RunDivergedError(
-                f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log), code="diverged"
+                f"{name} diverged: {last_lines(log)}", remedy=_point_to_log(log), code="diverged"
             )
         if code or not is_finished(run):
-            raise _failed(place, words[0], code, log)
+            raise _failed(name, arguments[0], code, log)
         return run
 
     def _score(self, run: Path, folder: Path) -> dict[str, Any]:
-        """Test figures of an engine run; those of PyTorch have them."""
+        """Return the test figures of an engine run; PyTorch runs have them in their summary."""
         path, partial = folder / TEST, folder / f".{TEST}"
         if not path.is_file():
-            chosen = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
-            code = self.verb(write_verb_config("eval", chosen, folder / "eval.yaml"), folder / OUTPUT)
+            verb_settings = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
+            code = self.verb(write_verb_config("eval", verb_settings, folder / "eval.yaml"), folder / OUTPUT)
             if code:
                 raise _failed(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
             partial.rename(path)
@@ -264,7 +264,7 @@ class Comparison:
         changed = [
             f"{name} was {shown(stored.get(name))}, is {shown(value)}"
             for name, value in now.items()
-            if name not in _FREE and stored.get(name) != value
+            if name not in _CHANGEABLE and stored.get(name) != value
         ]
         if changed:
             raise RunError(
@@ -274,8 +274,8 @@ class Comparison:
             )
 
 
-def _dated(settings: CompareSettings, stored: Path) -> CompareSettings:
-    """The settings with the date that the comparison began with, or with today's for a new one."""
+def _with_date(settings: CompareSettings, stored: Path) -> CompareSettings:
+    """Return the settings with the date of the existing comparison, or with today's for a new one."""
     if settings.date or not stored.is_file():
         return settings.with_date()
     try:
@@ -287,20 +287,20 @@ def _dated(settings: CompareSettings, stored: Path) -> CompareSettings:
 
 
 def _log(text: str) -> None:
-    # Into a file or pipe too at once: a comparison takes long.
+    # Flushed for files and pipes: a comparison takes long.
     print(text, flush=True)
 
 
-def _failed(place: Path, verb: str, code: int, log: Path) -> MethodError:
-    message = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
-    return MethodError(message, remedy=_where_to_read(log), code="verb-failed")
+def _failed(name: Path, verb: str, code: int, log: Path) -> MethodError:
+    message = f"{name}: `prge {verb}` ended with code {code}: {last_lines(log)}"
+    return MethodError(message, remedy=_point_to_log(log), code="verb-failed")
 
 
-def _where_to_read(log: Path) -> str:
-    return f"all it said: {log}"
+def _point_to_log(log: Path) -> str:
+    return f"see {log} for its whole output"
 
 
-def _blank(method: ComparedMethod) -> dict[str, Any]:
+def _empty_result(method: ComparedMethod) -> dict[str, Any]:
     return {
         "title": method.title,
         "family": "pytorch" if method.estimator is None else "engine",

@@ -1,4 +1,4 @@
-"""What a report says, in which order: where backpropagation wins comes first."""
+"""Compose the content of a report; it begins with the figures in which backpropagation wins."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from server_export.evidence.compare.outcome import (
     Figure,
     Outcome,
     Result,
-    compared,
     has_quality,
+    reported_figures,
 )
 
 NONE = "–"
@@ -32,11 +32,11 @@ _VERDICTS = {
 
 
 def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> Iterator[Block]:
-    """The blocks of a report.
+    """Yield the blocks of a report.
 
     Args:
-        result: of a comparison.
-        outcome: its judgement.
+        result: result of a comparison.
+        outcome: figures and winners of the result.
         pictures: SVG by name.
     """
     methods = result["methods"]
@@ -53,9 +53,10 @@ def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> It
     yield _summary_table(result, outcome)
     yield Paragraph(
         f"Means over {_count(len(result['settings']['seeds']), 'seed')}, with the range in brackets. Peak "
-        f"memory is over that of an idle runner, {_mb(result['idle_bytes'])}, the same for all methods: what "
-        "PyTorch itself takes counts, as a device needs it too. “not reached” counts the seeds that did not "
-        "get to the target. Tokens of training rows count once, however many copies of a row a step computes."
+        f"memory is above that of an idle runner, {_mb(result['idle_bytes'])}, the same for all methods: the "
+        "memory of PyTorch itself counts, since a device needs it too. “not reached” counts the seeds that "
+        "did not reach the target. A token of a training row counts once, however many copies of its row a "
+        "step computes."
     )
     for name, svg in pictures.items():
         yield Picture(svg, CAPTIONS[name], name)
@@ -69,7 +70,7 @@ def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
     if len(sides) < 2:
         yield Heading(_VERDICTS["backward"])
         missing = "backward" if True in sides else "forward" if sides else "any"
-        yield Paragraph(f"Not known: no method with gradients from {missing} passes has a finished run here.")
+        yield Paragraph(f"Unknown: no method with gradients from {missing} passes has a finished run.")
         return
     for winner, title in _VERDICTS.items():
         duels = [duel for duel in outcome.duels if duel.winner == winner]
@@ -80,17 +81,17 @@ def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
 
 
 def _sides_text(duel: Duel, outcome: Outcome) -> str:
-    """The best of both sides in a figure, the better one first, and how many times apart they are."""
+    """Return a sentence about the best method of each side in a figure, the better one first."""
     names = [name for name in (duel.backward, duel.forward) if name is not None]
     if duel.winner == "forward":
         names.reverse()
     sides = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
     if len(sides) < 2:
-        return f"{sides[0]}; of the others none got there with every seed"
+        return f"{sides[0]}; no other method reached the target with every seed"
     text = f"{sides[0]}, against {sides[1]}"
     if duel.ratio is None:
         return text
-    # The larger over the smaller reads best.
+    # The larger over the smaller is easier to read.
     ratio = duel.ratio
     if ratio.value < 1:
         ratio = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
@@ -116,13 +117,14 @@ def _target_text(outcome: Outcome) -> str:
         return f"There is no target: {target.origin}."
     return (
         f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and rows to "
-        "it are where a run's curve first reaches it, interpolated linearly between the two evaluations "
-        "around that point. “<” is an upper bound: the first evaluation on the way had passed it."
+        "the target are measured where a run's curve first reaches it, interpolated linearly between the two "
+        "evaluations around that point. “<” is an upper bound: the first evaluation was already below the "
+        "target."
     )
 
 
 def _summary_table(result: Result, outcome: Outcome) -> Table:
-    figures = compared(result)
+    figures = reported_figures(result)
     header = [f"{figure.title}, {unit}" if (unit := _unit(figure)) else figure.title for figure in figures]
     rows = [
         (name, *(_value(figure, outcome.figures[name][figure.key], "") for figure in figures))
@@ -132,7 +134,7 @@ def _summary_table(result: Result, outcome: Outcome) -> Table:
 
 
 def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
-    figures, methods = compared(result), result["methods"]
+    figures, methods = reported_figures(result), result["methods"]
     others = [name for name, method in methods.items() if name != REFERENCE and method["runs"]]
     if not others or not methods.get(REFERENCE, {}).get("runs"):
         return
@@ -154,14 +156,14 @@ def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
     ]
     yield Table(tuple(header), tuple(rows))
     yield Paragraph(
-        "Ratios are geometric means over the seeds at which both have the figure, differences are means; in "
-        "brackets 95 % bootstrap intervals, paired by seed. With so few seeds they are too narrow: take them "
-        "for the least noise there is."
+        "Ratios are geometric means over the seeds for which both methods have the figure; differences are "
+        "means. Brackets hold 95 % bootstrap intervals, paired by seed. With so few seeds they are too "
+        "narrow: the real noise is larger."
     )
 
 
 def _against(figure: Figure, own: Spread, other: Spread) -> str:
-    """A ratio or a difference of two spreads, with its interval."""
+    """Return the ratio or the difference of two spreads with its interval, as text."""
     if not figure.as_ratio:
         gap = paired_gap(own.resolved, other.resolved)
         return NONE if gap is None else _with_ends(gap, "+.2f" if figure.unit == "%" else "+.3f")
@@ -174,18 +176,18 @@ def _searches(result: Result) -> Iterator[Block]:
     trials = result["settings"]["search_trials"]
     yield Heading("Learning rates")
     if trials == 1:
-        yield Paragraph("No search: each method has its default rate.")
+        yield Paragraph("There was no search: each method uses its default rate.")
         return
     yield Paragraph(
-        f"Each method had {trials} rates tried on development rows, with a seed that is none of the reported "
-        "ones, and half a run's budget each; one more where the best was at the edge. The best loss of a "
-        "trial decided."
+        f"{trials} rates were tried for each method on development rows, with half a run's budget each and a "
+        "seed that isn't reported; one more rate was tried if the best was at the edge. The rate of the "
+        "trial with the best loss was chosen."
     )
     rows = []
     for name, method in result["methods"].items():
         rate, rates = method["learning_rate"], [trial["learning_rate"] for trial in method["search"]]
         tried = [f"{trial['learning_rate']:g}: {_number(trial['loss'])}" for trial in method["search"]]
-        # A better one may lie beyond.
+        # A better rate may lie beyond the tried ones.
         edge = ", at the edge" if rates and rate in (min(rates), max(rates)) else ""
         rows.append((name, NONE if rate is None else f"{rate:g}{edge}", ", ".join(tried) or NONE))
     yield Table(("method", "chosen", "loss by rate tried"), tuple(rows), labels=3)
@@ -203,24 +205,24 @@ def _how(result: Result) -> Iterator[Block]:
     yield Heading("How it was run")
     yield Bullets(
         (
-            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward counts as "
-            "two forwards. Evaluations on development rows are left out of rows and seconds. They come after "
-            f"the same rows for all methods, each time {settings['evaluation_growth']:g} times as many.",
-            f"Rows: {counts['train']:,} to train on, {counts['dev']:,} for development, {counts['test']:,} "
-            "to test, the same files for all methods; a seed orders them the same way for all. Test rows are "
+            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward pass counts "
+            "as two forward passes. Evaluations on development rows don't count as rows or seconds. They "
+            f"come after the same rows for all methods, by factors of {settings['evaluation_growth']:g}.",
+            f"Rows: {counts['train']:,} for training, {counts['dev']:,} for development, {counts['test']:,} "
+            "for tests. All methods read the same files in the same order for a seed. Test rows are "
             "read once, at a run's best step on development rows.",
-            f"Frozen weights: {settings['quantize']}, the same values for all methods. Optimizer: "
+            f"Frozen weights: {settings['quantize']}, with the same values for all methods. Optimizer: "
             f"{settings['optimizer']}{''.join(own)}, {settings['schedule']}; "
-            f"{_count(settings['threads'], 'thread')}. A step of a method with several queries has that part "
-            f"of the {settings['batch_size']} examples: queries x examples is the same.",
-            f"Steps: {'; '.join(steps)}. The schedule spans a run's whole budget: what a curve reaches on "
-            "the way, a shorter run may reach sooner.",
+            f"{_count(settings['threads'], 'thread')}. A step of a method with several queries has fewer "
+            f"examples: queries x examples is always {settings['batch_size']}.",
+            f"Steps: {'; '.join(steps)}. The schedule spans a run's whole budget: a shorter run may reach a "
+            "loss of the curve sooner.",
             "A run is a process of its own; its peak is max(VmHWM, VmRSS + VmSwap). Memory over the loaded "
-            "model is of a run of a few steps without evaluations: its peak less what was there before the "
-            "first step, without pages of files; it isn't known where loading took more.",
+            "model is measured in a run of a few steps without evaluations: the peak minus the memory before "
+            "the first step, without pages of files; it is unknown if loading took more.",
         )
     )
-    yield Heading("Where, and with what")
+    yield Heading("Environment")
     yield Code(result["command"])
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     yield Bullets(
@@ -234,12 +236,12 @@ def _how(result: Result) -> Iterator[Block]:
 
 
 def _unit(figure: Figure) -> str:
-    """A figure's unit where its title doesn't have it."""
+    """Return a figure's unit, or an empty text if its title has the unit."""
     return "" if figure.unit == "rows" else figure.unit
 
 
 def _value(figure: Figure, spread: Spread, unit: str | None = None) -> str:
-    """A figure over seeds: mean and range, with its own unit or another."""
+    """Return the mean and range of a figure over seeds as text, with its own unit or another."""
     total = spread.censored + len(spread.values)
     if spread.ends is None:
         reached = figure.key.endswith("_to_target") and spread.censored

@@ -1,21 +1,24 @@
-"""The pictures of a report: loss against seconds and rows."""
+"""Draw the charts of a report: loss against seconds and rows."""
 
 from __future__ import annotations
 
 from prge.report.charts import Line, line_chart
 from server_export.evidence.compare.outcome import Outcome, Result, has_quality
 
-_AXES = {"seconds": "seconds of training", "rows": "rows computed, a backward counted as two forwards"}
+_AXES = {
+    "seconds": "seconds of training",
+    "rows": "rows computed; a backward pass counts as two forward passes",
+}
 
 
 def draw_all(result: Result, outcome: Outcome) -> dict[str, str]:
-    """SVG texts by name; one that has nothing to show is left out."""
-    drawn = {f"loss-{axis}": _curves(result, outcome, axis) for axis in _AXES if has_quality(result)}
-    return {name: svg for name, svg in drawn.items() if svg}
+    """Return SVG texts by name, without charts that have no data."""
+    charts = {f"loss-{axis}": _curves(result, outcome, axis) for axis in _AXES if has_quality(result)}
+    return {name: svg for name, svg in charts.items() if svg}
 
 
 def _curves(result: Result, outcome: Outcome, axis: str) -> str:
-    """Mean and range over seeds at the evaluations that all seeds have; the start is a level."""
+    """Draw mean and range over seeds at the evaluations that all seeds have; the start is a level."""
     lines, starts = [], []
     for hue, (name, method) in enumerate(result["methods"].items()):
         points, band = [], []

@@ -1,4 +1,4 @@
-"""The methods that can be compared: what each is, and the settings that export, train and score it."""
+"""The methods that can be compared, and the settings that export, train and score them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from server_export.evidence.compare.settings import CompareSettings
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """One way to train.
+    """A training method in a comparison.
 
-    `title` says in a report what it is, `learning_rate` is the centre of its search. `forward_only`: its
-    gradients come from forward passes. One on the engine has an `estimator` of `prge run`; the others are of
-    `prge baseline`. The `queries` of a step share the batch: batch_size / queries examples a step. `run` are
-    settings of its own.
+    Attributes:
+        name: name of the method.
+        title: description for reports.
+        learning_rate: centre of the search for the learning rate.
+        forward_only: whether gradients come from forward passes.
+        run: settings of the method itself.
+        estimator: estimator of `prge run`; None for methods of `prge baseline`.
+        queries: queries of a step, which share the batch: a step has batch_size / queries examples.
     """
 
     name: str
@@ -35,11 +39,11 @@ class ComparedMethod:
     queries: int = 1
 
     def examples(self, batch_size: int) -> int:
-        """Training examples of a step."""
+        """Return the number of training examples in a step."""
         return max(1, batch_size // self.queries)
 
     def rows(self, batch_size: int) -> int:
-        """Rows that a step computes; a backward counts as two forwards."""
+        """Return the rows that a step computes; a backward pass counts as two forward passes."""
         if self.estimator is not None:
             each = ESTIMATORS[self.estimator].passes(self.run.get("queries", self.queries))
         else:
@@ -54,7 +58,7 @@ def _on_engine(
     title: str,
     directions: int | None = None,
 ) -> ComparedMethod:
-    """A method with random directions, by default as many as queries share its batch."""
+    """Return a method with random directions, by default one for each query."""
     run = {"queries": directions or queries}
     return ComparedMethod(name, title, 5e-3, True, run, estimator, queries)
 
@@ -78,7 +82,7 @@ METHODS: dict[str, ComparedMethod] = {
         _on_engine("p-rge-q16", "antithetic", 16, _DIFFERENCES.format("16 pairs")),
         _on_engine("tangent", "tangent", 4, _DERIVATIVES.format(4)),
         _on_engine("tangent-q16", "tangent", 16, _DERIVATIVES.format(16)),
-        # Seven perturbed copies and a clean one: as many as p-rge has.
+        # Seven perturbed copies and an unperturbed one are as many copies as p-rge has.
         _on_engine("fzoo", "fzoo", 4, _ONE_SIDED, directions=7),
         ComparedMethod("exact", _EXACT, 1e-2, False, {}, "exact"),
         *(_in_pytorch(name, entry) for name, entry in PYTORCH.items()),
@@ -87,10 +91,10 @@ METHODS: dict[str, ComparedMethod] = {
 
 
 def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod]:
-    """The methods of some names, in their order, each once.
+    """Return the methods with the given names, in order and without duplicates.
 
     Raises:
-        ConfigError: unknown ones, with the nearest that there is; or a batch that their queries don't divide.
+        ConfigError: a name is unknown, or the queries of a method don't divide the batch.
     """
     names = list(dict.fromkeys(names))
     problems = []
@@ -100,7 +104,9 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod
             problems.append(f"{name!r} is unknown" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         elif batch_size % METHODS[name].queries:
             queries = METHODS[name].queries
-            problems.append(f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple")
+            problems.append(
+                f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple of them"
+            )
     if problems:
         remedy = f"methods: {', '.join(METHODS)}"
         raise ConfigError("these methods can't be compared:", problems, remedy=remedy, code="no-such-method")
@@ -108,7 +114,7 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod
 
 
 def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
-    """Settings of `prge export` for the bundle of all methods; PyTorch's read its frozen base and lora_a."""
+    """Return settings of `prge export` for the one bundle of all methods."""
     if settings.adapter is not None:
         adapter: dict[str, Any] = {"start_adapter": settings.adapter}
     else:
@@ -126,7 +132,7 @@ def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What one run is to do."""
+    """The plan of one run."""
 
     steps: int
     learning_rate: float
@@ -143,7 +149,7 @@ def run_settings(
     rows: Mapping[str, Path],
     out: Path,
 ) -> dict[str, Any]:
-    """Settings of the verb that trains a method into the folder `out`; `rows` are files by split."""
+    """Return settings of the verb that trains a method into the folder `out`; `rows` holds files by split."""
     chosen: dict[str, Any] = {
         **_shared(settings, bundle),
         "train": rows["train"],
@@ -170,8 +176,8 @@ def run_settings(
             "estimator": method.estimator,
             "batch_size": method.examples(settings.batch_size),
             "engine": settings.engine,
-            # One checkpoint, in the second half and right before an evaluation: its time is told as the
-            # evaluation's, so that no step seems to have taken it.
+            # One checkpoint, in the second half and right before an evaluation: its time is counted as the
+            # evaluation's and not as a step's.
             "checkpoint_every": next((step for step in plan.evaluate_at if 2 * step > plan.steps), 0),
         }
     return {**chosen, **method.run}
@@ -180,7 +186,7 @@ def run_settings(
 def test_settings(
     settings: CompareSettings, bundle: Path, rows: Path, run: Path, out: Path
 ) -> dict[str, Any]:
-    """Settings of `prge eval` that score an engine run's result on rows, into a JSON file."""
+    """Return settings of `prge eval` that score an engine run's result on rows into a JSON file."""
     own = {"data": rows, "adapter": run, "json": out, "engine": settings.engine}
     return {**_shared(settings, bundle), **own}
 

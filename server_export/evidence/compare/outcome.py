@@ -1,4 +1,4 @@
-"""What a stored comparison comes to: its target, the figures of every method, who is ahead in which."""
+"""Evaluate a stored comparison: its target, the figures of every method, and the winner of each figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LossTarget:
-    """The loss to reach on development rows, and where it comes from; None where there is none."""
+    """The loss to reach on development rows, or None without a target, and a description of its origin."""
 
     value: float | None
     origin: str
@@ -33,7 +33,7 @@ class LossTarget:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that methods are compared in; differences up to `noise` of it mean nothing."""
+    """A figure that methods are compared by; differences up to a share `noise` of it are ignored."""
 
     key: str
     title: str
@@ -57,20 +57,20 @@ FIGURES = (
 
 
 def has_quality(result: Result) -> bool:
-    """Whether what the model learns means anything: of random weights only time and memory do."""
+    """Return whether losses are meaningful; with random weights, only time and memory are."""
     return not str(result["settings"]["model"]).startswith("random:")
 
 
-def compared(result: Result) -> list[Figure]:
-    """The figures that a comparison is about."""
+def reported_figures(result: Result) -> list[Figure]:
+    """Return the figures that a comparison reports."""
     return [figure for figure in FIGURES if has_quality(result) or not figure.of_quality]
 
 
 def find_target(result: Result) -> LossTarget:
-    """The given target, or a share of the way from the start to the best of the reference."""
+    """Return the settings' target, or a share of the way from the start to the reference's best loss."""
     settings, methods = result["settings"], result["methods"]
     if not has_quality(result):
-        return LossTarget(None, "the weights are random, so that only time and memory mean anything")
+        return LossTarget(None, "the weights are random, so only time and memory are meaningful")
     if settings["target"] is not None:
         return LossTarget(settings["target"], "given")
     name = next((name for name in (REFERENCE, *methods) if methods.get(name, {}).get("runs")), None)
@@ -90,14 +90,14 @@ def find_target(result: Result) -> LossTarget:
 
 
 def figures_of(method: Mapping[str, Any], target: LossTarget, idle_bytes: int | None) -> dict[str, Spread]:
-    """Every figure of a method over its seeds, by key."""
+    """Return every figure of a method over its seeds, by key."""
     runs, idle = method["runs"], idle_bytes or 0
     figures: dict[str, Callable[[Run], float | None]] = {
-        "test_accuracy": lambda run: _scaled(run["test"].get("accuracy"), 100),
+        "test_accuracy": lambda run: _scale(run["test"].get("accuracy"), 100),
         "test_loss": lambda run: run["test"].get("loss"),
-        "peak_mb": lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, idle),
-        "own_peak_mb": lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, run["own_idle_bytes"] or idle),
-        "activation_mb": lambda run: _scaled(run["activation_bytes"], 1 / MEGABYTE),
+        "peak_mb": lambda run: _scale(run["peak_bytes"], 1 / MEGABYTE, idle),
+        "own_peak_mb": lambda run: _scale(run["peak_bytes"], 1 / MEGABYTE, run["own_idle_bytes"] or idle),
+        "activation_mb": lambda run: _scale(run["activation_bytes"], 1 / MEGABYTE),
         "tokens_per_second": lambda run: run["tokens_per_second"],
     }
     return {
@@ -109,10 +109,10 @@ def figures_of(method: Mapping[str, Any], target: LossTarget, idle_bytes: int | 
 
 @dataclass(frozen=True)
 class Duel:
-    """The best of the forward-only methods and the best of the others in one figure.
+    """The best forward-only method against the best other method in one figure.
 
-    `ratio` is forward / other, paired by seed, for figures that are compared so. `winner` is "forward",
-    "backward", "tie", or None where one side has no figure.
+    `ratio` is forward / backward, paired by seed, for figures that are compared as ratios. `winner` is
+    "forward", "backward", "tie", or None if one side lacks the figure.
     """
 
     figure: Figure
@@ -124,7 +124,7 @@ class Duel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a report says in numbers."""
+    """The target, figures and winners of a comparison."""
 
     target: LossTarget
     figures: Mapping[str, Mapping[str, Spread]]
@@ -132,27 +132,27 @@ class Outcome:
 
 
 def judge(result: Result) -> Outcome:
-    """Judge a stored comparison."""
+    """Return the outcome of a stored comparison."""
     target = find_target(result)
     figures = {
         name: figures_of(method, target, result["idle_bytes"]) for name, method in result["methods"].items()
     }
     duels = []
-    for figure in compared(result):
+    for figure in reported_figures(result):
         column = {name: spreads[figure.key] for name, spreads in figures.items()}
-        # A token teaches methods differently much: where there is quality, time to it is what counts.
+        # Methods learn differently much from a token: if losses are meaningful, time to the target counts.
         if figure.key != "tokens_per_second" or not has_quality(result):
             duels.append(_duel(result, figure, column))
     return Outcome(target, figures, tuple(duels))
 
 
 def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
-    """The figures that `--json` writes: fractions for accuracies, null for what is not known."""
+    """Return the figures that `--json` writes: accuracies as fractions, null for unknown values."""
     methods = {
         name: {
             **{key: method[key] for key in ("title", "family", "forward_only", "learning_rate", "failures")},
             **{
-                key: _numbers(spread, 0.01 if key == "test_accuracy" else 1.0)
+                key: _summarize_spread(spread, 0.01 if key == "test_accuracy" else 1.0)
                 for key, spread in outcome.figures[name].items()
             },
         }
@@ -161,17 +161,17 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
     return {
         "target": vars(outcome.target),
         "methods": methods,
-        "idle_mb": _scaled(result["idle_bytes"], 1 / MEGABYTE),
+        "idle_mb": _scale(result["idle_bytes"], 1 / MEGABYTE),
         "hashes": result["hashes"],
         "meta": result["meta"],
     }
 
 
-def _numbers(spread: Spread, scale: float) -> dict[str, Any]:
+def _summarize_spread(spread: Spread, scale: float) -> dict[str, Any]:
     low, high = spread.ends or (None, None)
-    marks = {"mean": spread.mean, "lowest": low, "highest": high}
+    statistics = {"mean": spread.mean, "lowest": low, "highest": high}
     return {
-        **{name: None if mark is None else mark * scale for name, mark in marks.items()},
+        **{name: None if value is None else value * scale for name, value in statistics.items()},
         "seeds": len(spread.values),
         "censored": spread.censored,
         "bounded": len(spread.bounded),
@@ -179,7 +179,7 @@ def _numbers(spread: Spread, scale: float) -> dict[str, Any]:
 
 
 def _to_target(runs: Any, target: LossTarget, axis: str) -> Spread:
-    """Where on an axis, `seconds` or `rows`, each run first reaches the target."""
+    """Return where each run first reaches the target on an axis, `seconds` or `rows`."""
     if target.value is None:
         return Spread({}, len(runs))
     crossings = {
@@ -196,12 +196,12 @@ def _spread(figures: Mapping[int, float | None]) -> Spread:
     return Spread(values, len(figures) - len(values))
 
 
-def _scaled(value: float | None, scale: float, offset: float = 0) -> float | None:
+def _scale(value: float | None, scale: float, offset: float = 0) -> float | None:
     return None if value is None else max(0.0, value - offset) * scale
 
 
 def _noise(result: Result, figure: Figure, column: Mapping[str, Spread]) -> float:
-    """Differences that mean nothing: of an accuracy, the standard error on so many test rows."""
+    """Return the difference that counts as noise; for an accuracy, the standard error on the test rows."""
     means = [spread.mean / 100 for spread in column.values() if spread.mean is not None]
     if figure.key != "test_accuracy" or not means:
         return figure.noise

@@ -1,4 +1,4 @@
-"""The rows of a comparison: chosen once, written as files that every method reads whole."""
+"""Choose the rows of a comparison once and write them as files that every method reads in full."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from server_export.evidence.compare.settings import CompareSettings
 
 
 def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
-    """Write train.jsonl, dev.jsonl and test.jsonl; returns them by split.
+    """Write train.jsonl, dev.jsonl and test.jsonl and return their paths by split.
 
     Raises:
-        DataError: rows can't be read, nothing is left of a file, or one row would be in two splits.
-        RunError: the files are there with other rows.
+        DataError: rows can't be read, a split would be empty, or a row would be in two splits.
+        RunError: the files exist with other rows.
     """
     selections: dict[Part, Selection] = {
         "train": Selection(settings.train_start, settings.train_limit, settings.shuffle_seed),
@@ -43,7 +43,7 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
         raise DataError(
             "splits must not share rows",
             [f"{both} share {count} rows" for both, count in shared.items()],
-            remedy="set the starts and limits apart",
+            remedy="choose starts and limits that don't overlap",
             code="splits-share-rows",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,19 +57,22 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
             write_file(path, content)
         elif path.read_bytes() != content:
             raise RunError(
-                f"{path} holds other rows than {settings.rows_file(split)} has now",
-                remedy="begin a new comparison in another folder",
+                f"{path} holds other rows than the current {settings.rows_file(split)}",
+                remedy="start a new comparison in another folder",
                 code="rows-changed",
             )
     return written
 
 
 def _report_unread(source: RowSource, task: Task | None) -> None:
-    """Print which columns no method reads; the methods' runs print those that a chat template reads."""
+    """Print the columns that no method reads.
+
+    Columns that only a chat template reads are not printed here but by the methods' runs.
+    """
     if task is not None:
         read = {*task.needed_columns(), *task.needed_columns(encoder=True)}
     else:
         form = find_form(source.rows, source.name, source.renamed)
-        read = {*form.columns, *form.optional, *form.of_chats}
+        read = {*form.columns, *form.optional, *form.chat_columns}
     if unread := [column for column in present_columns(source.rows) if column not in read]:
         print(f"{source.name}: columns that are not read: {format_column_names(unread)}", flush=True)

@@ -18,8 +18,8 @@ from prge.training.settings import ExampleFlags, TrainingFlags
 from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig, PrependBos
 
-BudgetKind = Literal["rows", "seconds", "steps"]
-# Of the trials of a search; none of the reported ones.
+BudgetUnit = Literal["rows", "seconds", "steps"]
+# Seed of a search's trials, which no reported run may have.
 SEARCH_SEED = 7
 
 
@@ -30,41 +30,41 @@ class CompareSettings(ExampleFlags):
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: OutputFolder
-    """Folder of the comparison; the same command goes on with it."""
+    """Folder of the comparison. Run the same command again to continue it."""
     preset: str | None = None
-    """Settings to begin with: demo, minilm-sst2, stories-wikitext or smollm2-135m; flags win over them."""
+    """Preset of settings: demo, minilm-sst2, stories-wikitext or smollm2-135m; flags override it."""
     json: OutputFile | None = None
     """File to write the figures of every method to as JSON."""
 
     model: str | None = None
-    """Folder or hub id of a transformers model, or a GGUF file; demo: the tiny one that comes along;
+    """Folder or hub id of a transformers model, or a GGUF file; demo: the included tiny model;
     random:NAME: an architecture with random weights."""
     data: str | None = None
-    """Folder of the rows; demo: those that come along."""
+    """Folder of the rows; demo: the included rows."""
     train: str | None = None
-    """Training rows, a file in the data folder; default: its one file train, in any format of rows."""
+    """Training rows, a file in the data folder; default: its only file train, in any supported format."""
     dev: str | None = None
-    """Development rows: they choose learning rates, and the loss over time is measured on them. Default: the
-    folder's one file valid, validation, dev or val."""
+    """Development rows, for the choice of learning rates and the loss over time. Default: the folder's only
+    file named valid, validation, dev or val."""
     test: str | None = None
-    """Test rows, read once at the end of every run; default: the folder's one file test."""
+    """Test rows, read once at the end of every run; default: the folder's only file named test."""
     task: str | None = None
-    """Task name, or a YAML file, which may lie in the data folder; without one, the columns say what a row
-    is."""
+    """Task name or YAML file, which may be in the data folder; without a task, the columns determine the form
+    of a row."""
     train_start: int = 0
-    """Training rows to leave out at the file's beginning, after shuffling."""
+    """Training rows to skip at the beginning, after shuffling."""
     train_limit: int | None = None
-    """Most training rows."""
+    """Maximum number of training rows."""
     dev_start: int = 0
-    """Development rows to leave out, in the file's order."""
+    """Development rows to skip, in the file's order."""
     dev_limit: int | None = None
-    """Most development rows."""
+    """Maximum number of development rows."""
     test_start: int = 0
-    """Test rows to leave out, in the file's order."""
+    """Test rows to skip, in the file's order."""
     test_limit: int | None = None
-    """Most test rows."""
+    """Maximum number of test rows."""
     shuffle_seed: int | None = None
-    """Shuffle the training file before its start and limit."""
+    """Shuffle the training rows with this seed before start and limit apply."""
     overflow: Overflow = TrainingFlags.overflow
     """What to do with a row that is too long."""
 
@@ -72,18 +72,19 @@ class CompareSettings(ExampleFlags):
     """Methods to compare, by name."""
     seeds: list[int] = field(default_factory=lambda: [42, 1337, 2025])
     """Seeds of the reported runs: row order and directions."""
-    budget: BudgetKind = "rows"
-    """What all runs get as much of: rows computed (a backward counts as two forwards), seconds, or steps."""
+    budget: BudgetUnit = "rows"
+    """Unit of the budget, equal for all runs: rows computed (a backward pass counts as two forward passes),
+    seconds, or steps."""
     budget_value: float = 16000.0
-    """How much of it a run gets."""
+    """Budget of each run."""
     evaluation_growth: float = 1.3
-    """Development rows are scored after as many rows as one step computes, then each time this many times
-    as many: at the same rows for every method."""
+    """Factor between the numbers of rows after which development rows are scored, at the same rows for every
+    method."""
 
     quantize: str = ExportConfig.quantize
     """Frozen weights: fp32, 8da8w or 8da4w."""
     adapter: AdapterInput | None = None
-    """PEFT LoRA folder that all methods' bundles start from."""
+    """PEFT LoRA folder that all methods start from."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt."""
     rank: int = ExportConfig.rank
@@ -91,9 +92,9 @@ class CompareSettings(ExampleFlags):
     alpha: float = ExportConfig.alpha
     """LoRA alpha."""
     batch_size: int = 16
-    """Examples of a step of a method with one query or an exact gradient; queries share them."""
+    """Examples per step of a method with one query or an exact gradient; several queries share them."""
     sequence_length: int | None = ExportConfig.sequence_length
-    """Most tokens of a row; without it 512, or as many as the model has positions."""
+    """Maximum number of tokens in a row; default: 512, or the model's number of positions if that is less."""
     prepend_bos: PrependBos = ExportConfig.prepend_bos
     """Whether the begin-of-sequence token comes first."""
 
@@ -104,13 +105,12 @@ class CompareSettings(ExampleFlags):
     threads: int = 1
     """Threads of every run."""
     engine: EngineName = "auto"
-    """Engine of the runs that train or score on one."""
+    """Engine of the runs that train or score with one."""
 
     search_trials: int = 3
-    """Learning rates tried for each method on development rows, for half a run each; 1: its default is
-    taken."""
+    """Learning rates to try for each method on development rows, for half a run each; 1: use its default."""
     learning_rates: dict[str, float] = field(default_factory=dict)
-    """Centres of the search by method, instead of the methods' own."""
+    """Centre of the search by method, instead of the default."""
 
     target: float | None = None
     """Loss to reach on development rows."""
@@ -125,11 +125,11 @@ class CompareSettings(ExampleFlags):
 
     @property
     def data_folder(self) -> Path:
-        """Where the rows lie."""
+        """The folder of the rows."""
         return DEMO if self.data == "demo" else Path(self.data or "")
 
     def rows_file(self, part: Part) -> Path:
-        """The file of a part's rows; raises DataError where the folder has none, or several."""
+        """Return the file of a part's rows; raises DataError if the folder has none, or several."""
         name: str | None = getattr(self, part)
         return find_part_file(self.data_folder, part) if name is None else self.data_folder / name
 
@@ -149,16 +149,16 @@ class CompareSettings(ExampleFlags):
             if not getattr(self, name):
                 problems.append(f"--{name} is missing: {wanted}")
         if not self.methods or not self.seeds:
-            problems.append("at least one method and one seed are needed")
+            problems.append("give at least one method and one seed")
         if len(set(self.seeds)) < len(self.seeds):
-            problems.append(f"--seeds has one twice: {' '.join(map(str, self.seeds))}")
+            problems.append(f"--seeds has a seed twice: {' '.join(map(str, self.seeds))}")
         if self.search_trials > 1 and SEARCH_SEED in self.seeds:
-            problems.append(f"--seeds has {SEARCH_SEED}, which is that of the search for learning rates")
+            problems.append(f"--seeds has {SEARCH_SEED}, which is the seed of the search for learning rates")
         if self.data and not problems:
             problems += self._missing_files()
         if problems:
             raise ConfigError(
-                "this can't be compared:",
+                "cannot compare with these settings:",
                 problems,
                 remedy="`prge compare --help` explains the settings",
                 code="settings-unusable",

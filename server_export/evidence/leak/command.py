@@ -1,6 +1,8 @@
-"""`prge leak`: an adversary who knows all but the rows tries to read them from what a device sends.
+"""`prge leak`: try to reconstruct training rows from the reports that a device sends.
 
-rows -> gradients -> report -> attack -> guess -> score, next to that of a guess without the report
+The adversary knows everything but the rows.
+
+rows -> gradients -> report -> attack -> guess -> score, compared with the score of a guess without the report
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from prge.system.atomic import write_output
 from server_export.evidence.leak.settings import LeakSettings
 
 _WARNING = (
-    "A row that is not found here is not safe: --guesses bounds these attacks, and others may do better."
+    "A row that these attacks do not find is not safe: --guesses limits them, and others may do better."
 )
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def leak(settings: LeakSettings, log: Callable[[str], None]) -> dict[str, Any]:
-    """Attack all that the settings ask for; returns what `--json` holds, but for the command.
+    """Run all attacks of the settings and return the content of `--json` without the command.
 
     Raises:
         PrgeError: model, bundle, rows or settings can't be used.

@@ -1,4 +1,4 @@
-"""The guess without a report: texts that the model itself finds likely, and what they agree on."""
+"""The guess without a report: texts that the model generates, and their consensus."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import torch
 from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.victim import Victim
 
-# Rows that are compared, the heaviest.
-_COMPARED = 512
+# Number of rows with the largest weights that form the consensus.
+_MAX_ROWS = 512
 
 
 def sample(
     victim: Victim, form: KnownForm, count: int, generator: torch.Generator
 ) -> tuple[Rows, torch.Tensor]:
-    """Rows that the model writes after what is known to come before: different ones, and each one's share.
+    """Sample rows from the model after the known prefix.
 
-    Without anything before, the first token is any of the vocabulary. Labels are drawn evenly.
+    Without a prefix, the first token is uniform over the vocabulary. Labels are uniform too.
 
     Returns:
-        At most `count` rows, and the logarithms of their shares of all that were written, f64 [rows].
+        At most `count` distinct rows, and the logarithms of their shares of all samples, f64 [rows].
     """
     tokens = torch.empty(count, 0, dtype=torch.long)
-    if not form.before:
+    if not form.prefix:
         tokens = torch.randint(victim.vocabulary, (count, 1), generator=generator)
     while tokens.shape[1] < form.length:
-        chances = victim.next_logprobs(form, tokens).exp()
-        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+        probabilities = victim.next_logprobs(form, tokens).exp()
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], 1)
     tokens, counts = torch.unique(tokens, dim=0, return_counts=True)
     labels = torch.randint(form.label_count, (len(tokens),), generator=generator)
     return Rows(tokens, labels), (counts.double() / count).log()
 
 
 def consensus(rows: Rows, log_weights: torch.Tensor) -> Rows:
-    """The one of some rows whose tokens agree most with all of them, as they weigh: a Rows of one row.
+    """Return the row whose tokens agree most with all rows, weighted by `log_weights`, as Rows of one row.
 
-    It is the best guess where tokens in place count: the mean of this over the weights is highest. The rows
-    differ; `log_weights` [rows] are logarithms but for a constant.
+    It has the highest expected number of tokens at the right position. The rows must be distinct;
+    `log_weights` [rows] are logarithms up to a constant.
     """
-    best = log_weights.topk(min(_COMPARED, len(rows))).indices
+    best = log_weights.topk(min(_MAX_ROWS, len(rows))).indices
     rows, weights = rows[best], torch.softmax(log_weights[best].double(), 0)
     agreement = torch.zeros(len(rows), dtype=torch.float64)
     for position in range(rows.tokens.shape[1]):
-        _, which = rows.tokens[:, position].unique(return_inverse=True)
-        share = torch.zeros(int(which.max()) + 1, dtype=torch.float64).index_add(0, which, weights)
-        agreement += share[which]
-    # Of equal ones the heaviest, which comes first.
+        _, token_ids = rows.tokens[:, position].unique(return_inverse=True)
+        share = torch.zeros(int(token_ids.max()) + 1, dtype=torch.float64).index_add(0, token_ids, weights)
+        agreement += share[token_ids]
+    # argmax returns the first of equals, which has the largest weight.
     return rows[agreement.argmax().reshape(1)]

@@ -1,11 +1,11 @@
-"""What a device of a fleet sends of its rows, as a function of their gradients that an adversary knows too.
+"""Reports that a fleet's device sends, as functions of its rows' gradients that an adversary knows too.
 
-    exact      every value of the gradient by lora_b
-    top        the largest values of it, and where they are
-    scalars    its projections on directions that follow from known seeds
+    exact      every value of the gradient with respect to lora_b
+    top        its largest values and their indices
+    scalars    projected gradients: projections on directions from known seeds
 
-A report is the mean over the rows of a batch. With noise every row's part is clipped before, as in local
-differential privacy: its gradient's norm, or the root mean square of its scalars of a step.
+A report is the mean over the rows of a batch. With noise, every row's contribution is clipped first, as in
+local differential privacy: its gradient's norm, or the root mean square of its projected gradients in a step.
 """
 
 from __future__ import annotations
@@ -20,115 +20,123 @@ import torch
 from prge.model_spec import AdaptedModule
 from prge.training.estimators.directions import RankOneDirections
 
-# Of an honest report without noise: what two machines' arithmetic differ by, as a share of its size.
-_ARITHMETIC = 1e-3
-# Largest matrix that is solved for a gradient, in columns.
-MOST_SOLVED = 4096
+# Relative difference between two machines' arithmetic in a report without noise.
+_ARITHMETIC_ERROR = 1e-3
+# Maximum number of columns of a linear system that is solved for a gradient.
+MAX_SOLVED_SIZE = 4096
 
 
 @dataclass(frozen=True)
 class ReportView:
-    """What a report shows of a gradient: all, some `places` i64 [numbers], or its `directions`.
+    """The part of a gradient that a report contains: everything, some indices, or projections.
 
-    `directions` f32 [numbers, size] are the rows of a matrix, `queries` of them a step's. `clip` bounds what
-    a row adds: the norm of its gradient, or the root mean square of its scalars of a step; 0 leaves them.
+    Attributes:
+        indices: i64 [values], the values that are sent; None: all.
+        directions: f32 [values, size], directions that the gradient is projected on; None: no projection.
+        queries: number of directions in a step.
+        clip: bound of a row's contribution: of its gradient's norm, or of the root mean square of its
+            projected gradients in a step; 0: no bound.
     """
 
-    places: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
     directions: torch.Tensor | None = None
     queries: int = 1
     clip: float = 0.0
 
     def __call__(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Every row's part of a report, [rows, numbers], of gradients [rows, size]."""
+        """Return every row's contribution to a report, [rows, values], from gradients [rows, size]."""
         if self.directions is not None:
-            scalars = gradients @ self.directions.T
+            projected_gradients = gradients @ self.directions.T
             if not self.clip:
-                return scalars
-            steps = scalars.unflatten(1, (-1, self.queries))
+                return projected_gradients
+            steps = projected_gradients.unflatten(1, (-1, self.queries))
             sizes = steps.square().mean(2, keepdim=True).sqrt()
             return (steps * (self.clip / sizes.clamp_min(self.clip))).flatten(1)
         if self.clip:
             norms = gradients.norm(dim=1, keepdim=True)
             gradients = gradients * (self.clip / norms.clamp_min(self.clip))
-        return gradients if self.places is None else gradients[:, self.places]
+        return gradients if self.indices is None else gradients[:, self.indices]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers that were sent, f32 [numbers], for how many rows, and how they come from gradients.
+    """A report that was sent.
 
-    `noise` is the standard deviation of what was added to each number.
+    Attributes:
+        view: how the values follow from gradients.
+        values: f32 [values].
+        batch: number of rows.
+        noise: standard deviation of the noise that was added to each value.
     """
 
     view: ReportView
-    numbers: torch.Tensor
+    values: torch.Tensor
     batch: int
     noise: float = 0.0
 
     @property
     def deviation(self) -> float:
-        """What a number of the right guess may differ by."""
-        size = float(self.numbers.square().mean().sqrt())
-        return max(self.noise, _ARITHMETIC * size, 1e-30)
+        """The expected difference between a value of the report and that of the right guess."""
+        size = float(self.values.square().mean().sqrt())
+        return max(self.noise, _ARITHMETIC_ERROR * size, 1e-30)
 
-    def distances(self, seen: torch.Tensor) -> torch.Tensor:
-        """Squared distance to each of some guesses, [guesses]; `seen` [guesses, numbers]."""
-        return (seen - self.numbers).square().sum(-1)
+    def distances(self, guessed: torch.Tensor) -> torch.Tensor:
+        """Return the squared distances [guesses] to the reports of guesses, `guessed` [guesses, values]."""
+        return (guessed - self.values).square().sum(-1)
 
-    def log_likelihoods(self, seen: torch.Tensor) -> torch.Tensor:
-        """Logarithm of how likely the report is after each guess, but for a constant, [guesses]."""
-        return self.distances(seen) / (-2 * self.deviation**2)
+    def log_likelihoods(self, guessed: torch.Tensor) -> torch.Tensor:
+        """Return the log-likelihood of the report for each guess up to a constant, [guesses]."""
+        return self.distances(guessed) / (-2 * self.deviation**2)
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient, [size], where the report determines it; None where it doesn't."""
+        """Return the gradient, [size], or None if the report doesn't determine it."""
         view = self.view
-        if self.noise or view.places is not None:
+        if self.noise or view.indices is not None:
             return None
         if view.directions is None:
-            return self.numbers
+            return self.values
         count, size = view.directions.shape
-        if count < size or size > MOST_SOLVED:
+        if count < size or size > MAX_SOLVED_SIZE:
             return None
-        # In float64: the span check asks for the small singular values of what comes out.
-        least_squares = torch.linalg.lstsq(view.directions.double(), self.numbers.double(), driver="gels")
+        # float64, since the span check needs the small singular values of the gradient.
+        least_squares = torch.linalg.lstsq(view.directions.double(), self.values.double(), driver="gels")
         return least_squares.solution
 
 
-def sent(
+def make_report(
     view: ReportView, gradients: torch.Tensor, noise: float = 0.0, generator: torch.Generator | None = None
 ) -> Report:
-    """The report of rows.
+    """Return the report that a device sends for rows.
 
-    With noise the clip is the largest norm of the rows' gradients: no gradient is cut, and of a step's
-    scalars, whose root mean square is about that norm, about every other one's.
+    With noise, the clip bound is the largest norm of the rows' gradients: no gradient is clipped. The root
+    mean square of a step's projected gradients is about that norm, so about half of the steps are clipped.
 
     Args:
-        view: what the report shows.
-        gradients: of the rows, [rows, size].
-        noise: its deviation, as a share of what one row can change a step's report by.
-        generator: of the noise.
+        view: the part of a gradient that the report contains.
+        gradients: gradients of the rows, [rows, size].
+        noise: standard deviation of the noise, relative to the largest effect of a row on a step's report.
+        generator: generator of the noise.
     """
     if not noise:
         return Report(view, view(gradients).mean(0), len(gradients))
     clip = float(gradients.norm(dim=1).max())
     view = replace(view, clip=clip)
     deviation = noise * clip * math.sqrt(view.queries) / len(gradients)
-    numbers = view(gradients).mean(0)
-    numbers = numbers + deviation * torch.randn(numbers.shape, generator=generator)
-    return Report(view, numbers, len(gradients), deviation)
+    values = view(gradients).mean(0)
+    values = values + deviation * torch.randn(values.shape, generator=generator)
+    return Report(view, values, len(gradients), deviation)
 
 
-def largest(gradients: torch.Tensor, share: float) -> ReportView:
-    """The view of that share of the mean's values which is largest by size, one at least."""
+def largest_values(gradients: torch.Tensor, share: float) -> ReportView:
+    """Return a view of the largest share of the mean gradient's values by magnitude, at least one value."""
     mean = gradients.mean(0)
     return ReportView(mean.abs().topk(max(round(share * len(mean)), 1)).indices.sort().values)
 
 
-def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> ReportView:
-    """The view along the directions of a run's first steps, as its devices make them."""
+def projections(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> ReportView:
+    """Return a view of projections on the directions of a run's first steps, as its devices make them."""
     directions = []
     for step in range(steps):
-        of_step = RankOneDirections(seed, step, queries, 1, tuple(modules), shared=True)
-        directions += [of_step(query) for query in range(queries)]
+        directions_of_step = RankOneDirections(seed, step, queries, 1, tuple(modules), shared=True)
+        directions += [directions_of_step(query) for query in range(queries)]
     return ReportView(directions=torch.from_numpy(np.stack(directions)), queries=queries)

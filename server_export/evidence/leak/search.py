@@ -1,15 +1,15 @@
-"""One report attacked: everything that may find its rows, one after the other.
+"""Attack one report with all methods in order.
 
-    report -> span check, where the gradient is known -> for the best guesses: matched embeddings -> search
+    report -> span check, if the gradient is known -> for the best guesses: matched embeddings -> search
 
-The search changes guesses token by token until their report is the one that was sent.
+The search changes guesses token by token until their report equals the one that was sent.
 
     score of a guess = log-likelihood of the report + log-probability of the text by the model itself
 
-That is its probability after the report, but for a constant. LAMP (Balunovic et al. 2022, arXiv 2202.08827)
-adds the same two with a weight, and changes orders. Where noise hides the gradient, what is left is the
-prior. Tokens to try come from the gradient of the distance by the embeddings, from the model's own
-predictions, and, where neither helps, from the whole vocabulary at one position after another.
+This is the log of its posterior probability up to a constant. LAMP (Balunovic et al. 2022, arXiv 2202.08827)
+adds the same two terms with a weight, and reorders tokens. If noise hides the gradient, the prior decides.
+Tokens to try come from the gradient of the distance with respect to the embeddings, from the model's own
+predictions, and, if neither helps, from the whole vocabulary at one position after another.
 """
 
 from __future__ import annotations
@@ -23,89 +23,90 @@ import torch.nn.functional as F
 from server_export.evidence.leak.matching import match
 from server_export.evidence.leak.prior import consensus
 from server_export.evidence.leak.reports import Report
-from server_export.evidence.leak.rows import KnownForm, Rows, joined
+from server_export.evidence.leak.rows import KnownForm, Rows, join_rows
 from server_export.evidence.leak.settings import LeakSettings
-from server_export.evidence.leak.span import read_prefixes, spans_of
+from server_export.evidence.leak.span import compute_spans, read_prefixes
 from server_export.evidence.leak.victim import Victim
 
-# Guesses that are improved, one after the other, and prefixes that the span check goes on with.
+# Number of guesses that are improved one after the other, and beam width of the span check.
 _GUESSES, _PREFIXES = 4, 16
 
-# Changes that are tried at once, of each of their three kinds.
-_TRIED = 64
-# A likelihood that is this far from a perfect guess's, in logarithms, still asks for a search.
-_FOUND = 30.0
+# Changes that are tried at once for each of three sources.
+_PROPOSALS = 64
+# The search ends when the log-likelihood is this close to that of a perfect guess.
+_SOLVED = 30.0
 
 
 def attack(
     victim: Victim,
     form: KnownForm,
     report: Report,
-    written: tuple[Rows, torch.Tensor],
+    samples: tuple[Rows, torch.Tensor],
     settings: LeakSettings,
     generator: torch.Generator,
 ) -> Rows:
-    """The best guess of a report's rows; `written` are the model's own, with their shares (prior.sample)."""
-    rows, shares = written
-    # The label of a task is the one whose texts fit best: what iDLG reads off signs (arXiv 2001.02610).
+    """Return the best guess of a report's rows; `samples` are the model's own rows (see prior.sample)."""
+    rows, shares = samples
+    # A task's label is the one whose texts fit best; iDLG infers it from signs (arXiv 2001.02610).
     rows = with_labels(form, rows)
     shares = shares.repeat(form.label_count) - math.log(form.label_count)
-    inside = span_rows(victim, form, report, rows)
-    if inside is not None:
-        rows = joined([rows, inside])
-        # The model didn't write them.
-        shares = torch.cat([shares, torch.full((len(inside),), -torch.inf, dtype=shares.dtype)])
+    span_guesses = span_rows(victim, form, report, rows)
+    if span_guesses is not None:
+        rows = join_rows([rows, span_guesses])
+        # The model didn't generate these rows.
+        shares = torch.cat([shares, torch.full((len(span_guesses),), -torch.inf, dtype=shares.dtype)])
     return Search(victim, form, report, generator, settings).run(rows, shares)
 
 
-def span_rows(victim: Victim, form: KnownForm, report: Report, written: Rows) -> Rows | None:
-    """Rows that the span check reads from a report; None where it can't say anything.
+def span_rows(victim: Victim, form: KnownForm, report: Report, samples: Rows) -> Rows | None:
+    """Return rows that the span check reads from a report, or None if it doesn't apply.
 
-    A text's last token, which no span shows, is any that a text of `written` has there.
+    No span contains a text's last token, so that token comes from a row of `samples`.
     """
     gradient = report.gradient()
-    if gradient is None or form.read * report.batch >= max(module.rank for module in victim.modules):
+    if gradient is None or form.input_length * report.batch >= max(module.rank for module in victim.modules):
         return None
-    spans = spans_of(victim.modules, gradient)
+    spans = compute_spans(victim.modules, gradient)
     if not spans:
         return None
     prefixes = read_prefixes(victim, form, spans, _PREFIXES, _PREFIXES)
-    last = written.tokens[:1, prefixes.shape[1] :].expand(len(prefixes), -1)
+    last = samples.tokens[:1, prefixes.shape[1] :].expand(len(prefixes), -1)
     rows = Rows(torch.cat([prefixes, last], 1), torch.zeros(len(prefixes), dtype=torch.long))
     return with_labels(form, rows)
 
 
 def with_labels(form: KnownForm, rows: Rows) -> Rows:
-    """Rows with each of the labels, one after the other."""
-    return joined(
+    """Return the rows once for each label, one label after the other."""
+    return join_rows(
         [Rows(rows.tokens, torch.full_like(rows.labels, label)) for label in range(form.label_count)]
     )
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Rows with what a report shows of each, [rows, numbers], and their log-probabilities, [rows]."""
+class ScoredRows:
+    """Rows with their contributions to the report, [rows, values], and their log-probabilities, [rows]."""
 
     rows: Rows
-    shown: torch.Tensor
+    contributions: torch.Tensor
     priors: torch.Tensor
 
-    def __getitem__(self, chosen: slice | torch.Tensor) -> Seen:
-        return Seen(self.rows[chosen], self.shown[chosen], self.priors[chosen])
+    def __getitem__(self, index: slice | torch.Tensor) -> ScoredRows:
+        return ScoredRows(self.rows[index], self.contributions[index], self.priors[index])
 
-    def with_row(self, row: int, other: Seen) -> Seen:
-        """The same with another row of that number."""
+    def with_row(self, row: int, other: ScoredRows) -> ScoredRows:
+        """Return the rows with one row replaced."""
         parts = [self[:row], other, self[row + 1 :]]
-        shown, priors = (torch.cat([getattr(part, name) for part in parts]) for name in ("shown", "priors"))
-        return Seen(joined([part.rows for part in parts]), shown, priors)
+        names = ("contributions", "priors")
+        contributions, priors = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+        return ScoredRows(join_rows([part.rows for part in parts]), contributions, priors)
 
 
 @dataclass
 class Search:
-    """Guesses of a report's rows, the best of them, and all single rows that were tried.
+    """A search for a report's rows.
 
-    A guess has as many rows as the report. `tried` counts gradients of rows; `settings` say how many there
-    may be.
+    A guess has as many rows as the report. `gradient_count` counts gradients of rows; `settings.guesses` is
+    its limit.
     """
 
     victim: Victim
@@ -113,43 +114,45 @@ class Search:
     report: Report
     generator: torch.Generator
     settings: LeakSettings
-    tried: int = 0
+    gradient_count: int = 0
     _rows: list[Rows] = field(default_factory=list)
     _scores: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, starts: Rows, shares: torch.Tensor) -> Rows:
-        """The guess of the report's rows.
+        """Return the best guess of the report's rows.
 
         Args:
-            starts: rows to begin with, any number; a batch's guess takes those that fit together.
-            shares: [rows], logarithms of how often the model wrote each of them.
+            starts: any number of rows to start with; a guess of a batch combines those that fit.
+            shares: [rows], logarithms of the share of the model's samples that equal each row.
         """
-        seen = self._see(starts, shares)
-        guesses = [self._begin(seen, number) for number in range(min(_GUESSES, len(starts)))]
-        guesses = sorted(self._matched(guesses), key=self._score, reverse=True)
+        scored = self._evaluate(starts, shares)
+        guesses = [self._initial_guess(scored, number) for number in range(min(_GUESSES, len(starts)))]
+        guesses = sorted(self._match_embeddings(guesses), key=self._score, reverse=True)
         best = guesses[0]
         for number, guess in enumerate(guesses):
-            if self._is_found(best):
+            if self._is_solved(best):
                 break
-            budget = self.tried + (self.settings.guesses - self.tried) // (len(guesses) - number)
-            best = max(best, self._improved(guess, budget), key=self._score)
-        if self.report.batch > 1 or self._is_found(best):
+            budget = self.gradient_count + (self.settings.guesses - self.gradient_count) // (
+                len(guesses) - number
+            )
+            best = max(best, self._improve(guess, budget), key=self._score)
+        if self.report.batch > 1 or self._is_solved(best):
             return best.rows
         return self._consensus()
 
-    def _likelihood(self, guess: Seen) -> float:
-        return float(self.report.log_likelihoods(guess.shown.mean(0, keepdim=True)))
+    def _likelihood(self, guess: ScoredRows) -> float:
+        return float(self.report.log_likelihoods(guess.contributions.mean(0, keepdim=True)))
 
-    def _score(self, guess: Seen) -> float:
+    def _score(self, guess: ScoredRows) -> float:
         return self._likelihood(guess) + float(guess.priors.sum())
 
-    def _is_found(self, guess: Seen) -> bool:
-        """Whether no other guess can be much better."""
-        return not self.report.noise and self._likelihood(guess) > -_FOUND
+    def _is_solved(self, guess: ScoredRows) -> bool:
+        """Return whether no other guess can be much better."""
+        return not self.report.noise and self._likelihood(guess) > -_SOLVED
 
     def _consensus(self) -> Rows:
-        """What all rows that were tried agree on, as likely as they are after the report."""
-        rows, scores = joined(self._rows), torch.cat(self._scores)
+        """Return the consensus of all rows that were tried, weighted by their posterior probability."""
+        rows, scores = join_rows(self._rows), torch.cat(self._scores)
         keys = torch.cat([rows.tokens, rows.labels[:, None]], 1)
         _, which = torch.unique(keys, dim=0, return_inverse=True)
         first = torch.full((int(which.max()) + 1,), len(which)).scatter_reduce(
@@ -157,97 +160,102 @@ class Search:
         )
         return consensus(rows[first], scores[first])
 
-    def _see(self, rows: Rows, shares: torch.Tensor | None = None) -> Seen:
-        """What a report would show of each of some rows.
+    def _evaluate(self, rows: Rows, shares: torch.Tensor | None = None) -> ScoredRows:
+        """Compute contributions and log-probabilities of rows.
 
-        Rows that the model wrote stand for those that it didn't too: theirs are at least their `shares`.
+        The weight of a row that the model generated is at least its share of the samples.
         """
         gradients, priors = self.victim.gradients(self.form, rows)
-        self.tried += len(rows)
-        shown = self.report.view(gradients)
+        self.gradient_count += len(rows)
+        contributions = self.report.view(gradients)
         if self.report.batch == 1:
             self._rows.append(rows)
             weights = priors if shares is None else torch.maximum(priors.double(), shares)
-            self._scores.append(self.report.log_likelihoods(shown).double() + weights)
-        return Seen(rows, shown, priors)
+            self._scores.append(self.report.log_likelihoods(contributions).double() + weights)
+        return ScoredRows(rows, contributions, priors)
 
-    def _begin(self, starts: Seen, number: int) -> Seen:
-        """A guess of the row that fits best but for some others, and of rows that fit with it."""
+    def _initial_guess(self, starts: ScoredRows, number: int) -> ScoredRows:
+        """Return a guess that starts with the row of rank `number` by fit and adds rows that fit to it."""
         chosen: list[int] = []
-        for place in range(self.report.batch):
-            # Rows that aren't chosen yet are taken to be like the chosen ones.
-            sums = starts.shown + (starts.shown[chosen].sum(0) if chosen else 0)
-            scores = self.report.log_likelihoods(sums / (place + 1)) + starts.priors
+        for count in range(self.report.batch):
+            # The rows that are still missing are assumed to be like the chosen ones.
+            sums = starts.contributions + (starts.contributions[chosen].sum(0) if chosen else 0)
+            scores = self.report.log_likelihoods(sums / (count + 1)) + starts.priors
             order = scores.argsort(descending=True)
-            chosen.append(int(order[number if place == 0 else 0]))
+            chosen.append(int(order[number if count == 0 else 0]))
         return starts[torch.tensor(chosen)]
 
-    def _matched(self, guesses: list[Seen]) -> list[Seen]:
-        """Guesses, or what comes of them by matching embeddings, whichever is better of each."""
-        rows, batch = joined([guess.rows for guess in guesses]), self.report.batch
+    def _match_embeddings(self, guesses: list[ScoredRows]) -> list[ScoredRows]:
+        """Return each guess or the result of matching its embeddings, whichever is better."""
+        rows, batch = join_rows([guess.rows for guess in guesses]), self.report.batch
         steps = self.settings.matching_steps
         for objective in self.settings.objectives:
             matched = match(self.victim, self.form, self.report, rows, objective, steps)
-            self.tried += steps * len(rows)
-            seen = self._see(matched)
-            others = [seen[slice(start, start + batch)] for start in range(0, len(matched), batch)]
+            self.gradient_count += steps * len(rows)
+            scored = self._evaluate(matched)
+            others = [scored[slice(start, start + batch)] for start in range(0, len(matched), batch)]
             guesses = [max(pair, key=self._score) for pair in zip(guesses, others, strict=True)]
         return guesses
 
-    def _improved(self, guess: Seen, budget: int) -> Seen:
-        """A guess changed for the better until nothing helps or `budget` gradients were computed in all."""
+    def _improve(self, guess: ScoredRows, budget: int) -> ScoredRows:
+        """Improve a guess until no change helps or `budget` gradients were computed in total."""
         stalled, length = 0, self.form.length * self.report.batch
         order = torch.randperm(length, generator=self.generator).tolist()
-        while self.tried < budget and not self._is_found(guess) and stalled <= length:
+        while self.gradient_count < budget and not self._is_solved(guess) and stalled <= length:
             if stalled == 0:
                 proposed = self._proposals(guess)
             else:
-                # Any token at one place after the other, until each had its turn since the last success.
+                # Try every token at one position after another, at each once since the last success.
                 row, position = divmod(order[stalled - 1], self.form.length)
-                every = torch.arange(self.victim.vocabulary)
-                proposed = [(row, guess.rows[row : row + 1].with_token(position, every))]
-            better = max([guess, *(self._best(guess, row, rows) for row, rows in proposed)], key=self._score)
+                vocabulary = torch.arange(self.victim.vocabulary)
+                proposed = [(row, guess.rows[row : row + 1].with_token(position, vocabulary))]
+            better = max(
+                [guess, *(self._best_replacement(guess, row, rows) for row, rows in proposed)],
+                key=self._score,
+            )
             stalled = 0 if self._score(better) > self._score(guess) else stalled + 1
             guess = better
         return guess
 
-    def _best(self, guess: Seen, row: int, rows: Rows) -> Seen:
-        """The best guess with one of `rows` instead of the guess's own row of that number."""
-        seen = self._see(rows)
-        means = guess.shown.mean(0) + (seen.shown - guess.shown[row]) / len(guess.shown)
-        best = int((self.report.log_likelihoods(means) + seen.priors).argmax())
-        return guess.with_row(row, seen[best : best + 1])
+    def _best_replacement(self, guess: ScoredRows, row: int, rows: Rows) -> ScoredRows:
+        """Return the best guess that replaces a row of the guess by one of `rows`."""
+        scored = self._evaluate(rows)
+        means = guess.contributions.mean(0) + (scored.contributions - guess.contributions[row]) / len(
+            guess.contributions
+        )
+        best = int((self.report.log_likelihoods(means) + scored.priors).argmax())
+        return guess.with_row(row, scored[best : best + 1])
 
-    def _proposals(self, guess: Seen) -> list[tuple[int, Rows]]:
-        """Changes of each row of a guess: tokens, places and labels."""
-        by_token = self._token_gradients(guess)
+    def _proposals(self, guess: ScoredRows) -> list[tuple[int, Rows]]:
+        """Return changes of each row of a guess: of tokens, positions and labels."""
+        token_gradients = self._token_gradients(guess)
         proposals = []
         for row in range(self.report.batch):
-            own = guess.rows[row : row + 1]
+            single = guess.rows[row : row + 1]
             parts = [
-                self._replaced(own, by_token[row]),
-                self._replaced(own, -self.victim.predictions(self.form, own.tokens[0])),
-                self._moved(own),
-                with_labels(self.form, own),
+                self._replace_tokens(single, token_gradients[row]),
+                self._replace_tokens(single, -self.victim.predictions(self.form, single.tokens[0])),
+                self._reorder(single),
+                with_labels(self.form, single),
             ]
-            proposals.append((row, joined(parts)))
+            proposals.append((row, join_rows(parts)))
         return proposals
 
-    def _replaced(self, own: Rows, costs: torch.Tensor) -> Rows:
-        """A row with single tokens replaced by those of the lowest costs f32 [length, vocabulary]."""
-        costs = costs.scatter(1, own.tokens[0][:, None], torch.inf)
-        overall = costs.flatten().topk(_TRIED // 2, largest=False).indices
-        each = costs.topk(-(-_TRIED // (2 * len(costs))), largest=False).indices
-        places = torch.arange(len(costs))[:, None] * costs.shape[1]
-        chosen = torch.cat([overall, (each + places).flatten()]).unique()
-        tokens = own.tokens.repeat(len(chosen), 1)
-        tokens[torch.arange(len(chosen)), chosen // costs.shape[1]] = chosen % costs.shape[1]
-        return Rows(tokens, own.labels.expand(len(tokens)))
+    def _replace_tokens(self, single: Rows, costs: torch.Tensor) -> Rows:
+        """Return copies of a row with one token replaced, for the lowest costs f32 [length, vocabulary]."""
+        costs = costs.scatter(1, single.tokens[0][:, None], torch.inf)
+        overall = costs.flatten().topk(_PROPOSALS // 2, largest=False).indices
+        by_position = costs.topk(-(-_PROPOSALS // (2 * len(costs))), largest=False).indices
+        offsets = torch.arange(len(costs))[:, None] * costs.shape[1]
+        flat = torch.cat([overall, (by_position + offsets).flatten()]).unique()
+        tokens = single.tokens.repeat(len(flat), 1)
+        tokens[torch.arange(len(flat)), flat // costs.shape[1]] = flat % costs.shape[1]
+        return Rows(tokens, single.labels.expand(len(tokens)))
 
-    def _moved(self, own: Rows) -> Rows:
-        """A row with two tokens exchanged, or one moved, or the rest shifted from a place on."""
+    def _reorder(self, single: Rows) -> Rows:
+        """Return copies of a row with two tokens exchanged or one token moved."""
         length, orders = self.form.length, list[list[int]]()
-        for _ in range(_TRIED // 2):
+        for _ in range(_PROPOSALS // 2):
             first, second = torch.randint(length, (2,), generator=self.generator).tolist()
             order = list(range(length))
             if len(orders) % 2:
@@ -255,16 +263,16 @@ class Search:
             else:
                 order.insert(second, order.pop(first))
             orders.append(order)
-        tokens = own.tokens[0][torch.tensor(orders)]
-        return Rows(tokens, own.labels.expand(len(tokens)))
+        tokens = single.tokens[0][torch.tensor(orders)]
+        return Rows(tokens, single.labels.expand(len(tokens)))
 
-    def _token_gradients(self, guess: Seen) -> torch.Tensor:
-        """What every token at every place adds to the distance to first order, [rows, length, vocabulary]."""
+    def _token_gradients(self, guess: ScoredRows) -> torch.Tensor:
+        """Return first-order changes of the distance for every token, [rows, length, vocabulary]."""
         table = self.victim.embeddings
         embedded = table[guess.rows.tokens].requires_grad_()
         targets = F.one_hot(guess.rows.tokens, len(table)).float().requires_grad_()
         gradients = self.victim.soft_gradient(self.form, embedded, targets, guess.rows)
-        self.tried += len(gradients)
+        self.gradient_count += len(gradients)
         distance = self.report.distances(self.report.view(gradients).mean(0))
         by_embedding, by_target = torch.autograd.grad(
             distance, [embedded, targets], allow_unused=True, materialize_grads=True

@@ -17,19 +17,19 @@ from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig
 
 ReportName = Literal["exact", "top", "scalars"]
-Objective = Literal["dlg", "cosine"]
+MatchingObjective = Literal["dlg", "cosine"]
 
 
-# What only scalars have.
-_OF_SCALARS = ("queries", "steps")
+# Settings that apply to scalars only.
+_PROJECTION_SETTINGS = ("queries", "steps")
 
 
 @dataclass(frozen=True)
-class Case:
-    """One thing to attack: a kind of report, and what it is of.
+class AttackCase:
+    """A type of report to attack, and its settings.
 
-    `noise` is its standard deviation as a share of what a row may change at most; `queries` and `steps` are
-    of scalars. `varied` is the setting that differs from the case of the middle; none in that one.
+    `noise` is its standard deviation relative to the largest effect of a row; `queries` and `steps` apply to
+    scalars only. `varied` is the setting that differs from the base case; it is empty in the base case.
     """
 
     report: ReportName
@@ -44,63 +44,63 @@ class Case:
 
 @dataclass(frozen=True)
 class LeakSettings(ExampleFlags):
-    """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
+    """Try to reconstruct rows from the reports of a fleet's device. Failure is no proof of safety."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     preset: str | None = None
-    """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
+    """Preset of settings: demo, the included tiny model; flags override it."""
     model: str | None = None
-    """Folder, GGUF file or hub id of the model; demo: the one that comes along."""
+    """Folder, GGUF file or hub id of the model; demo: the included one."""
     bundle: BundleInput | None = None
-    """Bundle of this model, whose lora_a and adapter are attacked. Without one they are drawn as
-    `prge export` draws them, anew for every seed."""
+    """Bundle of this model, whose lora_a and adapter are attacked. Without it, they are initialized as in
+    `prge export`, anew for every seed."""
     adapter: AdapterInput | None = None
-    """PEFT folder of the adapter that the rows are learnt with, such as `final` of a run."""
+    """PEFT folder of the adapter that trains on the rows, such as `final` of a run."""
     rows: TrainRows | None = None
-    """Rows to attack, which the adversary must not know; demo: test rows of the demo."""
+    """Rows to attack, which the adversary does not know; demo: test rows of the demo."""
     task: str | None = None
-    """Task of the rows, as for `prge run`, with candidates of one token each: its text and its label are
-    attacked, not its template. Without one, rows are texts."""
+    """Task of the rows, as in `prge run`, with candidates of one token each: text and label are attacked, the
+    template is known. Without a task, rows are texts."""
     target_modules: list[str] = field(default_factory=list)
-    """Linear layers to adapt, without a bundle."""
+    """Linear layers to adapt if there is no bundle."""
 
     reports: list[ReportName] = field(default_factory=lambda: ["exact", "top", "scalars"])
-    """What is sent: exact (the gradient), top (its largest values), scalars (its projections)."""
+    """Contents of reports: exact (the gradient), top (its largest values), scalars (projected gradients)."""
     lengths: list[int] = field(default_factory=lambda: [8, 2, 4, 16])
-    """Unknown tokens of a row. Of this list and those below, the first is what the others are compared with:
-    each of them is tried with the first of all other lists."""
+    """Unknown tokens of a row. The first values of this list and those below form the base case; every other
+    value is tried with the first values of all other lists."""
     ranks: list[int] = field(default_factory=lambda: [8])
-    """Ranks of the adapter; those of a bundle or a PEFT folder are its own."""
+    """Ranks of the adapter; a bundle or a PEFT folder has its own rank."""
     batches: list[int] = field(default_factory=lambda: [1])
-    """Rows that a report is the mean of."""
+    """Number of rows in a report, which is their mean."""
     queries: list[int] = field(default_factory=lambda: [4])
-    """Scalars of a step."""
+    """Projected gradients of a step."""
     steps: list[int] = field(default_factory=lambda: [10, 1, 100, 1000])
-    """Steps whose scalars are known, all of the same rows at the same adapter, which is the adversary's best
+    """Steps whose projected gradients are known, all with the same rows and adapter: the adversary's best
     case."""
     noise: list[float] = field(default_factory=lambda: [0.0])
-    """Deviation of Gaussian noise, as a share of what one row can change a step's report by."""
+    """Standard deviation of Gaussian noise, relative to the largest effect of a row on a step's report."""
     top_share: float = 0.01
-    """Share of a gradient's values that `top` sends."""
+    """Share of a gradient's values in the report `top`."""
 
     seeds: list[int] = field(default_factory=lambda: [42, 1337, 2025])
-    """Seeds: of the rows' choice, lora_a, directions, noise, and what an attack tries."""
+    """Seeds of the choice of rows, lora_a, directions, noise and the attack."""
     limit: int = 4
-    """Reports to attack for each seed."""
+    """Number of reports to attack for each seed."""
     samples: int = 512
-    """Texts that the model writes to begin with."""
+    """Number of texts that the model generates to start the attack with."""
     guesses: int = 6000
-    """Gradients of guesses that an attack computes at most, a batch's row each."""
-    objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
-    """How embeddings are matched to the report first: dlg (squared distance) or cosine."""
+    """Maximum number of gradients that an attack computes, one for each row of a guess."""
+    objectives: list[MatchingObjective] = field(default_factory=lambda: ["cosine"])
+    """Objectives for matching embeddings to the report: dlg (squared distance) or cosine."""
     matching_steps: int = 100
-    """Steps of the optimizer that matches embeddings."""
+    """Optimizer steps for matching embeddings."""
 
     json: OutputFile | None = None
     """File to write all figures to as JSON."""
     out: OutputFile | None = None
-    """Picture of the token recovery, an SVG file."""
+    """SVG file for a chart of the token recovery."""
 
     @property
     def model_path(self) -> str:
@@ -115,7 +115,7 @@ class LeakSettings(ExampleFlags):
 
     @property
     def export(self) -> ExportConfig:
-        """What gives the adapter without a bundle."""
+        """Settings of the export that initializes the adapter if there is no bundle."""
         return ExportConfig(
             model=self.model_path,
             out=Path("."),
@@ -125,7 +125,7 @@ class LeakSettings(ExampleFlags):
 
     @property
     def lists(self) -> dict[str, list[Any]]:
-        """The values of every setting of a case."""
+        """The values of every setting of a case, by name."""
         return {
             "rank": self.ranks,
             "length": self.lengths,
@@ -135,15 +135,15 @@ class LeakSettings(ExampleFlags):
             "noise": self.noise,
         }
 
-    def cases(self) -> Iterator[Case]:
-        """What to attack: a case of every report in the middle, and one for each other value of a list."""
+    def cases(self) -> Iterator[AttackCase]:
+        """Yield the base case of every report, and a case for each other value of a list."""
         for report in self.reports:
-            own = [name for name in self.lists if report == "scalars" or name not in _OF_SCALARS]
-            middle = Case(report, **{name: self.lists[name][0] for name in own})
-            yield middle
-            for name in own:
+            names = [name for name in self.lists if report == "scalars" or name not in _PROJECTION_SETTINGS]
+            base = AttackCase(report, **{name: self.lists[name][0] for name in names})
+            yield base
+            for name in names:
                 for value in self.lists[name][1:]:
-                    yield replace(middle, varied=name, **{name: value})
+                    yield replace(base, varied=name, **{name: value})
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
@@ -154,14 +154,14 @@ class LeakSettings(ExampleFlags):
             if not getattr(self, name):
                 problems.append(f"--{name} is empty")
         if self.bundle is not None and self.target_modules:
-            problems.append("a bundle has its own layers: leave out --target-modules")
+            problems.append("a bundle has its own layers: remove --target-modules")
         if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
-            problems.append("a bundle or an adapter has its own rank: leave out --ranks")
+            problems.append("a bundle or an adapter has its own rank: remove --ranks")
         if self.out is not None and self.out.suffix != ".svg":
             problems.append(f"--out is {self.out}, must end in .svg")
         if problems:
             raise ConfigError(
-                "this can't be attacked:",
+                "cannot attack with these settings:",
                 problems,
                 remedy="`prge leak --help` explains the settings",
                 code="settings-unusable",

@@ -1,9 +1,9 @@
-"""The span check: tokens that a gradient by lora_b can't hide while they are fewer than the rank.
+"""The span check: read tokens from a gradient with respect to lora_b if they are fewer than the rank.
 
 A layer's gradient is the sum over tokens of (x lora_a^T)^T grad_output, [rank, out]. So its columns lie in
-the span of the tokens' inputs times lora_a^T, which is public: whoever knows what a token would give checks
-whether it lies in that span. In a decoder the input of a layer follows from the token and those before it, so
-that rows are read from left to right. The idea is DAGER's (Petrov et al. 2024, arXiv 2405.15586), which
+the span of the tokens' inputs times lora_a^T, which is public: an adversary can check whether the input of a
+candidate token lies in that span. In a decoder, a layer's input follows from the token and the tokens before
+it, so rows are read from left to right. The idea is DAGER's (Petrov et al. 2024, arXiv 2405.15586), which
 checks the inputs of full layers.
 """
 
@@ -17,36 +17,36 @@ from prge.model_spec import AdaptedModule
 from server_export.evidence.leak.rows import KnownForm
 from server_export.evidence.leak.victim import Victim
 
-# A singular value below this share of the largest is the arithmetic's.
+# Singular values below this share of the largest are rounding errors.
 _TOLERANCE = 2e-5
-# Residuals of tokens in the span, as shares of their inputs, are of the arithmetic too.
+# Relative residuals below this are rounding errors.
 _FLOOR = 1e-5
-# Inputs that differ by less than this share of their size are the same.
+# Inputs with a relative difference below this are equal.
 _SAME = 1e-4
-# A prefix this much worse than the best one is given up; residuals are logarithms.
+# Prefixes with a log residual this much worse than the best one's are dropped.
 _GAP = 4.0
 
 
-# Bases of the spans of layers' gradients by layer, f64 [rank, dimensions].
+# Basis of the span of each layer's gradient, f64 [rank, dimensions], by layer.
 Spans = Mapping[str, torch.Tensor]
 
 
 def residuals(spans: Spans, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """How far inputs, [inputs, rank] by layer, are from spans, [inputs].
+    """Return the distances [inputs] of inputs, [inputs, rank] by layer, from spans.
 
-    It is the mean over layers of the logarithm of the share that lies outside.
+    A distance is the mean over layers of the logarithm of the share of the norm outside the span.
     """
     shares = []
     for name, basis in spans.items():
-        given = inputs[name].double()
-        outside = given - given @ basis @ basis.T
-        share = outside.norm(dim=1) / given.norm(dim=1).clamp_min(1e-30)
+        vectors = inputs[name].double()
+        outside = vectors - vectors @ basis @ basis.T
+        share = outside.norm(dim=1) / vectors.norm(dim=1).clamp_min(1e-30)
         shares.append(share.clamp_min(_FLOOR).log())
     return torch.stack(shares).mean(0)
 
 
-def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Spans:
-    """Spans of a gradient [size]; none of a layer whose gradient has full rank: it rules nothing out."""
+def compute_spans(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Spans:
+    """Return the spans of a gradient [size], without layers of full rank, which exclude no input."""
     bases, start = {}, 0
     for module in modules:
         end = start + module.rank * module.out_features
@@ -60,36 +60,40 @@ def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Span
 
 
 def read_prefixes(victim: Victim, form: KnownForm, spans: Spans, count: int, beam: int) -> torch.Tensor:
-    """The unknown tokens that the model reads, from left to right: i64 [at most count, tokens], best first.
+    """Return the unknown tokens that the model reads, i64 [at most count, tokens], best first.
 
-    A text's last token is only a target: no span has it. The best `beam` prefixes are gone on with.
+    A beam search of width `beam` reads them from left to right. A text's last token is only a target, so no
+    span contains it.
     """
     length = form.length if form.classes else form.length - 1
-    every = torch.arange(victim.vocabulary)
+    vocabulary = torch.arange(victim.vocabulary)
     prefixes, scores = torch.empty(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.float64)
-    seen = _side_by_side(victim.reduced_inputs(form, prefixes))[:, None] if form.before else None
+    prefix_inputs = _concat_layers(victim.reduced_inputs(form, prefixes))[:, None] if form.prefix else None
     for _ in range(length):
-        before, added = prefixes.repeat_interleave(len(every), 0), every.repeat(len(prefixes))
-        longer = torch.cat([before, added[:, None]], 1)
+        repeated, tokens = prefixes.repeat_interleave(len(vocabulary), 0), vocabulary.repeat(len(prefixes))
+        longer = torch.cat([repeated, tokens[:, None]], 1)
         inputs = victim.reduced_inputs(form, longer)
-        totals = scores.repeat_interleave(len(every)) + residuals(spans, inputs)
-        sides = _side_by_side(inputs)
-        if seen is not None:
-            # The first token again gives the same input again, whatever the row is.
-            totals[_repeats(sides, seen.repeat_interleave(len(every), 0))] = torch.inf
+        totals = scores.repeat_interleave(len(vocabulary)) + residuals(spans, inputs)
+        new_inputs = _concat_layers(inputs)
+        if prefix_inputs is not None:
+            # An input that the prefix already has is in every span, so it would repeat without end.
+            repeats = _is_repeated(new_inputs, prefix_inputs.repeat_interleave(len(vocabulary), 0))
+            totals[repeats] = torch.inf
         best = totals.topk(min(beam, len(totals)), largest=False)
         kept = best.indices[best.values <= best.values[0] + _GAP]
-        prefixes, scores, own = longer[kept], totals[kept], sides[kept, None]
-        seen = own if seen is None else torch.cat([seen[kept // len(every)], own], 1)
+        prefixes, scores, added = longer[kept], totals[kept], new_inputs[kept, None]
+        if prefix_inputs is not None:
+            added = torch.cat([prefix_inputs[kept // len(vocabulary)], added], 1)
+        prefix_inputs = added
     return prefixes[:count]
 
 
-def _side_by_side(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Inputs of all layers as one vector of each token, [tokens, ranks]."""
+def _concat_layers(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the inputs of all layers as one vector for each token, [tokens, ranks]."""
     return torch.cat(list(inputs.values()), 1)
 
 
-def _repeats(added: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Which of some inputs [prefixes, ranks] equal one that the prefix has, [prefixes, tokens, ranks]."""
-    nearest = (added[:, None] - seen).norm(dim=2).amin(1)
+def _is_repeated(added: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Return which inputs [prefixes, ranks] equal one of the prefix's inputs, [prefixes, tokens, ranks]."""
+    nearest = (added[:, None] - present).norm(dim=2).amin(1)
     return nearest < _SAME * added.norm(dim=1)

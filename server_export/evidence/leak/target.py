@@ -1,4 +1,4 @@
-"""What an attack needs: the model with its adapter, and rows as a device reads them."""
+"""The target of an attack: the model with its adapter, and rows as a device reads them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.checkpoint.tokenization import device_tokenizer, load_tokenizer
 from server_export.evidence.leak.rows import KnownForm, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
-from server_export.evidence.leak.victim import LENGTH, Victim
+from server_export.evidence.leak.victim import MAX_LENGTH, Victim
 from server_export.oracle import TorchEngine, load_base_model
 
 
 @dataclass(frozen=True)
 class AttackTarget:
-    """What is attacked: settings with a bundle, if there is one, and all rows with their tokenizer."""
+    """Settings, an optional bundle, the tokenizer and all rows of an attack."""
 
     settings: LeakSettings
     bundle: Bundle | None
@@ -37,7 +37,7 @@ class AttackTarget:
     examples: list[Example]
 
     def victim(self, rank: int, seed: int) -> Victim:
-        """The model with an adapter of that rank and seed, or with the bundle's.
+        """Return the model with a new adapter of a rank and seed, or with the bundle's adapter.
 
         Raises:
             PrgeError: model or adapter can't be used.
@@ -55,10 +55,10 @@ class AttackTarget:
         return Victim(engine, {name: torch.from_numpy(matrix) for name, matrix in adapter.lora_b.items()})
 
     def reports(self, length: int, batch: int, seed: int) -> tuple[KnownForm, list[Rows]]:
-        """Rows of so many unknown tokens, in batches, chosen by a seed.
+        """Return the form and batches of rows with `length` unknown tokens, chosen by a seed.
 
         Raises:
-            DataError: there aren't enough rows that long.
+            DataError: too few rows are long enough.
         """
         form = known_form(self.examples, len(self.tokenizer.begin), length)
         long = [example for example in self.examples if len(unknown_part(example, form)) >= length]
@@ -66,8 +66,8 @@ class AttackTarget:
         if len(long) < needed:
             raise DataError(
                 "there are too few rows:",
-                [f"{needed} of {length} unknown tokens are needed, {len(long)} have as many"],
-                remedy="give more rows, or a smaller --limit, --lengths or --batches",
+                [f"{needed} rows with {length} unknown tokens are needed, and {len(long)} are long enough"],
+                remedy="give more rows, or smaller --limit, --lengths or --batches",
                 code="rows-too-few",
             )
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
@@ -81,13 +81,13 @@ def open_target(settings: LeakSettings) -> AttackTarget:
     """Read the bundle and the rows.
 
     Raises:
-        PrgeError: they can't be used, or the model is an encoder.
+        PrgeError: bundle or rows can't be used, or the model is an encoder.
     """
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
     if bundle is not None and bundle.chain.trains_a:
         raise ConfigError(
-            "this bundle can't be attacked:",
-            [f"{bundle.folder} trains both matrices, and reports are read as gradients by lora_b"],
+            "cannot attack this bundle:",
+            [f"{bundle.folder} trains both matrices, and these attacks need gradients of lora_b alone"],
             remedy="export it with --adapter lora-fa",
             code="trains-both-matrices",
         )
@@ -98,9 +98,9 @@ def open_target(settings: LeakSettings) -> AttackTarget:
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = device_tokenizer(load_tokenizer(settings.model_path), "auto", vocabulary)
-        # Rows are read by the length and the vocabulary alone.
-        some = (AdaptedModule("", 1, 1, 1),)
-        model = ModelSpec("logprobs", 0, vocabulary, LENGTH, some)
+        # Only the length and the vocabulary matter for reading rows.
+        placeholder = (AdaptedModule("", 1, 1, 1),)
+        model = ModelSpec("logprobs", 0, vocabulary, MAX_LENGTH, placeholder)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns, task=task)
     options = BuildOptions(
@@ -112,7 +112,7 @@ def open_target(settings: LeakSettings) -> AttackTarget:
 
 
 def _load(settings: LeakSettings) -> LoadedModel:
-    """The model; raises PrgeError where there is none, or an encoder."""
+    """Load the model; raises PrgeError if there is none or it is an encoder."""
     loaded = load_model(settings.model_path)
     if not loaded.is_decoder:
         raise _encoder(settings.model_path)
@@ -121,8 +121,8 @@ def _load(settings: LeakSettings) -> LoadedModel:
 
 def _encoder(model: str) -> ConfigError:
     return ConfigError(
-        "this can't be attacked:",
-        [f"{model} is an encoder, whose rows these attacks don't read"],
-        remedy="give a decoder; that an encoder isn't attacked says nothing about what its reports reveal",
+        "cannot attack this model:",
+        [f"{model} is an encoder, and these attacks support decoders only"],
+        remedy="give a decoder; this does not mean that an encoder's reports reveal nothing",
         code="encoder-not-attacked",
     )

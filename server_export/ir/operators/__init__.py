@@ -1,4 +1,4 @@
-"""What is known of each operator: `table` says what a row has, the other files hold the rows by subject."""
+"""The table of operators: `table` defines what a row holds, the other modules hold the rows by topic."""
 
 from server_export.ir.operators import (
     arithmetic,

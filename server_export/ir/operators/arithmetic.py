@@ -1,4 +1,4 @@
-"""Sums, products, quotients and choices of two values, which broadcast."""
+"""Sums, products, quotients and selections of two values, with broadcasting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def primal_of(value: Any, rank: int) -> Any:
-    """A value with the dimensions of a result of this rank, without its tangents."""
+    """Returns the primal of a dual, aligned to the rank of a result; other values are returned unchanged."""
     return value.aligned(rank).primal if isinstance(value, Dual) else value
 
 
@@ -26,7 +26,7 @@ def _rank(node: Node) -> int:
 def _add(t: GraphTangents, node: Node, left: Any, right: Any, *, alpha: Number = 1) -> Dual:
     if alpha != 1:
         is_dual = isinstance(right, Dual)
-        right = right.each(lambda part, _: t.times(part, alpha)) if is_dual else t.product(right, alpha)
+        right = right.map(lambda part, _: t.times(part, alpha)) if is_dual else t.product(right, alpha)
     if isinstance(left, Dual) and isinstance(right, Dual):
         left, right = left.aligned(_rank(node)), right.aligned(_rank(node))
         sums = (
@@ -35,14 +35,14 @@ def _add(t: GraphTangents, node: Node, left: Any, right: Any, *, alpha: Number =
         )
         return Dual(t, *sums)
     if isinstance(left, Dual):
-        return _shifted(t, node, left, right, node.target)
+        return _with_constant(t, node, left, right, node.target)
     if node.target is aten.sub.Tensor:
-        right = right.each(lambda part, _: t.negative(part))
-    return _shifted(t, node, right, left, aten.add.Tensor)
+        right = right.map(lambda part, _: t.negative(part))
+    return _with_constant(t, node, right, left, aten.add.Tensor)
 
 
-def _shifted(t: GraphTangents, node: Node, source: Dual, other: Any, target: Any) -> Dual:
-    """With what has no tangents: those of the source stay what they are."""
+def _with_constant(t: GraphTangents, node: Node, source: Dual, other: Any, target: Any) -> Dual:
+    """Combine a dual with a value without tangents: the tangents of the dual stay the same."""
     shape = shape_of(node)
     source = source.aligned(len(shape))
     primal = t.call(target, source.primal, other)
@@ -65,19 +65,19 @@ def _multiply(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     source, other = (left, right) if isinstance(left, Dual) else (right, left)
     source = source.aligned(len(shape))
     if source.shape != shape:
-        return source.each(lambda part, _: t.product(part, other))
+        return source.map(lambda part, _: t.product(part, other))
     return source.scaled(t.product(source.primal, other), other)
 
 
 def _divide(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     rank = _rank(node)
     if not isinstance(right, Dual):
-        return left.aligned(rank).each(lambda part, _: t.call(node.target, part, right))
+        return left.aligned(rank).map(lambda part, _: t.call(node.target, part, right))
     right = right.aligned(rank)
-    inverse, above = t.reciprocal(right.primal), primal_of(left, rank)
-    # The model's own operation, so that a call has the same bits with tangents and without.
-    is_node = isinstance(above, Node)
-    primal = t.call(node.target, above, right.primal) if is_node else t.product(inverse, above)
+    inverse, numerator = t.reciprocal(right.primal), primal_of(left, rank)
+    # The primal uses the model's own operator, so that it has the same bits with and without tangents.
+    is_node = isinstance(numerator, Node)
+    primal = t.call(node.target, numerator, right.primal) if is_node else t.product(inverse, numerator)
     derivative = t.product(t.negative(inverse), primal)
     term = t.product(t.product(right.factor, derivative), right.unscaled)
     if isinstance(left, Dual):
@@ -89,14 +89,14 @@ def _divide(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
 def _where(t: GraphTangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
     shape = shape_of(node)
     active = [side.shape for side in (left, right) if isinstance(side, Dual)]
-    # A constant side may be what the result has its shape from.
+    # The shape of the result may come from a side without tangents.
     if torch.broadcast_shapes(shape_of(condition), *active) != shape:
         condition = t.call(aten.expand.default, condition, list(shape))
-    return _chosen(t, node, condition, left, right)
+    return _select(t, node, condition, left, right)
 
 
-def _chosen(t: GraphTangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
-    """The left side where a condition holds, else the right one."""
+def _select(t: GraphTangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
+    """Select the left side where the condition holds, and the right side elsewhere."""
     sides = [side.aligned(_rank(node)) if isinstance(side, Dual) else side for side in (left, right)]
     dtype = next(side.primal.meta["val"].dtype for side in sides if isinstance(side, Dual))
     primals = [side.primal if isinstance(side, Dual) else side for side in sides]
@@ -115,7 +115,7 @@ def _masked_fill(t: GraphTangents, node: Node, source: Dual, mask: Node, value: 
 
 
 def _compare(t: GraphTangents, node: Node, left: Any, right: Any) -> Node:
-    """True or false has no tangents."""
+    """Booleans have no tangents."""
     sides = (primal_of(side, _rank(node)) for side in (left, right))
     return t.reshape(t.call(node.target, *sides), shape_of(node))
 
@@ -125,15 +125,15 @@ def _extremum(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     shape = shape_of(node)
     sides = (primal_of(side, len(shape)) for side in (left, right))
     condition = t.call(aten.expand.default, t.call(compare, *sides), [1, *shape])
-    return _chosen(t, node, t.reshape(condition, shape), left, right)
+    return _select(t, node, t.reshape(condition, shape), left, right)
 
 
 def _filled(t: GraphTangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
-    """It has its source's shape alone, and no tangents."""
+    """The result depends on the shape of the source only, so it has no tangents."""
     return t.call(node.target, source.value, value, **named)
 
 
-# The other forms of rows
+# Rewrite and backward rules
 
 
 def _with_number(writer: GraphWriter, node: Node, source: Node, number: float) -> Node:
@@ -154,8 +154,8 @@ def _bounded(writer: GraphWriter, node: Node, source: Node, least: Any = None, m
     return above if most is None else writer.call(aten.minimum.default, above, most)
 
 
-def _in_place(target: Any) -> Any:
-    """Of what autograd has just made; no program changes a value that is there."""
+def _out_of_place(target: Any) -> Any:
+    """Replace an in-place operator of autograd, because programs don't modify values."""
     return lambda writer, node, *arguments: writer.call(target, *arguments)
 
 
@@ -165,9 +165,7 @@ row(aten.add.Tensor, aten.sub.Tensor, category=ARITHMETIC, jvp=_add)
 row(aten.mul.Tensor, category=ARITHMETIC, jvp=_multiply)
 row(aten.div.Tensor, category=ARITHMETIC, jvp=_divide)
 
-row(
-    aten.neg.default, category=Category.ELEMENTWISE, jvp=lambda t, node, x: x.each(lambda p, _: t.negative(p))
-)
+row(aten.neg.default, category=Category.ELEMENTWISE, jvp=lambda t, node, x: x.map(lambda p, _: t.negative(p)))
 row(
     aten.multiply.Tensor,
     category=ARITHMETIC,
@@ -185,5 +183,5 @@ row(aten.minimum.default, aten.maximum.default, category=COMPARE, jvp=_extremum)
 row(aten.masked_fill.Scalar, category=COMPARE, jvp=_masked_fill)
 row(aten.full_like.default, category=COMPARE, jvp=_filled)
 
-row(aten.logical_and_.default, category=Category.GRADIENT, backward=_in_place(aten.logical_and.default))
-row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_in_place(aten.masked_fill.Scalar))
+row(aten.logical_and_.default, category=Category.GRADIENT, backward=_out_of_place(aten.logical_and.default))
+row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_out_of_place(aten.masked_fill.Scalar))

@@ -1,7 +1,7 @@
-"""Functions of each number by itself.
+"""Elementwise functions.
 
-A derivative gets what writes or computes operators, the function's argument x and its result y, and the
-function's other arguments. It is written in operators that XNNPACK takes.
+A derivative gets an object that writes or computes operators, the function's argument x, its result y, and
+the function's other arguments. It uses operators that XNNPACK delegates.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from server_export.ir.writer import Calls, GraphWriter
 
 aten = torch.ops.aten
 
-# Keeps a quotient with a removable singularity at 0 finite there, and changes no other float32.
+# Keeps quotients with a removable singularity at 0 finite, and doesn't change any other float32 result.
 _TINY = 1e-20
 
 
 def step(w: Calls, x: Any) -> Any:
-    """1 above 0, else 0, without a comparison, which would leave the delegate."""
+    """1 for x > 0, else 0, without a comparison, which XNNPACK doesn't delegate."""
     return w.call(aten.clamp.default, w.times(x, 1 / _TINY), 0.0, 1.0)
 
 
 def sign(w: Calls, x: Any) -> Any:
-    """-1 below 0, 1 above, 0 between, without a comparison."""
+    """-1 for x < 0, 1 for x > 0, else 0, without a comparison."""
     return w.call(aten.clamp.default, w.times(x, 1 / _TINY), -1.0, 1.0)
 
 
@@ -55,13 +55,13 @@ def _clamp(w: Calls, x: Any, y: Any, least: float | None = None, most: float | N
 
 
 def _elu(w: Calls, x: Any, y: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    """Above 0 `scale`, below `input_scale` (y + alpha scale)."""
+    """`scale` for x > 0, else `input_scale` (y + alpha scale)."""
     above = step(w, x)
     below = w.times(w.plus(w.times(above, -1.0), 1.0), w.plus(y, alpha * scale))
     return w.plus(w.times(above, scale), w.times(below, input_scale))
 
 
-# The other forms of rows
+# Rewrite, core and backward rules
 
 
 def _power(writer: GraphWriter, node: Any, x: Any, exponent: float) -> Any:
@@ -72,10 +72,10 @@ def _power(writer: GraphWriter, node: Any, x: Any, exponent: float) -> Any:
 
 
 def _tanh_gelu(writer: GraphWriter, node: Any, x: Any, *, approximate: str = "none") -> Any:
-    """XNNPACK computes the exact form whatever the node asks for; the other differs by up to 5e-4."""
+    """Write the tanh approximation: XNNPACK always computes the exact form, which differs by up to 5e-4."""
     if approximate != "tanh":
         return None
-    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), the tanh as a sigmoid of twice as much
+    # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), where tanh(z) = 2 sigmoid(2 z) - 1
     cube = writer.times(writer.times(x, x), x)
     inner = writer.plus(x, writer.times(cube, 0.044715))
     return writer.times(x, writer.sigmoid(writer.times(inner, 2 * math.sqrt(2 / math.pi))))
@@ -94,22 +94,22 @@ def _clamp_max(writer: GraphWriter, node: Any, x: Any, bound: float) -> Any:
 
 
 def _softplus(writer: GraphWriter, node: Any, x: Any) -> Any:
-    """log(1 + exp(x)), whatever the size of x."""
+    """log(1 + exp(x)) without overflow."""
     small = writer.exp(writer.times(writer.call(aten.abs.default, x), -1.0))
     rest = writer.call(aten.log.default, writer.plus(small, 1.0))
     return writer.plus(writer.call(aten.relu.default, x), rest)
 
 
-def _tanh_backward(writer: GraphWriter, node: Any, gradient: Any, y: Any) -> Any:
-    """One operator less than the gradient times the derivative."""
-    return writer.minus(gradient, writer.times(gradient, writer.times(y, y)))
+def _tanh_backward(writer: GraphWriter, node: Any, grad_output: Any, y: Any) -> Any:
+    """One operator fewer than the product of grad_output and the derivative."""
+    return writer.minus(grad_output, writer.times(grad_output, writer.times(y, y)))
 
 
-def _silu_backward(writer: GraphWriter, node: Any, gradient: Any, x: Any) -> Any:
-    """s + y - y s, of what the forward pass computes as well."""
+def _silu_backward(writer: GraphWriter, node: Any, grad_output: Any, x: Any) -> Any:
+    """s + y - y s, in terms that the forward pass computes too."""
     gate = writer.sigmoid(x)
     y = writer.times(x, gate)
-    return writer.times(gradient, writer.plus(gate, writer.minus(y, writer.times(y, gate))))
+    return writer.times(grad_output, writer.plus(gate, writer.minus(y, writer.times(y, gate))))
 
 
 function = partial(row, category=Category.ELEMENTWISE)

@@ -1,4 +1,4 @@
-"""What moves numbers, and changes none."""
+"""Operators that move elements and don't compute with them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from server_export.ir.writer import GraphWriter
 aten = torch.ops.aten
 
 
-def after_queries(dim: Any) -> Any:
-    """The numbers of dimensions once the queries stand in front."""
+def shift_dims(dim: Any) -> Any:
+    """Returns dimensions as they are numbered after the queries were prepended."""
     if isinstance(dim, list | tuple):
-        return [after_queries(each) for each in dim]
+        return [shift_dims(each) for each in dim]
     return dim + 1 if dim >= 0 else dim
 
 
-def each_part(*places: int) -> JvpRule:
-    """The rule of a linear operator of one value: the same operator of primal and tangents.
+def linear_jvp(*dims_at: int) -> JvpRule:
+    """Returns the JVP rule of an operator that is linear in its first argument.
+
+    The rule applies the operator to the primal and to the tangents.
 
     Args:
-        places: which of its other arguments are dimensions; the first is 0 by default.
+        dims_at: indices of the other arguments that are dimensions; the first of them defaults to 0.
     """
 
     def jvp(t: GraphTangents, node: Node, source: Dual, *rest: Any, **named: Any) -> Dual:
-        given = list(rest or [0] * bool(places))
-        for place in places:
-            given[place] = after_queries(given[place])
-        return source.each(lambda part, _: t.call(node.target, part, *given, **named))
+        arguments = list(rest or [0] * bool(dims_at))
+        for index in dims_at:
+            arguments[index] = shift_dims(arguments[index])
+        return source.map(lambda part, _: t.call(node.target, part, *arguments, **named))
 
     return jvp
 
@@ -48,22 +50,22 @@ def _reshape_jvp(t: GraphTangents, node: Node, source: Dual, *_: Any) -> Dual:
 
 def _permute_jvp(t: GraphTangents, node: Node, source: Dual, dims: list[int]) -> Dual:
     order = [0, *(dim % len(source.shape) + 1 for dim in dims)]
-    return source.each(lambda part, _: t.call(node.target, part, order))
+    return source.map(lambda part, _: t.call(node.target, part, order))
 
 
 def _matrix_transpose_jvp(t: GraphTangents, node: Node, source: Dual) -> Dual:
     if len(source.shape) < 2:
         return source
-    return source.each(lambda part, _: t.call(aten.transpose.int, part, -2, -1))
+    return source.map(lambda part, _: t.call(aten.transpose.int, part, -2, -1))
 
 
 def _expand_jvp(t: GraphTangents, node: Node, source: Dual, *_: Any) -> Dual:
     shape = shape_of(node)
-    return source.aligned(len(shape)).each(lambda part, count: t.call(node.target, part, [count, *shape]))
+    return source.aligned(len(shape)).map(lambda part, count: t.call(node.target, part, [count, *shape]))
 
 
 def _repeat_jvp(t: GraphTangents, node: Node, source: Dual, times: list[int]) -> Dual:
-    return source.aligned(len(times)).each(lambda part, _: t.call(node.target, part, [1, *times]))
+    return source.aligned(len(times)).map(lambda part, _: t.call(node.target, part, [1, *times]))
 
 
 def _pad_jvp(t: GraphTangents, node: Node, source: Dual, widths: list[int], value: Number = 0.0) -> Dual:
@@ -72,14 +74,14 @@ def _pad_jvp(t: GraphTangents, node: Node, source: Dual, widths: list[int], valu
 
 
 def _cat_jvp(t: GraphTangents, node: Node, parts: list[Any], dim: int = 0) -> Dual:
-    def without_tangents(part: Node) -> Node:
+    def zero_tangents(part: Node) -> Node:
         zeros = t.call(aten.zeros_like.default, part)
         return t.call(aten.expand.default, zeros, [t.queries, *shape_of(part)])
 
-    primals = [part.primal if isinstance(part, Dual) else t.one_of(part) for part in parts]
-    tangents = [part.tangents if isinstance(part, Dual) else without_tangents(part) for part in parts]
-    at = after_queries(dim)
-    return Dual(t, t.call(node.target, primals, at), t.call(node.target, tangents, at))
+    primals = [part.primal if isinstance(part, Dual) else t.as_primal(part) for part in parts]
+    tangents = [part.tangents if isinstance(part, Dual) else zero_tangents(part) for part in parts]
+    shifted_dim = shift_dims(dim)
+    return Dual(t, t.call(node.target, primals, shifted_dim), t.call(node.target, tangents, shifted_dim))
 
 
 def _as_reshape(writer: GraphWriter, node: Node, source: Node, *_: Any, **__: Any) -> Node:
@@ -91,17 +93,17 @@ def _expand_as(writer: GraphWriter, node: Node, source: Node, like: Node) -> Nod
 
 
 def _repeat(writer: GraphWriter, node: Node, source: Node, times: Sequence[int]) -> Node | None:
-    """In front of all dimensions: what is only multiplied with as many meets them without being repeated."""
-    shape, whole = shape_of(source), shape_of(node)
-    in_front = [*times[: len(times) - len(shape)]]
-    if any(number != 1 for number in times[len(in_front) :]) or not in_front:
+    """Don't repeat leading dimensions if all users are products that broadcast."""
+    shape, repeated = shape_of(source), shape_of(node)
+    leading = [*times[: len(times) - len(shape)]]
+    if any(number != 1 for number in times[len(leading) :]) or not leading:
         return None
     others = [other for user in node.users for other in user.all_input_nodes if other is not node]
     if any(user.target is not aten.mul.Tensor for user in node.users) or not others:
         return None
-    if any(shape_of(other)[: len(in_front)] != whole[: len(in_front)] for other in others):
+    if any(shape_of(other)[: len(leading)] != repeated[: len(leading)] for other in others):
         return None
-    return writer.reshape(source, [*[1] * len(in_front), *shape])
+    return writer.reshape(source, [*[1] * len(leading), *shape])
 
 
 def _transpose_in_core(writer: GraphWriter, node: Node, source: Node, first: int, second: int) -> Node:
@@ -110,11 +112,11 @@ def _transpose_in_core(writer: GraphWriter, node: Node, source: Node, first: int
     return writer.call(aten.permute_copy.default, source, order)
 
 
-def _permute_back(writer: GraphWriter, node: Node, source: Node, order: list[int]) -> Node | None:
-    """What takes another change of order back leaves none."""
+def _cancel_permutations(writer: GraphWriter, node: Node, source: Node, order: list[int]) -> Node | None:
+    """Remove a pair of permutations that cancel each other."""
     first: Any = source.args[1] if source.target is aten.permute.default else []
-    taken_back = [first[dim] for dim in order] == list(range(len(order))) if first else False
-    return source.all_input_nodes[0] if taken_back else None
+    cancel = [first[dim] for dim in order] == list(range(len(order))) if first else False
+    return source.all_input_nodes[0] if cancel else None
 
 
 # Parts
@@ -137,24 +139,24 @@ def _part_of_a_split(writer: GraphWriter, node: Node, split: Node, index: int) -
     return writer.call(aten.slice.Tensor, split.args[0], dim, start, start + sizes[index])
 
 
-def _slice_of_what_was_put(writer: GraphWriter, node: Node, source: Node, *bounds: Any) -> Node | None:
-    return source.all_input_nodes[1] if _is_put_at(source, bounds) else None
+def _slice_of_scattered(writer: GraphWriter, node: Node, source: Node, *bounds: Any) -> Node | None:
+    return source.all_input_nodes[1] if _is_scattered_at(source, bounds) else None
 
 
-def _put_over(writer: GraphWriter, node: Node, source: Node, part: Node, *bounds: Any) -> Node | None:
-    if not _is_put_at(source, bounds):
+def _scatter_again(writer: GraphWriter, node: Node, source: Node, part: Node, *bounds: Any) -> Node | None:
+    if not _is_scattered_at(source, bounds):
         return None
     return writer.call(aten.slice_scatter.default, source.all_input_nodes[0], part, *bounds)
 
 
-def _is_put_at(node: Node, bounds: tuple[Any, ...]) -> bool:
+def _is_scattered_at(node: Node, bounds: tuple[Any, ...]) -> bool:
     return node.target is aten.slice_scatter.default and node.args[2:] == bounds
 
 
 def _slice_backward(
     writer: GraphWriter,
     node: Node,
-    gradient: Node,
+    grad_output: Node,
     sizes: Sequence[int],
     dim: int,
     start: int,
@@ -163,30 +165,30 @@ def _slice_backward(
 ) -> Node:
     size, dim = sizes[dim], dim % len(sizes)
     if step != 1:
-        gradient = _spread(writer, gradient, dim, step)
+        grad_output = _dilate(writer, grad_output, dim, step)
     begin = start % size if start < 0 else min(start, size)
-    rest = size - begin - shape_of(gradient)[dim]
+    rest = size - begin - shape_of(grad_output)[dim]
     if not (begin or rest):
-        return gradient
+        return grad_output
     padding = [0, 0] * (len(sizes) - 1 - dim) + [begin, rest]
-    return writer.call(aten.constant_pad_nd.default, gradient, padding, 0.0)
+    return writer.call(aten.constant_pad_nd.default, grad_output, padding, 0.0)
 
 
-def _spread(writer: GraphWriter, source: Node, dim: int, step: int) -> Node:
-    """With zeros between the entries of a dimension, none after the last."""
+def _dilate(writer: GraphWriter, source: Node, dim: int, step: int) -> Node:
+    """Insert zeros between the entries of a dimension, and none after the last one."""
     shape = list(shape_of(source))
     inner = shape[dim + 1 :]
-    apart = writer.reshape(source, [*shape[: dim + 1], 1, *inner])
-    padded = writer.call(aten.constant_pad_nd.default, apart, [*[0, 0] * len(inner), 0, step - 1], 0.0)
-    whole = writer.reshape(padded, [*shape[:dim], shape[dim] * step, *inner])
-    return writer.call(aten.slice.Tensor, whole, dim, 0, (shape[dim] - 1) * step + 1)
+    separate = writer.reshape(source, [*shape[: dim + 1], 1, *inner])
+    padded = writer.call(aten.constant_pad_nd.default, separate, [*[0, 0] * len(inner), 0, step - 1], 0.0)
+    dilated = writer.reshape(padded, [*shape[:dim], shape[dim] * step, *inner])
+    return writer.call(aten.slice.Tensor, dilated, dim, 0, (shape[dim] - 1) * step + 1)
 
 
-# Parts side by side
+# Concatenation
 
 
 def _cat(writer: GraphWriter, node: Node, parts: Sequence[Node], dim: int = 0) -> Node | None:
-    """Drop empty parts: partial rotary positions leave some, and XNNPACK takes none."""
+    """Drop empty parts, which partial rotary embeddings leave and XNNPACK doesn't accept."""
     filled = [part for part in parts if part.meta["val"].numel()]
     if len(filled) == len(parts):
         return None
@@ -209,7 +211,7 @@ def _slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Node | None:
-    """What stays in front, what is put there, and what stays after it."""
+    """Concatenate what precedes the written part, the part, and what follows it."""
     size = shape_of(source)[dim]
     begin, rest, _ = slice(start, end).indices(size)
     if step != 1:
@@ -228,7 +230,7 @@ def _copy(writer: GraphWriter, node: Node, target: Node, source: Node, *_: Any) 
 
 
 def in_core(target: Any) -> Any:
-    """The rule that writes another operator with the same arguments."""
+    """Returns the rule that writes another operator with the same arguments."""
     return lambda writer, node, *arguments, **_: writer.call(target, *arguments)
 
 
@@ -249,9 +251,9 @@ row(
     category=Category.RESHAPE,
     jvp=_reshape_jvp,
     functional=_as_reshape,
-    # Copies that only change strides go, and a view would miss them.
+    # Copies that only change strides are removed, which a view could not handle.
     backward=_as_reshape,
-    # A view of the engine asks nothing of strides.
+    # The engine's view has no requirements on strides.
     autograd=aten.reshape.default,
 )
 row(aten._unsafe_view.default, category=Category.RESHAPE, functional=_as_reshape, backward=_as_reshape)
@@ -261,13 +263,13 @@ row(
     rewrite=_as_reshape,
 )
 
-row(aten.transpose.int, category=Category.PERMUTE, jvp=each_part(0, 1), core=_transpose_in_core)
+row(aten.transpose.int, category=Category.PERMUTE, jvp=linear_jvp(0, 1), core=_transpose_in_core)
 row(
     aten.permute.default,
     category=Category.PERMUTE,
     jvp=_permute_jvp,
     core=in_core(aten.permute_copy.default),
-    functional=_permute_back,
+    functional=_cancel_permutations,
 )
 row(
     aten.t.default,
@@ -276,7 +278,7 @@ row(
     core=lambda writer, node, x: writer.call(aten.permute_copy.default, x, [1, 0]),
 )
 row(aten.numpy_T.default, category=Category.PERMUTE)
-row(aten.flip.default, category=Category.SELECT, jvp=each_part(0))
+row(aten.flip.default, category=Category.SELECT, jvp=linear_jvp(0))
 
 row(
     aten.expand.default,
@@ -302,9 +304,9 @@ row(aten.select.int, category=Category.SELECT, rewrite=_select)
 row(
     aten.slice.Tensor,
     category=Category.SELECT,
-    jvp=each_part(0),
+    jvp=linear_jvp(0),
     core=in_core(aten.slice_copy.Tensor),
-    functional=_slice_of_what_was_put,
+    functional=_slice_of_scattered,
 )
 row(aten.slice_backward.default, category=Category.GRADIENT, backward=_slice_backward)
 
@@ -312,4 +314,4 @@ row(aten.cat.default, category=Category.JOIN, jvp=_cat_jvp, rewrite=_cat)
 row(aten.stack.default, category=Category.JOIN, rewrite=_stack)
 row(aten.constant_pad_nd.default, category=Category.JOIN, jvp=_pad_jvp)
 row(aten.copy.default, category=Category.JOIN, functional=_copy)
-row(aten.slice_scatter.default, category=Category.JOIN, rewrite=_slice_scatter, functional=_put_over)
+row(aten.slice_scatter.default, category=Category.JOIN, rewrite=_slice_scatter, functional=_scatter_again)

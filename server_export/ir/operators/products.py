@@ -1,4 +1,4 @@
-"""Products of matrices."""
+"""Matrix products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ aten = torch.ops.aten
 
 
 def product_jvp(t: GraphTangents, left: Any, right: Any) -> Dual:
-    """left right, and d(left) right + left d(right), of [batch, rows, inner] and [batch, inner, width].
+    """Returns left right and its tangents d(left) right + left d(right).
 
-    GraphTangents on the left are more rows of one product, those on the right more columns of the other.
+    The shapes are [batch, rows, inner] and [batch, inner, width].
+
+    Tangents on the left are more rows of one product, tangents on the right are more columns of another.
     """
     left, right = (Interleaved.of(side) if isinstance(side, Dual) else side for side in (left, right))
     first, second = (side.value if isinstance(side, Dual) else side for side in (left, right))
@@ -32,13 +34,13 @@ def product_jvp(t: GraphTangents, left: Any, right: Any) -> Dual:
         inside = t.reshape(right.inside, [batch, right.shape[-2], t.queries * width])
         terms.append(t.call(aten.bmm.default, first, inside))
     tangents = terms[0] if len(terms) == 1 else t.plus(*terms)
-    return Interleaved(t, t.one_of(primal), tangents)
+    return Interleaved(t, t.as_primal(primal), tangents)
 
 
 def _linear_jvp(t: GraphTangents, node: Node, source: Dual, weight: Node, bias: Node | None = None) -> Dual:
-    """Two calls: the bias moves the value alone."""
+    """Two calls, because the bias affects the primal only."""
     if isinstance(weight, Dual) or isinstance(bias, Dual):
-        raise NotImplementedError("a layer whose own weights depend on the adapter")
+        raise NotImplementedError("a linear layer whose weight or bias depends on the adapter")
     primal = t.call(node.target, source.primal, *filter(None, (weight, bias)))
     return Dual(t, primal, t.call(node.target, source.tangents, weight))
 
@@ -49,7 +51,7 @@ def _mm(writer: GraphWriter, node: Node, left: Node, right: Node) -> Node:
 
 
 def _matmul(writer: GraphWriter, node: Node, left: Node, right: Node) -> Node | None:
-    """Of as many matrices on both sides, of matrices that all rows have, or of a weight."""
+    """Write a batched product, a product with matrices shared by all rows, or a weight times a matrix."""
     first, second = shape_of(left), shape_of(right)
     if left.op == "get_attr" and len(first) == 2 < len(second):
         turned = writer.call(aten.transpose.int, right, -2, -1)

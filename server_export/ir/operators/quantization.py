@@ -1,5 +1,8 @@
-"""Codes of numbers. Rounding has no derivative: every tangent of a token is rounded as the token's value is,
-with a scale and a zero point of its own."""
+"""Quantization.
+
+Rounding has no derivative: every tangent of a token is rounded like the token's value, with its own scale
+and zero point.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,10 @@ def _round_jvp(
 
 
 def _round_by_row(writer: GraphWriter, node: Node, codes: Node, *_: Any) -> Node | None:
-    """Of an activation. A trace takes torchao's own operators apart each time that it meets one, which was a
-    quarter of an export."""
+    """Write dynamic quantization of activations in ExecuTorch's per-token operators.
+
+    Tracing decomposes torchao's operators at every occurrence, which took a quarter of the time of an export.
+    """
     if str(codes.target) != "torchao.quantize_affine.default":
         return None
     limits = (-128, 127, torch.int8)

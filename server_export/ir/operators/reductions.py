@@ -1,7 +1,7 @@
-"""Sums and means, and functions of a whole row.
+"""Sums, means, and functions of a whole row.
 
-XNNPACK has no mean of the last dimension, and every normalization would end a delegate: a linear layer with a
-constant row 1/d takes it.
+XNNPACK has no mean over the last dimension, which would end the delegate at every normalization, so the mean
+is written as a linear layer with a constant row of 1/d.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.ir.operators.layouts import after_queries, each_part
+from server_export.ir.operators.layouts import linear_jvp, shift_dims
 from server_export.ir.operators.table import Category, row
 from server_export.ir.tangents import Dual, GraphTangents, Interleaved, shape_of
 from server_export.ir.writer import GraphWriter
@@ -25,21 +25,24 @@ def _is_last(dims: Sequence[int] | None, source: Node) -> bool:
     return dims is not None and [dim % rank for dim in dims] == [rank - 1]
 
 
-def _averaging(writer: GraphWriter, source: Node) -> Node:
-    """The weight of a linear layer that takes the mean over the last dimension."""
+def _mean_weight(writer: GraphWriter, source: Node) -> Node:
+    """Returns the weight of a linear layer that computes the mean over the last dimension."""
     value = source.meta["val"]
     width = value.shape[-1]
     return writer.constant(torch.full((1, width), 1.0 / width, dtype=value.dtype))
 
 
 def _centred(writer: GraphWriter, source: Node) -> tuple[Node, Node]:
-    """A row without its mean, and its variance: E[x^2] - E[x]^2 would cancel."""
-    weight = _averaging(writer, source)
+    """Returns a row minus its mean, and its variance.
+
+    The variance is computed from the centred row, because E[x^2] - E[x]^2 would cancel.
+    """
+    weight = _mean_weight(writer, source)
     centred = writer.minus(source, writer.call(aten.linear.default, source, weight))
     return centred, writer.call(aten.linear.default, writer.times(centred, centred), weight)
 
 
-# How they are written
+# Rewrite and core rules
 
 
 def _mean(
@@ -47,7 +50,7 @@ def _mean(
 ) -> Node | None:
     if not _is_last(dims, source) or not source.meta["val"].dtype.is_floating_point:
         return None
-    mean = writer.call(aten.linear.default, source, _averaging(writer, source))
+    mean = writer.call(aten.linear.default, source, _mean_weight(writer, source))
     return mean if keepdim else writer.reshape(mean, shape_of(node))
 
 
@@ -69,7 +72,7 @@ def _layer_norm(
     return result if bias is None else writer.plus(result, bias)
 
 
-def _length(
+def _norm(
     writer: GraphWriter, node: Node, source: Node, order: float = 2, dims: Any = None, keepdim: bool = False
 ) -> Node | None:
     if order != 2 or not dims:
@@ -132,19 +135,19 @@ def _sum_backward(
         return writer.reshape(source, shape_of(node))
     if summed != [len(shape) - 1]:
         return None
-    # As the forward pass adds up: a head that saves has the same bits.
+    # Summed as in the forward pass, so that a head that saves residuals has the same bits.
     return writer.reshape(writer.total(source), shape_of(node))
 
 
 def _softmax_backward(
-    writer: GraphWriter, node: Node, gradient: Node, result: Node, dim: int, *_: Any
+    writer: GraphWriter, node: Node, grad_output: Node, result: Node, dim: int, *_: Any
 ) -> Node:
-    weighted = writer.times(gradient, result)
+    weighted = writer.times(grad_output, result)
     return writer.minus(weighted, writer.times(result, _total(writer, weighted, dim)))
 
 
 def _total(writer: GraphWriter, source: Node, dim: int) -> Node:
-    """Sum over one dimension, kept as 1."""
+    """Sum over one dimension, which is kept with size 1."""
     if _is_last([dim], source):
         return writer.total(source)
     return writer.call(aten.sum.dim_IntList, source, [dim], True)
@@ -156,25 +159,25 @@ def _total(writer: GraphWriter, source: Node, dim: int) -> Node:
 def _reduce_jvp(
     t: GraphTangents, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
 ) -> Dual:
-    at = after_queries(dims or list(range(len(source.shape))))
-    return source.each(lambda part, _: t.call(node.target, part, at, keepdim, **named))
+    shifted_dims = shift_dims(dims or list(range(len(source.shape))))
+    return source.map(lambda part, _: t.call(node.target, part, shifted_dims, keepdim, **named))
 
 
 def _softmax_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
-    at = after_queries(dim)
-    primal = t.call(aten.softmax.int, source.primal, at)
+    shifted_dim = shift_dims(dim)
+    primal = t.call(aten.softmax.int, source.primal, shifted_dim)
     if isinstance(source, Interleaved) and dim % len(source.shape) == len(source.shape) - 1:
-        probability, inside = source.meeting(primal)
+        probability, inside = source.broadcastable(primal)
         weighted = t.times(probability, inside)
         return Interleaved(t, primal, t.minus(weighted, t.times(t.total(weighted), probability)))
     weighted = t.product(t.product(source.factor, primal), source.unscaled)
-    return Dual(t, primal, t.minus(weighted, t.times(_total(t, weighted, at), primal)))
+    return Dual(t, primal, t.minus(weighted, t.times(_total(t, weighted, shifted_dim), primal)))
 
 
 def _log_softmax_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
-    at = after_queries(dim)
-    primal = t.call(aten._log_softmax.default, source.primal, at, False)
-    mean = _total(t, t.times(t.exp(primal), source.tangents), at)
+    shifted_dim = shift_dims(dim)
+    primal = t.call(aten._log_softmax.default, source.primal, shifted_dim, False)
+    mean = _total(t, t.times(t.exp(primal), source.tangents), shifted_dim)
     return Dual(t, primal, t.minus(source.tangents, mean))
 
 
@@ -182,7 +185,7 @@ def _log_total_jvp(
     t: GraphTangents, node: Node, source: Dual, dims: list[int], keepdim: bool = False
 ) -> Dual:
     if dims not in ([-1], [len(source.shape) - 1]):
-        raise NotImplementedError("a sum over another dimension than the last")
+        raise NotImplementedError("logsumexp over a dimension that is not the last one")
     primal = t.call(aten.logsumexp.default, source.primal, [-1], keepdim)
     weights = t.call(aten.softmax.int, source.primal, -1)
     total = t.total(t.times(weights, source.tangents))
@@ -193,10 +196,10 @@ REDUCE, NORMALIZE = Category.REDUCE, Category.NORMALIZE
 
 row(aten.sum.dim_IntList, category=REDUCE, jvp=_reduce_jvp, backward=_sum_backward)
 row(aten.mean.dim, category=REDUCE, jvp=_reduce_jvp, rewrite=_mean)
-row(aten.cumsum.default, category=REDUCE, jvp=each_part(0))
+row(aten.cumsum.default, category=REDUCE, jvp=linear_jvp(0))
 row(aten.var.correction, category=REDUCE, rewrite=_variance)
 row(aten.std.dim, category=REDUCE, rewrite=_deviation)
-row(aten.linalg_vector_norm.default, category=REDUCE, rewrite=_length)
+row(aten.linalg_vector_norm.default, category=REDUCE, rewrite=_norm)
 row(aten.logsumexp.default, category=REDUCE, jvp=_log_total_jvp, core=_log_total)
 
 row(aten.layer_norm.default, category=NORMALIZE, rewrite=_layer_norm)

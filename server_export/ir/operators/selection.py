@@ -1,4 +1,4 @@
-"""Numbers that are chosen by an index, and put where one says."""
+"""Operators that select elements by index, or write elements at an index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.ir.operators.layouts import after_queries, each_part
+from server_export.ir.operators.layouts import linear_jvp, shift_dims
 from server_export.ir.operators.table import Category, row
 from server_export.ir.tangents import Dual, GraphTangents, Number, shape_of
 from server_export.ir.writer import GraphWriter
@@ -17,62 +17,65 @@ aten = torch.ops.aten
 
 
 class Gather(torch.autograd.Function):
-    """Numbers at places of a dimension; autograd's own backward makes zeros of a size that no input has."""
+    """aten.gather with a backward pass whose zeros get their size from an input.
+
+    The zeros of autograd's own backward pass have a size that no input has.
+    """
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-        """As it is."""
+        """Returns the gathered elements."""
         ctx.dim = dim
         ctx.save_for_backward(source, index)
         return aten.gather.default(source, dim, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Gradient by what was chosen -> by the source."""
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Returns the gradient of the source from the gradient of the gathered elements."""
         source, index = ctx.saved_tensors
-        return aten.zeros_like.default(source).scatter_add(ctx.dim, index, gradient), None, None
+        return aten.zeros_like.default(source).scatter_add(ctx.dim, index, grad_output), None, None
 
 
 def _largest(
     scores: torch.Tensor, count: int, dim: int = -1, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choice has no derivative."""
+    """aten.topk, whose choice of indices has no derivative."""
     _, index = aten.topk.default(scores.detach(), count, dim, *rest)
     return Gather.apply(scores, dim, index), index
 
 
 def _gather_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Node) -> Dual:
-    one = t.one_of(index)
+    index_of_primal = t.as_primal(index)
 
     def gather(part: Node, count: int) -> Node:
-        places = t.call(aten.expand.default, one, [count, *shape_of(index)])
-        return t.call(aten.gather.default, part, after_queries(dim), places)
+        expanded = t.call(aten.expand.default, index_of_primal, [count, *shape_of(index)])
+        return t.call(aten.gather.default, part, shift_dims(dim), expanded)
 
-    return source.each(gather)
+    return source.map(gather)
 
 
 def _topk_jvp(
     t: GraphTangents, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
 ) -> tuple[Dual, Node]:
-    """What is chosen has the tangents of its places; the choice has none."""
+    """The chosen values have the tangents of the elements at their indices; the indices have none."""
     chosen = t.call(node.target, source.value, count, dim, *rest)
     index = t.call(operator.getitem, chosen, 1)
     return _gather_jvp(t, node, source, dim, index), index
 
 
 def _scatter_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
-    """What is put somewhere has no tangents."""
-    one = t.one_of(index)
+    """The written values have no tangents."""
+    index_of_primal = t.as_primal(index)
 
     def put(part: Node, count: int, number: Number) -> Node:
-        places = t.call(aten.expand.default, one, [count, *shape_of(index)])
-        return t.call(node.target, part, after_queries(dim), places, number)
+        expanded = t.call(aten.expand.default, index_of_primal, [count, *shape_of(index)])
+        return t.call(node.target, part, shift_dims(dim), expanded, number)
 
     return Dual(t, put(source.primal, 1, value), put(source.tangents, t.queries, 0.0))
 
 
 def _max(writer: GraphWriter, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node:
-    """The first of one that is chosen; both have a derivative where it stands."""
+    """Write max as topk with k = 1, which has the same derivative."""
     parts = {user.args[1]: user for user in node.users}
     largest = writer.call(aten.topk.default, source, 1, dim)
     for index, part in parts.items():
@@ -88,7 +91,7 @@ def _index_add(
     return writer.call(aten.index_put.default, target, [index], source, True) if dim == 0 else None
 
 
-row(aten.index_select.default, category=Category.SELECT, jvp=each_part(0))
+row(aten.index_select.default, category=Category.SELECT, jvp=linear_jvp(0))
 row(aten.index_add.default, category=Category.GRADIENT, backward=_index_add)
 row(aten.gather.default, category=Category.SELECT, jvp=_gather_jvp, autograd=Gather.apply)
 row(aten.topk.default, category=Category.SELECT, jvp=_topk_jvp, autograd=_largest)

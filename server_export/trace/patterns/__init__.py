@@ -1,8 +1,8 @@
-"""Peculiarities of architectures: each is one file of this package, which registers a `Pattern`.
+"""Patterns: peculiarities of architectures, one module each, which registers a `Pattern`.
 
-A pattern says what it matches, what it does to a model before and while that is traced, which passes it has
-over the graph, which model types it is for, and of which type a tiny model tests it. Nothing else names it:
-whatever file of this package registers a pattern takes part in every export.
+A pattern says which models it matches, how it modifies a model before and while it is traced, which passes it
+adds, and which model type a tiny model tests it with. Nothing else refers to a pattern: every module of this
+package that registers one takes part in every export.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from server_export.trace.cutting import ModelBlock
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, Pass
 
-# Of the whole model's graph: as it was traced; once it is known what depends on positions alone; before
-# tables are made of that. Of a block type's graph.
+# Graph of the whole model: after tracing; when values that depend on positions alone are known; before they
+# become tables. Graph of a block type.
 Stage = Literal["traced", "positions", "tables", "block"]
-# Tokens i64 [rows, tokens], arguments, and an encoder's padding as an additive mask -> what a model returns.
+# (tokens i64 [rows, tokens], keyword arguments, an encoder's additive padding mask) -> output of the model.
 Call: TypeAlias = Callable[[torch.Tensor, dict[str, Any], torch.Tensor | None], Any]
 Wrap: TypeAlias = Callable[[TracedModel, Call], Call]
 
@@ -39,10 +39,10 @@ class Rewrite:
     """A pass of a pattern over a graph.
 
     Args:
-        run: rewrites it in place: a `ModelGraph`, or of the stage `block` a graph module.
-        stage: when.
-        operators: any of these must be in the graph; none: whatever is.
-        of: the models whose graph it is; None: all.
+        run: rewrites a `ModelGraph` in place, or a graph module at the stage `block`.
+        stage: when the pass runs.
+        operators: the pass runs if the graph has any of these; an empty tuple: always.
+        of: the models whose graph the pass is for; None: all.
     """
 
     run: Callable[[Any], None]
@@ -55,31 +55,32 @@ class Rewrite:
 class Pattern:
     """A peculiarity of some architectures.
 
-    A model may have it if it has one of `attributes` or `settings`, or the pattern has none; then `check`,
-    `unread` and `blocks` are for it. It has it if `matches` says so too; without `matches` if it has one of
-    these, or its code calls one of `functions`; then `prepare`, `tracing` and `call` are for it. `retrace` is
-    for models that did not read their masks, passes for graphs with one of their operators.
+    A model may have a pattern if it has one of `attributes` or `settings`, or if the pattern has none of
+    them; then `check`, `unadapted` and `blocks` apply. The model has the pattern if `matches` says so too.
+    Without `matches`, it has the pattern if it has one of these, or if its code calls one of `functions`.
+    Then `prepare`, `tracing` and `call` apply. `retrace` applies to models that did not read their masks, and
+    passes apply to graphs with one of their operators.
 
     Args:
         name: a few words.
-        serves: what models have it, in words.
-        model_types: transformers' types that have it, as far as they are known.
-        example: the one of them that tests make tiny.
+        serves: the models that have the pattern, in words.
+        model_types: model types of transformers that are known to have the pattern.
+        example: the model type that tests build a tiny model of.
         attributes: names of attributes that mark modules.
-        settings: names in a model's configuration.
-        functions: by the names of functions in transformers' files, or of methods of its layers, what takes
-            their place while a model is traced; the model's tables come first, then their own arguments.
+        settings: names in the configuration of a model.
+        functions: replacements, used while a model is traced, by the names of functions in transformers'
+            modules or of methods of its layers. They take the model's tables before the original arguments.
         keeps_state: whether these functions are recurrences.
-        matches: whether a model has it.
-        check: raises Refusal for a model, and texts of up to so many tokens, that can't be exported.
-        unread: names of modules whose layers no adapter is for; the model may lack its weights.
-        prepare: changes a model before it is traced.
-        tracing: a context in which it is traced.
-        call: how a model is called while it is traced, from how others are.
-        retrace: a context in which a model is traced once more that did not read the masks that it was given,
-            which gives what `call` is; None: it is not for this model.
+        matches: returns whether a model has the pattern.
+        check: raises Refusal for a model that can't be exported with sequences of up to the given length.
+        unadapted: returns names of modules whose layers can't be adapted; the model may lack its weights.
+        prepare: modifies a model before it is traced.
+        tracing: a context in which the model is traced.
+        call: wraps the function that calls the model while it is traced.
+        retrace: a context in which a model that did not read its masks is traced again; it yields the same
+            kind of wrapper as `call`. None: the pattern doesn't apply to this model.
         rewrites: passes over graphs.
-        blocks: more blocks behind those of a model, for states of so many rows.
+        blocks: adds blocks to those of a model, for hidden states of the given number of rows.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Pattern:
     keeps_state: bool = False
     matches: Callable[[TracedModel], bool] | None = None
     check: Callable[[Any, int], None] | None = None
-    unread: Callable[[nn.Module], Collection[str]] | None = None
+    unadapted: Callable[[nn.Module], Collection[str]] | None = None
     prepare: Callable[[TracedModel], None] | None = None
     tracing: Callable[[TracedModel], AbstractContextManager[None]] | None = None
     call: Wrap | None = None
@@ -105,25 +106,25 @@ REGISTRY: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Let a pattern take part in every export from now on."""
+    """Add a pattern to every export from now on."""
     REGISTRY[pattern.name] = pattern
     return pattern
 
 
 def patterns() -> list[Pattern]:
-    """All patterns, by name; those of this package's files are registered first."""
+    """Returns all patterns by name, after importing the modules of this package."""
     _discover()
     return [REGISTRY[name] for name in sorted(REGISTRY)]
 
 
 @cache
 def _discover() -> None:
-    for found in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{found.name}")
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
 
 
 def passes_at(stage: Stage) -> list[Pass[Any]]:
-    """The passes of all patterns at a stage, by name."""
+    """Returns the passes of all patterns at a stage, by name."""
     return [
         Pass(pattern.name, pattern.serves, partial(_run, rewrite))
         for pattern in patterns()
@@ -133,7 +134,7 @@ def passes_at(stage: Stage) -> list[Pass[Any]]:
 
 
 def _run(rewrite: Rewrite, graph: ModelGraph | GraphModule) -> None:
-    """Run a pass if the graph has what it is for, and is of a model that it is for."""
+    """Run a pass if it applies to the graph and its model."""
     graph_module = graph.graph_module if isinstance(graph, ModelGraph) else graph
     is_decoder = graph.traced.is_decoder if isinstance(graph, ModelGraph) else None
     if rewrite.of is not None and is_decoder != (rewrite.of == "decoder"):
@@ -146,11 +147,11 @@ def _run(rewrite: Rewrite, graph: ModelGraph | GraphModule) -> None:
 
 
 def check_model(model: Any, longest: int) -> None:
-    """Raise Refusal if a pattern of a model makes it one that can't be exported.
+    """Raise Refusal if a pattern of a model makes the model impossible to export.
 
     Args:
-        model: which may lack its weights.
-        longest: tokens of the longest sequence.
+        model: may lack its weights.
+        longest: the number of tokens of the longest sequence.
     """
     for pattern in patterns():
         if pattern.check is not None and _may_have(pattern, model):
@@ -158,17 +159,17 @@ def check_model(model: Any, longest: int) -> None:
 
 
 def unread_modules(model: nn.Module) -> list[str]:
-    """Names of the modules of a model whose layers no adapter is for."""
+    """Returns names of the modules of a model whose layers can't be adapted."""
     return [
         name
         for pattern in patterns()
-        if pattern.unread is not None and _may_have(pattern, model)
-        for name in pattern.unread(model)
+        if pattern.unadapted is not None and _may_have(pattern, model)
+        for name in pattern.unadapted(model)
     ]
 
 
 def _may_have(pattern: Pattern, model: nn.Module) -> bool:
-    """Whether a model has what marks a pattern, if anything does."""
+    """Returns whether a model has the attributes or settings of a pattern, or the pattern has none."""
     return not (pattern.attributes or pattern.settings) or _is_marked(pattern, model)
 
 
@@ -180,21 +181,21 @@ def _is_marked(pattern: Pattern, model: Any) -> bool:
 
 
 def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
-    """The functions that patterns replace: a file or class of the model's, a name, and the function there."""
+    """Returns the functions of a model that patterns replace: module or class, name and function."""
     names = [name for pattern in patterns() for name in pattern.functions]
     classes = [*dict.fromkeys(type(module) for module in model.modules())]
-    files = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in classes)]
-    places: list[ModuleType | type] = [*files, *classes]
+    modules = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in classes)]
+    owners: list[ModuleType | type] = [*modules, *classes]
     return [
-        (place, name, vars(place)[name])
-        for place in places
+        (owner, name, vars(owner)[name])
+        for owner in owners
         for name in names
-        if inspect.isfunction(vars(place).get(name))
+        if inspect.isfunction(vars(owner).get(name))
     ]
 
 
 def patterns_of(traced: TracedModel) -> list[Pattern]:
-    """The patterns that a model has, by name."""
+    """Returns the patterns that a model has, by name."""
     called = {name for _, name, _ in functions_of(traced.model)}
     return [pattern for pattern in patterns() if _has(pattern, traced, called)]
 
@@ -206,22 +207,22 @@ def _has(pattern: Pattern, traced: TracedModel, called: set[str]) -> bool:
 
 
 def prepare(traced: TracedModel, changes: Changes | None) -> None:
-    """Change a model before it is traced, as its patterns do."""
+    """Let the patterns of a model modify it before it is traced."""
     for pattern in patterns_of(traced):
         if pattern.prepare is not None:
-            with _noted(changes, pattern, traced.model):
+            with _recording(changes, pattern, traced.model):
                 pattern.prepare(traced)
 
 
 @contextmanager
 def tracing(traced: TracedModel, call: Call, changes: Changes | None) -> Iterator[Call]:
-    """Contexts of a model's patterns, in which it is traced; gives how it is called."""
+    """Enter the contexts of a model's patterns, and yield the function that calls the model."""
     with ExitStack() as stack:
         for pattern in patterns_of(traced):
             if pattern.functions:
-                stack.enter_context(_replaced(pattern, traced, changes))
+                stack.enter_context(_replaced_functions(pattern, traced, changes))
             if pattern.tracing is not None:
-                with _noted(changes, pattern, traced.model):
+                with _recording(changes, pattern, traced.model):
                     stack.enter_context(pattern.tracing(traced))
             if pattern.call is not None:
                 call = pattern.call(traced, call)
@@ -231,37 +232,37 @@ def tracing(traced: TracedModel, call: Call, changes: Changes | None) -> Iterato
 
 
 @contextmanager
-def _replaced(pattern: Pattern, traced: TracedModel, changes: Changes | None) -> Iterator[None]:
-    """Let a pattern's functions take the place of a model's own meanwhile."""
-    own = [found for found in functions_of(traced.model) if found[1] in pattern.functions]
-    if changes is not None and own:
-        changes.of_parts(pattern.name, pattern.serves, [name for _, name, _ in own])
+def _replaced_functions(pattern: Pattern, traced: TracedModel, changes: Changes | None) -> Iterator[None]:
+    """Replace functions of a model by those of a pattern within the context."""
+    originals = [original for original in functions_of(traced.model) if original[1] in pattern.functions]
+    if changes is not None and originals:
+        changes.of_parts(pattern.name, pattern.serves, [name for _, name, _ in originals])
     try:
-        for place, name, _ in own:
-            ours = partial(pattern.functions[name], traced.tables)
-            # A layer that has it as a method isn't among its arguments.
-            setattr(place, name, staticmethod(ours) if isinstance(place, type) else ours)
+        for owner, name, _ in originals:
+            replacement = partial(pattern.functions[name], traced.tables)
+            # Without staticmethod, a layer would be passed to the replacement of its method.
+            setattr(owner, name, staticmethod(replacement) if isinstance(owner, type) else replacement)
         yield
     finally:
-        for place, name, function in own:
-            setattr(place, name, function)
+        for owner, name, function in originals:
+            setattr(owner, name, function)
 
 
-def _noted(changes: Changes | None, pattern: Pattern, model: nn.Module) -> AbstractContextManager[None]:
-    """Note what a pattern replaces of a model meanwhile."""
+def _recording(changes: Changes | None, pattern: Pattern, model: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context that records what a pattern replaces in a model."""
     return nullcontext() if changes is None else changes.of_model(pattern.name, pattern.serves, model)
 
 
 def with_blocks(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[ModelBlock]:
-    """A model's blocks with those that patterns put behind them.
+    """Returns a model's blocks with those that patterns add.
 
     Args:
-        model: as it was traced.
-        blocks: of its graph, in order.
-        rows: of a state.
+        model: the traced model.
+        blocks: the blocks of its graph, in order.
+        rows: the number of rows of the hidden states.
     """
-    found = [*blocks]
+    result = [*blocks]
     for pattern in patterns():
         if pattern.blocks is not None and _may_have(pattern, model):
-            found = pattern.blocks(model, found, rows)
-    return found
+            result = pattern.blocks(model, result, rows)
+    return result

@@ -1,6 +1,6 @@
-"""Experts that all see all tokens, times shares that are 0 for most: those are found that aren't.
+"""Experts that see all tokens, weighted by shares that are mostly 0: each token is routed to the others only.
 
-An expert is a block as of others, whose tokens the driver brings to it.
+An expert becomes a block like those of other mixtures, and the driver distributes the tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.patterns.experts import width_of
 
 aten = torch.ops.aten
-# What computes each number of a share for itself.
-_OF_A_SHARE = {aten.sigmoid.default, aten.to.dtype, aten._to_copy.default}
+# Operators that compute each share separately.
+_ELEMENTWISE = {aten.sigmoid.default, aten.to.dtype, aten._to_copy.default}
 
 
 @torch.library.custom_op("prge::all_experts", mutates_args=())
 def all_experts(states: torch.Tensor, number: int, out: int) -> torch.Tensor:
-    """All experts of the layer of that number, of [experts x tokens, in]: each of as many in turn."""
-    raise NotImplementedError("experts are traced and become blocks, they are never run")
+    """Returns the outputs of a layer's experts for [experts x tokens, in], an equal part for each expert."""
+    raise NotImplementedError("Experts are traced and become blocks; the operator is never run.")
 
 
 @all_experts.register_fake
@@ -39,44 +39,44 @@ ALL_EXPERTS = torch.ops.prge.all_experts.default
 
 
 def _prepare(traced: TracedModel) -> None:
-    """Let all experts of a layer be one operator of the graph, in place."""
+    """Make all experts of a layer one operator of the graph, in place."""
     for number, module in enumerate(expert_layers(traced.model).values()):
         if is_dense_experts(module):
-            module.forward = partial(_all_asked, module, number)
+            module.forward = partial(_call_all_experts, module, number)
 
 
-def _all_asked(module: Any, number: int, states: torch.Tensor) -> torch.Tensor:
-    """What all experts say, an operator of the graph."""
-    said: torch.Tensor = ALL_EXPERTS(states, number, width_of(module))
-    return said
+def _call_all_experts(module: Any, number: int, states: torch.Tensor) -> torch.Tensor:
+    """Returns the outputs of all experts, as one operator of the graph."""
+    output: torch.Tensor = ALL_EXPERTS(states, number, width_of(module))
+    return output
 
 
 def choose_experts(graph: ModelGraph) -> None:
-    """Let tokens see those experts alone whose shares aren't 0, in place.
+    """Route tokens only to experts whose share isn't 0, in place.
 
     Raises:
-        Refusal: what shares are 0 isn't known.
+        Refusal: it isn't known which shares are 0.
     """
     graph_module = graph.graph_module
     writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=ALL_EXPERTS):
         product, number, out = node.args
         sums, *others = (user for each in node.users for user in each.users)
-        parts = _seen_and_scores(product)
-        chosen = _chosen(parts[1]) if parts else None
+        parts = _tokens_and_scores(product)
+        selection = _sparse_shares(parts[1]) if parts else None
         is_sum = sums.target is aten.sum.dim_IntList and sums.args[1:] == ([0],) and not others
-        if parts is None or chosen is None or not is_sum:
+        if parts is None or selection is None or not is_sum:
             raise Refusal(
                 "shares-of-experts",
-                "all experts of a layer see all tokens, times shares that are computed in a way that isn't "
-                "known here",
+                "All experts of a layer see all tokens, and prge does not recognize how their shares are "
+                "computed.",
                 operator=str(ALL_EXPERTS),
-                remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
+                remedy="Use another model type, such as qwen3_moe, olmoe, granitemoe or mixtral.",
             )
-        source, (steps, shares, index) = parts[0], chosen
+        source, (steps, shares, index) = parts[0], selection
 
-        def write(writer: GraphWriter, *given: Any) -> Node:
-            source, steps, shares, index, number, out = given
+        def write(writer: GraphWriter, *arguments: Any) -> Node:
+            source, steps, shares, index, number, out = arguments
             for step in steps:
                 shares = writer.call(step.target, shares, *step.args[1:])
             index = writer.call(aten.to.dtype, index, torch.float32)
@@ -86,21 +86,21 @@ def choose_experts(graph: ModelGraph) -> None:
     graph_module.graph.eliminate_dead_code()
 
 
-def _seen_and_scores(product: Any) -> tuple[Node, Node] | None:
-    """Of states [tokens, in] that are repeated for each expert, times scores [tokens, experts], these two."""
+def _tokens_and_scores(product: Any) -> tuple[Node, Node] | None:
+    """Returns the states [tokens, in] that are repeated for each expert, and the scores [tokens, experts]."""
     if product.target is not aten.mul.Tensor:
         return None
     repeated, column = product.args
     if repeated.target is not aten.repeat.default or repeated.args[1][1:] != [1]:
         return None
-    turned = column.args[0]
-    return (repeated.args[0], turned.args[0]) if turned.target is aten.transpose.int else None
+    transposed = column.args[0]
+    return (repeated.args[0], transposed.args[0]) if transposed.target is aten.transpose.int else None
 
 
-def _chosen(scores: Any) -> tuple[list[Node], Node, Node] | None:
-    """How shares are made of numbers, the numbers, and whose they are, if all other shares are 0."""
+def _sparse_shares(scores: Any) -> tuple[list[Node], Node, Node] | None:
+    """Returns the steps from numbers to shares, the numbers and their indices, if all other shares are 0."""
     steps: list[Node] = []
-    while scores.target in _OF_A_SHARE:
+    while scores.target in _ELEMENTWISE:
         steps.insert(0, scores)
         scores = scores.args[0]
     if scores.target is not aten.scatter.src:

@@ -1,4 +1,4 @@
-"""Attention to the tokens with the largest scores: where a row has no more than those, all are chosen."""
+"""Attention to the tokens with the largest scores; rows must be short enough that all are selected."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from server_export.trace.patterns import Pattern, Rewrite, register
 aten = torch.ops.aten
 
 
-def choose_all(graph: ModelGraph) -> None:
-    """Write marks of tokens that are chosen without a choice, in place: a row has no more than those.
+def select_all(graph: ModelGraph) -> None:
+    """Replace marks of selected tokens by a constant, in place, because all tokens of a row are selected.
 
     Raises:
-        Refusal: a row may have more.
+        Refusal: a row may have more tokens.
     """
     graph_module, longest = graph.graph_module, graph.tables.longest
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.scatter.value):
-        marked, dim, chosen, number = node.args
-        choice: Any = chosen.args[0] if chosen.target is operator.getitem else chosen
-        if choice.target is not aten.topk.default or marked.meta["val"].shape[dim] != TOKENS:
+        marked, dim, selected, number = node.args
+        topk: Any = selected.args[0] if selected.target is operator.getitem else selected
+        if topk.target is not aten.topk.default or marked.meta["val"].shape[dim] != TOKENS:
             continue
-        if choice.args[1] < longest:
+        if topk.args[1] < longest:
             raise Refusal(
                 "token-budget",
-                f"the model chooses {choice.args[1]} tokens of a row, and rows have up to {longest}",
-                operator=str(choice.target),
-                remedy=f"--sequence-length and --context of at most {choice.args[1]} leave it no choice",
+                f"The model attends to {topk.args[1]} tokens of a row, but rows may have {longest} tokens.",
+                operator=str(topk.target),
+                remedy=f"Use --sequence-length and --context of at most {topk.args[1]}.",
             )
         with graph_module.graph.inserting_before(node):
             new = graph_module.graph.call_function(
@@ -48,6 +48,6 @@ register(
         serves="attention to the tokens with the largest scores, such as Doge's",
         model_types=("doge",),
         example="doge",
-        rewrites=(Rewrite(choose_all, operators=(aten.scatter.value,)),),
+        rewrites=(Rewrite(select_all, operators=(aten.scatter.value,)),),
     )
 )

@@ -1,4 +1,4 @@
-"""Attention within chunks of a text: texts of no more tokens than a chunk are seen whole."""
+"""Attention within chunks of a text; it is supported for texts that are no longer than a chunk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _check(model: Any, longest: int) -> None:
     if in_chunks and longest > (chunk := int(getattr(model.config, _SIZE))):
         raise Refusal(
             "attention-chunk",
-            f"the attention of {type(model).__name__} sees only the tokens of a chunk of {chunk} "
-            f"({_SIZE}), and texts may have {longest}",
+            f"The attention of {type(model).__name__} sees only the tokens of a chunk of {chunk} "
+            f"({_SIZE}), but texts may have {longest} tokens.",
             remedy=f"export it with --context {chunk}",
         )
 

@@ -1,4 +1,4 @@
-"""Encoders with the layers of their own classification head, which may count the tokens of a row."""
+"""Encoders with their own classification head, which may count the tokens of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _call(traced: TracedModel, call: Call) -> Call:
     def with_head(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
         assert padding is not None
         seen = seen_tokens(padding).float()
-        # The encoder within gets what others get, whatever the head gives it.
+        # The encoder gets the same arguments as other encoders, whatever the head passes to it.
         with override_base_inputs(traced.model, arguments):
             return traced.model(input_ids=tokens, attention_mask=seen, return_dict=True)
 

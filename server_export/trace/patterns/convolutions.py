@@ -1,7 +1,7 @@
-"""Convolutions that read the tokens before each, and tokens that are moved back, as operators with a memory.
+"""Causal convolutions, and shifts to earlier tokens, as operators with a recurrent state.
 
-transformers' layers call a function of their own files, which packages with kernels take the place of by its
-name, and so does the function here; or the convolution is found in the graph, whoever calls it.
+The layers of transformers call a function of their module, which kernel packages replace by its name; this
+pattern does the same. Otherwise the convolution is found in the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server_export.ir.recurrences import CONVOLUTION
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.tables import ModelTable, ModelTables, asked
+from server_export.trace.tables import ModelTable, ModelTables, insert_table
 
 aten = torch.ops.aten
 _PADS, _CONVOLUTIONS = (
@@ -35,21 +35,21 @@ def convolution(
     activation: str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """A causal convolution of states [rows, width, tokens] with a weight [width, taps]."""
+    """A causal depthwise convolution of hidden states [rows, width, tokens] with a weight [width, taps]."""
     from transformers.activations import ACT2FN
 
     width, taps = weight.shape
     padded = F.conv1d(hidden_states, weight.unsqueeze(1), bias, padding=taps - 1, groups=width)
-    found = padded[..., : hidden_states.shape[-1]]
+    output = padded[..., : hidden_states.shape[-1]]
     if activation is None:
-        return found
+        return output
     act: Any = ACT2FN[activation] if isinstance(activation, str) else activation
-    result: torch.Tensor = act(found)
+    result: torch.Tensor = act(output)
     return result
 
 
 def convolution_of(node: Any) -> tuple[Any, ...]:
-    """States, weight, bias, stride, padding, dilation and groups of a convolution of either operator."""
+    """Returns input, weight, bias, stride, padding, dilation and groups of either convolution operator."""
     source, weight, *more = node.args
     if node.target is aten.conv1d.default:
         bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
@@ -59,69 +59,69 @@ def convolution_of(node: Any) -> tuple[Any, ...]:
 
 
 def write_convolutions(graph: ModelGraph) -> None:
-    """Replace causal convolutions by operators that keep the last tokens between calls, in place."""
+    """Replace causal convolutions by operators whose state is the last tokens, in place."""
     graph_module, tables = graph.graph_module, graph.tables
     writer = GraphWriter(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target in _PADS:
-            writer.replace(node, _moved, tables, node)
+            writer.replace(node, _replace_shift, tables, node)
         if node.target in _CONVOLUTIONS:
             for part in list(node.users):
-                writer.replace(part, _convolved, tables, node, part)
+                writer.replace(part, _replace_convolution, tables, node, part)
     graph_module.graph.eliminate_dead_code()
 
 
-def _convolved(writer: GraphWriter, tables: ModelTables, node: Any, part: Any) -> Node | None:
-    """What a convolution answers of f32 [rows, width, tokens], without what is behind the last token."""
+def _replace_convolution(writer: GraphWriter, tables: ModelTables, node: Any, part: Any) -> Node | None:
+    """Replace a causal convolution of f32 [rows, width, tokens] that is cut off after the last token."""
     source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
-    width, each, *sizes = weight.meta["val"].shape
+    width, width_per_group, *sizes = weight.meta["val"].shape
     tokens = source.meta["val"].shape[-1]
     taps = sizes[0]
-    is_one = part.target is aten.slice.Tensor and part.meta["val"].shape[-1] == tokens
-    is_first = is_one and part.args[1] % 3 == 2 and part.args[2] in (None, 0)
+    is_cut_off = part.target is aten.slice.Tensor and part.meta["val"].shape[-1] == tokens
+    starts_at_first = is_cut_off and part.args[1] % 3 == 2 and part.args[2] in (None, 0)
     is_causal = len(sizes) == 1 and (*stride, *padding, *dilation) == (1, taps - 1, 1)
-    if not (is_first and is_causal and (groups, each) == (width, 1) and taps > 1):
+    if not (starts_at_first and is_causal and (groups, width_per_group) == (width, 1) and taps > 1):
         return None
 
-    columns = [
-        writer.reshape(writer.call(aten.select.int, weight, 2, taps - 1 - back), [width, 1])
-        for back in range(taps)
+    tap_columns = [
+        writer.reshape(writer.call(aten.select.int, weight, 2, taps - 1 - distance), [width, 1])
+        for distance in range(taps)
     ]
-    found = _with_memory(writer, tables, part, source, columns)
-    return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
+    output = _write_convolution(writer, tables, part, source, tap_columns)
+    return output if bias is None else writer.plus(output, writer.reshape(bias, [width, 1]))
 
 
-def _moved(writer: GraphWriter, tables: ModelTables, node: Any) -> Node | None:
-    """Of f32 [rows, tokens, width], the token that is so many places before each."""
+def _replace_shift(writer: GraphWriter, tables: ModelTables, node: Any) -> Node | None:
+    """Replace a shift of f32 [rows, tokens, width] to earlier tokens by a convolution."""
     source, pads, *fill = node.args
     shape = node.meta["val"].shape
-    is_nothing = all(each in ("constant", None, 0) for each in fill)
-    is_moved = len(pads) == 4 and pads[:2] == [0, 0] and pads[2] == -pads[3] > 0
-    if len(shape) != 3 or not (is_moved and is_nothing):
+    is_zero_padding = all(each in ("constant", None, 0) for each in fill)
+    is_shift = len(pads) == 4 and pads[:2] == [0, 0] and pads[2] == -pads[3] > 0
+    if len(shape) != 3 or not (is_shift and is_zero_padding):
         return None
-    ones = [torch.zeros(shape[2], 1)] * pads[2] + [torch.ones(shape[2], 1)]
-    turned = writer.call(aten.permute.default, source, [0, 2, 1])
-    found = _with_memory(writer, tables, node, turned, [*map(writer.constant, ones)])
-    return writer.call(aten.permute.default, found, [0, 2, 1])
+    taps = [torch.zeros(shape[2], 1)] * pads[2] + [torch.ones(shape[2], 1)]
+    transposed = writer.call(aten.permute.default, source, [0, 2, 1])
+    output = _write_convolution(writer, tables, node, transposed, [*map(writer.constant, taps)])
+    return writer.call(aten.permute.default, output, [0, 2, 1])
 
 
-def _with_memory(
+def _write_convolution(
     writer: GraphWriter, tables: ModelTables, before: Node, source: Node, columns: Sequence[Node]
 ) -> Node:
-    """The operator of a convolution of f32 [rows, width, tokens] with taps [width, 1]."""
+    """Write the convolution operator for f32 [rows, width, tokens] and taps [width, 1], with its tables."""
     taps, tokens = len(columns), source.meta["val"].shape[-1]
 
-    def relation(kind: str, first: int, window: int) -> Node:
-        shape = [1, *relation_shape(kind, tokens, window)[1:]]
-        key, table = (kind, first, window), ModelTable(kind, window, first)
-        return asked(before, tables, key, table, shape, torch.float32)
+    def relation(table_type: str, first: int, window: int) -> Node:
+        shape = [1, *relation_shape(table_type, tokens, window)[1:]]
+        key, table = (table_type, first, window), ModelTable(table_type, window, first)
+        return insert_table(before, tables, key, table, shape, torch.float32)
 
     return writer.call(
         CONVOLUTION,
         source,
         [*columns],
         relation("behind", 1, 1),
-        [relation("entering", back, taps - 1) for back in range(1, taps)],
+        [relation("entering", distance, taps - 1) for distance in range(1, taps)],
         relation("leaving", 0, taps - 1),
         relation("staying", 0, taps - 1),
     )
@@ -130,7 +130,7 @@ def _with_memory(
 register(
     Pattern(
         "convolutions",
-        serves="short convolutions over the tokens before, as beside recurrences and in LFM 2",
+        serves="short causal convolutions, for example in layers with recurrences and in LFM 2",
         model_types=tuple(
             """
             bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text

@@ -1,4 +1,4 @@
-"""Linear attention by the delta rule, of queries and keys whose memory decays."""
+"""Linear attention with the gated delta rule."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of [rows, tokens, heads, width], and decays and strengths [rows, tokens, heads].
+    """Compute the gated delta rule of [rows, tokens, heads, width]; `g` and `beta` are [rows, tokens, heads].
 
-    Decays may be those of each number of a key, [rows, tokens, heads, width].
+    Decays may differ for the elements of a key: [rows, tokens, heads, width].
     """
     heads = value.shape[2]
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = by_head(query, heads) * query.shape[-1] ** -0.5
-    found = recurrence(tables, query, by_head(key, heads), value, g, beta)
-    return found, None
+    output = recurrence(tables, query, by_head(key, heads), value, g, beta)
+    return output, None
 
 
 register(

@@ -1,4 +1,4 @@
-"""Decoders with an attention of their own, which gets masks that transformers makes."""
+"""Decoders with their own attention implementation, which reads masks that transformers builds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ATTENTION = "eager"
 
 
 def _retrace(traced: TracedModel) -> AbstractContextManager[Wrap] | None:
-    is_asked = traced.model.config._attn_implementation == NAME
-    return _eager(traced) if traced.is_decoder and is_asked else None
+    uses_prge = traced.model.config._attn_implementation == NAME
+    return _eager(traced) if traced.is_decoder and uses_prge else None
 
 
 @contextmanager
 def _eager(traced: TracedModel) -> Iterator[Wrap]:
-    # The attention of its other parts is asked by name.
+    # Other parts of the model look their attention up by name.
     traced.model.set_attn_implementation(_ATTENTION)
     yield lambda _, call: call
 
@@ -27,7 +27,7 @@ def _eager(traced: TracedModel) -> Iterator[Wrap]:
 register(
     Pattern(
         "eager masks",
-        serves="decoders with an attention of their own",
+        serves="decoders with their own attention implementation",
         model_types=("git",),
         example="git",
         retrace=_retrace,

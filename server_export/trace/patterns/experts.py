@@ -1,9 +1,10 @@
-"""Experts as transformers calls them, and each as a block: its own part of the layer's stacked weights.
+"""Mixtures of experts: each expert becomes a block with its own slice of the layer's stacked weights.
 
-transformers asks a registered function for what the experts of a layer say, as it does for attention. What an
-expert computes is told by what its own such functions read of a module of experts: which weights it has, how
-they lie, and `_apply_gate`, a private name that they all call. Of experts that see all tokens it is told by
-the shapes of their weights, and checked when blocks are compared with the model.
+transformers calls a registered function for the experts of a layer, as it does for attention. The computation
+of an expert follows from the attributes that transformers' own functions read of a module of experts: which
+weights it has, their layout, and `_apply_gate`, a private name that all of them call. For experts that see
+all tokens it follows from the shapes of their weights. It is verified when blocks are compared with the
+model.
 """
 
 from __future__ import annotations
@@ -30,48 +31,48 @@ NAME = "prge"
 
 
 def _prepare(traced: TracedModel) -> None:
-    """Let a model's experts be operators of its graph, in place."""
+    """Make a model's experts operators of its graph, in place."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     layers = [*expert_layers(traced.model).values()]
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _asked)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _call_experts)
     for number, module in enumerate(layers):
         module.number = number
     if any(not is_dense_experts(module) for module in layers):
         traced.model.set_experts_implementation(NAME)
 
 
-def _asked(
+def _call_experts(
     module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """What the experts of a module say, an operator of the graph."""
-    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, width_of(module))
-    return said
+    """Returns the output of the experts of a module, as an operator of the graph."""
+    output: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, width_of(module))
+    return output
 
 
 def width_of(module: Any) -> int:
-    """Numbers that an expert answers."""
+    """Returns the output width of an expert."""
     return int(module.down_proj.shape[-1 if module.is_transposed else -2])
 
 
 class _Expert(nn.Module):
-    """One expert of a layer: [..., in + 1] -> [..., out], what it says times the share behind what it sees.
+    """One expert of a layer: [..., in + 1] -> [..., out]; the last input element is the share.
 
-    Where experts see all tokens, what it sees is times the share instead. Its weights have the names of the
-    layer's and the expert's number.
+    The output is multiplied by the share; if experts see all tokens, the input is multiplied instead. The
+    weights have the names of the layer's weights, followed by the number of the expert.
     """
 
     def __init__(self, name: str, module: Any, number: int) -> None:
         super().__init__()
         self.experts, self.path, self.number = [module], name, number
         for weight in weight_names(module):
-            self._place(f"{name}.{weight}").register_parameter(
+            self._submodule(f"{name}.{weight}").register_parameter(
                 str(number), nn.Parameter(torch.empty(module.get_parameter(weight).shape[1:], device="meta"))
             )
         if module.has_post_expert_norm:
-            self._place(name).add_module("post_expert_norm", module.post_expert_norm)
+            self._submodule(name).add_module("post_expert_norm", module.post_expert_norm)
 
-    def _place(self, path: str) -> nn.Module:
+    def _submodule(self, path: str) -> nn.Module:
         module: nn.Module = self
         for part in path.split("."):
             if part not in dict(module.named_children()):
@@ -79,20 +80,20 @@ class _Expert(nn.Module):
             module = module.get_submodule(part)
         return module
 
-    def forward(self, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (module,) = self.experts
-        seen, share = state[..., :-1], state[..., -1:]
+        expert_input, share = hidden[..., :-1], hidden[..., -1:]
         if is_dense_experts(module):
-            gate, up = self._layer("gate_up_proj", seen * share).chunk(2, -1)
-            return self._layer("down_proj", module.act_fn(gate) * up)
-        wide = self._layer("gate_up_proj" if module.has_gate else "up_proj", seen)
-        wide = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
-        said = self._layer("down_proj", wide)
+            gate, up = self._linear("gate_up_proj", expert_input * share).chunk(2, -1)
+            return self._linear("down_proj", module.act_fn(gate) * up)
+        intermediate = self._linear("gate_up_proj" if module.has_gate else "up_proj", expert_input)
+        intermediate = module._apply_gate(intermediate) if module.has_gate else module.act_fn(intermediate)
+        output = self._linear("down_proj", intermediate)
         if module.has_post_expert_norm:
-            said = module.post_expert_norm(said)
-        return said * share
+            output = module.post_expert_norm(output)
+        return output * share
 
-    def _layer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+    def _linear(self, name: str, source: torch.Tensor) -> torch.Tensor:
         weight = self.get_parameter(f"{self.path}.{name}.{self.number}")
         bias = f"{self.path}.{name}_bias.{self.number}"
         return F.linear(
@@ -103,17 +104,17 @@ class _Expert(nn.Module):
 
 
 def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[ModelBlock]:
-    """The blocks of a layer's experts, in order; all are of one graph.
+    """Yields the blocks of a layer's experts in order; all have the same graph.
 
     Args:
-        name: of the module, as graphs have it.
-        module: of the experts.
-        rows, tokens: of a state.
+        name: the name of the module in graphs.
+        module: the module of the experts.
+        rows, tokens: the sizes of the hidden states.
     """
-    seen = module.get_parameter(weight_names(module)[0]).shape[-2 if module.is_transposed else -1]
-    state = torch.empty(rows, tokens, seen + 1, device="meta")
+    width = module.get_parameter(weight_names(module)[0]).shape[-2 if module.is_transposed else -1]
+    hidden = torch.empty(rows, tokens, width + 1, device="meta")
     with torch.device("meta"), torch.no_grad():
-        exported = torch.export.export(_Expert(name, module, 0).eval(), (state,), strict=False)
+        exported = torch.export.export(_Expert(name, module, 0).eval(), (hidden,), strict=False)
     graph_module = exported.module(check_guards=False)
     decompose(graph_module)
     remove_unused_attributes(graph_module)
@@ -121,21 +122,21 @@ def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[Mo
     output.args = (tuple(output.args[0]),)
     first = replace(whole_block(graph_module), is_expert=True)
     for number in range(module.down_proj.shape[0]):
-        # A norm behind all experts is one, and has no number.
+        # All experts share the norm after them, whose name has no number.
         names = (re.sub(r"\.0$", f".{number}", weight) for weight in first.weights)
         yield replace(first, weights=tuple(names))
 
 
 def _with_experts(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[ModelBlock]:
-    """Blocks with the experts that they ask behind them."""
+    """Insert the blocks of experts after the blocks that route to them."""
     layers = [*expert_layers(model).items()]
-    found = list[ModelBlock]()
+    result = list[ModelBlock]()
     for block in blocks:
-        found.append(block)
+        result.append(block)
         if block.experts is not None:
             name, module = layers[block.experts]
-            found += expert_blocks(WHOLE_PREFIX + name, module, rows, TOKENS)
-    return found
+            result += expert_blocks(WHOLE_PREFIX + name, module, rows, TOKENS)
+    return result
 
 
 register(
@@ -156,7 +157,7 @@ register(
         example="olmoe",
         attributes=("has_post_expert_norm", "gate_up_proj"),
         matches=lambda traced: bool(expert_layers(traced.model)),
-        unread=expert_layers,
+        unadapted=expert_layers,
         prepare=_prepare,
         blocks=_with_experts,
     )

@@ -1,4 +1,4 @@
-"""Gated linear recurrences, such as RecurrentGemma's, which a method of its layers computes."""
+"""Gated linear recurrences, such as RecurrentGemma's, which a method of the layers computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gated_scan(
     reset: torch.Tensor,
     recurrent_states: None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Of states and factors [rows, tokens, width], and where a text begins [1, tokens, 1]."""
+    """Compute the recurrence of states and factors [rows, tokens, width]; `reset` is [1, tokens, 1]."""
     factor = recurrent_gate * ~reset
     return scan(tables, factor.transpose(1, 2), hidden_states.transpose(1, 2)).transpose(1, 2), None
 

@@ -1,4 +1,4 @@
-"""Scores that a decoder hides in another way than by a sum with a mask.
+"""Scores that a decoder masks in another way than by adding a mask.
 
 max(scores, least)                              scores
 where(seen, scores, least), masked_fill(scores, hidden, least), scores * seen + mask      scores + mask
@@ -16,7 +16,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positional import causal_table, of_one_row
+from server_export.trace.positional import causal_table, shape_of_one_row
 from server_export.trace.scores import HIDDEN, Known, causal_window, readers_of
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ _LARGER = {aten.maximum.default, aten.max.other}
 
 
 def write_masks(graph: ModelGraph) -> None:
-    """Hide scores by a sum with a mask, in place."""
+    """Write masked scores as the sum of scores and a causal mask, in place."""
     writer, known = GraphWriter(graph.graph_module), graph.positions.known
 
     def mask(before: Node, window: int) -> Node:
@@ -38,8 +38,8 @@ def write_masks(graph: ModelGraph) -> None:
         return new
 
     for node in [*graph.positions.ends]:
-        shape = of_one_row(node)
-        is_done = drop_least(node, known)
+        shape = shape_of_one_row(node)
+        is_done = drop_lower_bound(node, known)
         if not is_done and shape[-1:] == [TOKENS] and sum(size % TOKENS == 0 for size in shape) == 2:
             is_done = add_masks(writer, node, known, mask)
         if is_done:
@@ -47,40 +47,40 @@ def write_masks(graph: ModelGraph) -> None:
 
 
 def add_masks(writer: GraphWriter, node: Node, known: Known, mask: Callable[[Node, int], Node]) -> bool:
-    """Hide by a sum what a mask of positions hides in another way, in place.
+    """Replace other ways of masking by the addition of a causal mask, in place.
 
     Args:
-        writer: of the graph.
-        node: of a square of numbers.
-        known: numbers of nodes.
-        mask: writes a causal mask of a window before a node.
+        writer: writes into the graph.
+        node: a square matrix.
+        known: returns values of nodes.
+        mask: writes a causal mask with a window before a node.
 
     Returns:
-        Whether all that reads the node was written so.
+        Whether all users of the node were rewritten.
     """
     value = known(node)
     assert value is not None
     readers = [*readers_of(node, known)]
-    hidden = [_hidden(user, value, known) for user in readers]
+    hidden = [_masked_scores(user, value, known) for user in readers]
     windows = [None if each is None else causal_window(each) for each in hidden]
     for user, window in zip(readers, windows, strict=True):
         if window is None:
             continue
-        scores, behind = _scores(user), [*user.users]
+        scores, users_of_masked = _scores_of(user), [*user.users]
         if user.target is not aten.mul.Tensor:
             scores = mask(user, window)
             with user.graph.inserting_before(user):
-                scores = user.graph.call_function(aten.add.Tensor, (_scores(user), scores))
+                scores = user.graph.call_function(aten.add.Tensor, (_scores_of(user), scores))
             scores.meta = dict(user.meta)
         user.replace_all_uses_with(scores)
         user.graph.erase_node(user)
         if user.target is not aten.mul.Tensor:
-            _drop_wider(scores, behind, window, known)
+            _drop_second_mask(scores, users_of_masked, window, known)
     return bool(windows) and None not in windows
 
 
-def drop_least(node: Node, known: Known) -> bool:
-    """Leave out, in place, where the larger of scores and the least number is taken; whether that was all."""
+def drop_lower_bound(node: Node, known: Known) -> bool:
+    """Remove the maximum of scores and the smallest float, in place; returns whether all users were such."""
     value = known(node)
     least = torch.finfo(torch.float32).min
     readers = [*readers_of(node, known)]
@@ -97,9 +97,9 @@ def drop_least(node: Node, known: Known) -> bool:
     return True
 
 
-def _drop_wider(masked: Node, behind: list[Node], window: int, known: Known) -> None:
-    """Leave out a mask that is added once more and hides nothing else, in place."""
-    for user in behind:
+def _drop_second_mask(masked: Node, users: list[Node], window: int, known: Known) -> None:
+    """Remove a mask that is added again and masks nothing else, in place."""
+    for user in users:
         if user.target is not aten.add.Tensor:
             continue
         others = [known(each) for each in user.all_input_nodes if each is not masked]
@@ -110,21 +110,21 @@ def _drop_wider(masked: Node, behind: list[Node], window: int, known: Known) -> 
                 user.graph.erase_node(user)
 
 
-def _scores(user: Node) -> Any:
+def _scores_of(user: Node) -> Any:
     first, second, *_ = user.args
-    is_behind = user.target is aten.where.self or (
-        user.target is aten.mul.Tensor and _is_square(second) > _is_square(first)
+    is_second = user.target is aten.where.self or (
+        user.target is aten.mul.Tensor and _number_of_elements(second) > _number_of_elements(first)
     )
-    return second if is_behind else first
+    return second if is_second else first
 
 
-def _is_square(value: Any) -> int:
-    """How many numbers a value has."""
+def _number_of_elements(value: Any) -> int:
+    """Returns the number of elements of a value."""
     return int(value.meta["val"].numel()) if isinstance(value, Node) else 0
 
 
-def _hidden(user: Node, value: torch.Tensor, known: Known) -> torch.Tensor | None:
-    """Which scores a reader of a mask hides; None if it does something else."""
+def _masked_scores(user: Node, value: torch.Tensor, known: Known) -> torch.Tensor | None:
+    """Returns which scores a user of a mask hides, or None if the user does something else."""
     if user.target is aten.where.self and known(user.args[1]) is None:
         least = known(user.args[2])
         return value == 0 if least is not None and bool((least <= HIDDEN).all()) else None
@@ -134,16 +134,16 @@ def _hidden(user: Node, value: torch.Tensor, known: Known) -> torch.Tensor | Non
         (later,) = user.users
         others = [known(each) for each in later.all_input_nodes if each is not user]
         masks = [each <= HIDDEN for each in others if each is not None]
-        is_share = bool(((value == 0) | (value == 1)).all())
-        if later.target is aten.add.Tensor and is_share and len(masks) == 1:
+        is_binary = bool(((value == 0) | (value == 1)).all())
+        if later.target is aten.add.Tensor and is_binary and len(masks) == 1:
             return masks[0] if torch.equal(masks[0].reshape(value.shape), value == 0) else None
     return None
 
 
 register(
     Pattern(
-        "hidden scores",
-        serves="decoders that hide scores by where, masked_fill or a product",
+        "masked scores",
+        serves="decoders that mask scores by where, masked_fill or a product",
         model_types=("gpt_neo", "mpt", "openai-gpt", "xglm"),
         example="gpt_neo",
         rewrites=(Rewrite(write_masks, "tables", of="decoder"),),

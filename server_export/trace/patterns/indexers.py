@@ -1,4 +1,4 @@
-"""Attention to the tokens that an indexer chooses: texts of no more than these are seen whole."""
+"""Attention to tokens that an indexer selects; texts must be short enough that it selects all of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from server_export.trace.attention import grouped_attention
 from server_export.trace.model_graph import TracedModel
 from server_export.trace.patterns import Pattern, register
 
-# What modules call how many tokens they choose.
+# Attributes with the number of tokens that a module selects.
 _COUNTS = ("index_topk", "token_budget")
 _ATTENTION = "prge_indexed"
 
 
 def indexers(model: nn.Module) -> dict[str, int]:
-    """How many tokens each indexer of a model chooses, by its name."""
+    """Returns how many tokens each indexer of a model selects, by the name of the module."""
     return {
         name: int(getattr(module, count))
         for name, module in model.named_modules()
@@ -29,32 +29,32 @@ def indexers(model: nn.Module) -> dict[str, int]:
 
 
 def _check(model: Any, longest: int) -> None:
-    chosen = min(indexers(model).values(), default=longest)
-    if chosen < longest:
+    budget = min(indexers(model).values(), default=longest)
+    if budget < longest:
         raise Refusal(
             "indexer-budget",
-            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer "
-            f"chooses, and texts may have {longest}",
-            remedy=f"export it with --context {chosen}",
+            f"The attention of {type(model).__name__} sees only {budget} tokens, which an indexer "
+            f"selects, but texts may have {longest}.",
+            remedy=f"export it with --context {budget}",
         )
 
 
 def _prepare(traced: TracedModel) -> None:
-    """Let indexers compute nothing: every token is chosen."""
+    """Replace indexers by a function that selects every token."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(_ATTENTION, _without_mask)
-    # A decoder hands its mask to an indexer too: one that says nothing.
+    # Decoders pass their mask to the indexer too; this one masks nothing.
     AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(1, 1, 1, 1))
     traced.model.set_attn_implementation(_ATTENTION)
     for name in indexers(traced.model):
         module: Any = traced.model.get_submodule(name)
-        module.forward = MethodType(_chosen, module)
+        module.forward = MethodType(_select_all, module)
 
 
-def _chosen(self: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
-    # Numbers of tokens, or whether each is chosen; no attention here reads either.
+def _select_all(self: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
+    # Models expect indices or booleans here, but no attention reads them.
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -72,7 +72,7 @@ def _without_mask(
 register(
     Pattern(
         "indexers",
-        serves="attention to tokens that an indexer chooses, such as DeepSeek V3.2's",
+        serves="attention to tokens that an indexer selects, such as DeepSeek V3.2's",
         model_types=tuple(
             """
             axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
@@ -81,7 +81,7 @@ register(
         example="deepseek_v32",
         attributes=_COUNTS,
         check=_check,
-        unread=indexers,
+        unadapted=indexers,
         prepare=_prepare,
     )
 )

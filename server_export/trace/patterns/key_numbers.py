@@ -1,6 +1,6 @@
-"""Numbers of each key that a decoder adds to its scores: they become one more number of the key.
+"""Biases that a decoder adds to the scores of each key: they become one more element of queries and keys.
 
-q k^T + a number of each key        [q, 1] [k, number]^T
+q k^T + bias of each key        [q, 1] [k, bias]^T
 """
 
 from __future__ import annotations
@@ -23,37 +23,43 @@ from server_export.trace.scores import LAYOUTS, product_of, wider_product
 aten = torch.ops.aten
 
 
-def give_numbers(graph_of_model: ModelGraph) -> None:
-    """Let keys have a number of their own that is added to their scores, in place."""
+def write_key_biases(graph_of_model: ModelGraph) -> None:
+    """Replace biases of keys by one more element of each key, in place."""
     writer, known = GraphWriter(graph_of_model.graph_module), graph_of_model.positions.known
     graph = writer.graph_module.graph
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    position_of = {node: number for number, node in enumerate(graph.nodes)}
     for user in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for value, scores in (user.args, user.args[::-1]):
-            numbers = _of_each_key(value) if isinstance(value, Node) else None
-            # Asked last, since a table that is known is made for the longest row.
-            if numbers is None or not isinstance(scores, Node) or known(value) is not None:
+            biases = _bias_per_key(value) if isinstance(value, Node) else None
+            # Checked last, because it evaluates the value for the longest row.
+            if biases is None or not isinstance(scores, Node) or known(value) is not None:
                 continue
-            found = product_of(scores, known)
-            if found is not None and numbers in place and _meet(numbers, value, scores, found[0], place):
+            product_and_scale = product_of(scores, known)
+            if (
+                product_and_scale is not None
+                and biases in position_of
+                and _matches(biases, value, scores, product_and_scale[0], position_of)
+            ):
                 user.replace_all_uses_with(scores)
                 graph.erase_node(user)
-                writer.replace(found[0], _with_numbers, *found, numbers)
+                writer.replace(product_and_scale[0], _append_to_product, *product_and_scale, biases)
                 break
 
 
-def _meet(numbers: Any, value: Any, scores: Node, product: Any, place: Mapping[Node, int]) -> bool:
-    """Whether numbers are there before a product, one for each of its keys, and scores lie as it does."""
-    if place[numbers] > place.get(product, -1):
+def _matches(biases: Any, value: Any, scores: Node, product: Any, position_of: Mapping[Node, int]) -> bool:
+    """Returns whether biases precede a product, have one element per key, and are laid out as its scores."""
+    if position_of[biases] > position_of.get(product, -1):
         return False
     sizes = [each.meta["val"].numel() for each in (value, scores, product)]
     *lead, _, keys = product.args[1].meta["val"].shape
-    lasts = {each.meta["val"].shape[-1] for each in (value, scores)}
-    return len({*sizes}) == 1 and lasts == {keys} and numbers.meta["val"].numel() == math.prod(lead) * keys
+    last_sizes = {each.meta["val"].shape[-1] for each in (value, scores)}
+    return (
+        len({*sizes}) == 1 and last_sizes == {keys} and biases.meta["val"].numel() == math.prod(lead) * keys
+    )
 
 
-def _of_each_key(value: Node) -> Node | None:
-    """The numbers of keys that [..., queries, keys] repeats for all queries; None if it doesn't."""
+def _bias_per_key(value: Node) -> Node | None:
+    """Returns the biases of keys that [..., queries, keys] repeats for all queries, or None."""
     steps = list[Node]()
     while value.target in LAYOUTS:
         steps.insert(0, value)
@@ -63,29 +69,29 @@ def _of_each_key(value: Node) -> Node | None:
         return resized(resized(resized(size, COPIES, 1), BATCH, 2), TOKENS, 3)
 
     shape = map_aggregate([*value.meta["val"].shape], small)
-    found = numbers = torch.arange(math.prod(shape)).reshape(shape)
+    result = indices = torch.arange(math.prod(shape)).reshape(shape)
     for step in steps:
         target: Any = step.target
-        found = target(found, *map_aggregate(step.args[1:], small), **step.kwargs)
-    if found.dim() < 2 or found.shape[-2] == 1 or not bool((found == found[..., :1, :]).all()):
+        result = target(result, *map_aggregate(step.args[1:], small), **step.kwargs)
+    if result.dim() < 2 or result.shape[-2] == 1 or not bool((result == result[..., :1, :]).all()):
         return None
-    return value if torch.equal(found[..., 0, :].reshape(-1).long(), numbers.reshape(-1)) else None
+    return value if torch.equal(result[..., 0, :].reshape(-1).long(), indices.reshape(-1)) else None
 
 
-def _with_numbers(writer: GraphWriter, product: Node, scale: float, numbers: Node) -> Node:
-    """A product of queries, and keys with numbers of their own."""
+def _append_to_product(writer: GraphWriter, product: Node, scale: float, biases: Node) -> Node:
+    """Write a product of queries, and keys with their biases."""
     query, keys = (each.meta["val"] for each in product.all_input_nodes)
     one = writer.constant(torch.full([1] * query.dim(), 1 / scale))
-    own = writer.call(aten.expand.default, one, [*query.shape[:-1], 1])
-    return wider_product(writer, product, own, writer.reshape(numbers, [*keys.shape[:-2], keys.shape[-1], 1]))
+    ones = writer.call(aten.expand.default, one, [*query.shape[:-1], 1])
+    return wider_product(writer, product, ones, writer.reshape(biases, [*keys.shape[:-2], keys.shape[-1], 1]))
 
 
 register(
     Pattern(
-        "numbers of keys",
-        serves="decoders that add a number of each key to its scores, such as Doge",
+        "key biases",
+        serves="decoders that add a bias of each key to its scores, such as Doge",
         model_types=("doge",),
         example="doge",
-        rewrites=(Rewrite(give_numbers, "positions", of="decoder"),),
+        rewrites=(Rewrite(write_key_biases, "positions", of="decoder"),),
     )
 )

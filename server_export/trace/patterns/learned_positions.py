@@ -1,6 +1,7 @@
-"""Models with a learned embedding, or a mask of their own, for each position that they have.
+"""Models with a learned embedding, or their own mask, for each position that they support.
 
-While a row of any length is traced, they have them for that row. The graph gets the model's own back.
+While a row of any length is traced, these tensors have the size of that row. The graph gets the original ones
+back.
 """
 
 from __future__ import annotations
@@ -17,57 +18,59 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.modules import replace_tensor
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positions import NUMBERS, TABLES, first_position
+from server_export.trace.positions import POSITION_EMBEDDINGS, POSITION_IDS, first_position
 
 
 @contextmanager
-def any_length(model: nn.Module, tokens: int, more: int) -> Iterator[None]:
-    """While a row of any length is traced, a model has all that it has for each position for that row.
+def any_length(model: nn.Module, tokens: int, extra: int) -> Iterator[None]:
+    """Resize everything that a model has per position to one row while it is traced.
 
     Args:
-        model: without memory.
-        tokens: of the row.
-        more: positions that tables have beside the row's.
+        model: on the meta device.
+        tokens: the number of tokens of the row.
+        extra: the number of positions that tables have in addition to the row's.
     """
-    own = _by_position(model)
+    originals = _by_position(model)
     try:
-        for name, (table, dims) in own.items():
-            shape = [tokens + more if dim in dims else size for dim, size in enumerate(table.shape)]
-            longer = torch.empty(shape, dtype=table.dtype, device=table.device)
+        for name, (table, dims) in originals.items():
+            shape = [tokens + extra if dim in dims else size for dim, size in enumerate(table.shape)]
+            resized = torch.empty(shape, dtype=table.dtype, device=table.device)
             is_parameter = isinstance(table, nn.Parameter)
-            replace_module(model, name, nn.Parameter(longer, requires_grad=False) if is_parameter else longer)
+            replace_module(
+                model, name, nn.Parameter(resized, requires_grad=False) if is_parameter else resized
+            )
         yield
     finally:
-        for name, (table, _) in own.items():
+        for name, (table, _) in originals.items():
             replace_module(model, name, table)
 
 
 def _by_position(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    """Tables of positions, buffers that number them, and masks of all of them; with their dimensions."""
+    """Returns position embeddings, position ids and masks over positions, with their resized dimensions."""
     count = getattr(model.config, "max_position_embeddings", None)
-    found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
+    tables: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
         f"{name}.weight": (module.weight, (0,))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.endswith(TABLES)
+        if isinstance(module, nn.Embedding) and name.endswith(POSITION_EMBEDDINGS)
     }
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name.rpartition(".")[2] == NUMBERS:
-            found[name] = (buffer, (buffer.dim() - 1,))
+        if name.rpartition(".")[2] == POSITION_IDS:
+            tables[name] = (buffer, (buffer.dim() - 1,))
         elif [*buffer.shape] == [1, 1, count, count]:
-            found[name] = (buffer, (2, 3))
-    return found
+            tables[name] = (buffer, (2, 3))
+    return tables
 
 
-def _put_back(graph: ModelGraph) -> None:
-    """Put a model's own tables in the place of those that it was traced with."""
-    own = {name: table for name, (table, _) in _by_position(graph.traced.model).items()}
+def _restore(graph: ModelGraph) -> None:
+    """Replace the resized tensors by the model's own, in place."""
+    originals = {name: table for name, (table, _) in _by_position(graph.traced.model).items()}
     for node in graph.graph_module.graph.find_nodes(op="get_attr"):
-        if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
+        if (table := originals.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
             replace_tensor(graph.graph_module, str(node.target), table)
             node.meta["val"] = table
 
 
-def _longer(traced: TracedModel) -> Any:
+def _resized(traced: TracedModel) -> Any:
     return any_length(traced.model, TOKENS, first_position(traced.model) + 1)
 
 
@@ -86,7 +89,7 @@ register(
         ),
         example="bert",
         matches=lambda traced: bool(_by_position(traced.model)),
-        tracing=_longer,
-        rewrites=(Rewrite(_put_back),),
+        tracing=_resized,
+        rewrites=(Rewrite(_restore),),
     )
 )

@@ -1,6 +1,6 @@
-"""Encoders that make masks of their own, of what is a token and what is padding.
+"""Encoders that compute masks themselves from which tokens are padding.
 
-Others add the padding that they are given to scores, and do nothing else with it.
+Other encoders add the padding mask to their scores and use it for nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATTENTION = "prge_padded"
 
 
 class _WithKnownLengths(TorchFunctionMode):
-    """A whole number that a model asks of a tensor is known: how long the longest row is."""
+    """Replaces integers that a model reads from a tensor, such as the longest row's length, by the marker."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.item and args[0].dtype is torch.long:
@@ -32,17 +32,17 @@ class _WithKnownLengths(TorchFunctionMode):
 def _with_masks(traced: TracedModel, call: Call) -> Call:
     def call_with_masks(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
         assert padding is not None
-        given = dict(arguments)
-        if "position_ids" in given:
-            # What has masks of its own may want a number for each of them.
-            given["position_ids"] = given["position_ids"].expand(tokens.shape)
-        return call(tokens, given | {"attention_mask": seen_tokens(padding).long()}, padding)
+        updated = dict(arguments)
+        if "position_ids" in updated:
+            # Models with their own masks may expect position ids for every row.
+            updated["position_ids"] = updated["position_ids"].expand(tokens.shape)
+        return call(tokens, updated | {"attention_mask": seen_tokens(padding).long()}, padding)
 
     return call_with_masks
 
 
 def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-    """`padding_mask` of what transformers makes of a mask of tokens; windows are the attention's."""
+    """Returns the `padding_mask` of transformers' token mask; attention applies the windows."""
     return padding_mask(attention_mask.float())
 
 
@@ -65,7 +65,7 @@ def _masked(traced: TracedModel) -> Iterator[Wrap]:
 register(
     Pattern(
         "own masks",
-        serves="encoders that make masks of their own of what is padding",
+        serves="encoders that compute masks themselves from the padding",
         model_types=("deberta", "deberta-v2", "esm", "layoutlm", "longformer", "tipsv2_text_model"),
         example="esm",
         retrace=_retrace,

@@ -1,4 +1,4 @@
-"""Rotary embeddings that turn pairs of numbers that lie side by side.
+"""Rotary embeddings that rotate pairs of neighbouring elements.
 
 x * cos + stack(-x[1::2], x[::2]) * sin        for x [rows, heads, length, width]
 """
@@ -12,24 +12,24 @@ from torch.fx import GraphModule, Node
 
 from server_export.ir.writer import GraphWriter
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.rotation import bounds_of, turned_by_layer
+from server_export.trace.rotation import bounds_of, rotate_by_linear
 
 aten = torch.ops.aten
 
 
-def turn_pairs(graph_module: GraphModule) -> None:
-    """Make a linear layer of what turns the pairs of a head, in place."""
+def write_pairs_as_linear(graph_module: GraphModule) -> None:
+    """Write the rotation of pairs of a head as a linear layer, in place."""
     writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
-        source, turned = _pairs(node)
+        source, rotated = _pairs(node)
         if source is not None:
-            writer.replace(turned, turned_by_layer, source, False)
+            writer.replace(rotated, rotate_by_linear, source, False)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
 def _pairs(node: Node) -> tuple[Node | None, Node]:
-    """x of stack(-x[1::2], x[::2]) in its last dimension, and the node that lays them side by side."""
+    """Returns x of stack(-x[1::2], x[::2]) over the last dimension, and the node that flattens the stack."""
     parts: Any = node.args[0]
     (user,) = node.users if len(node.users) == 1 else (node,)
     if len(parts) != 2 or any(part.target is not aten.reshape.default for part in parts):
@@ -48,13 +48,13 @@ def _pairs(node: Node) -> tuple[Node | None, Node]:
 register(
     Pattern(
         "rotary pairs",
-        serves="rotations of pairs that lie side by side, such as GPT-J's",
+        serves="rotations of neighbouring pairs, such as GPT-J's",
         model_types=tuple(
             """
             codegen cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 gptj helium roformer
             """.split()
         ),
         example="gptj",
-        rewrites=(Rewrite(turn_pairs, "block", operators=(aten.cat.default,)),),
+        rewrites=(Rewrite(write_pairs_as_linear, "block", operators=(aten.cat.default,)),),
     )
 )

@@ -1,4 +1,4 @@
-"""State spaces of Mamba 1: numbers that decay each for itself."""
+"""State spaces of Mamba 1, whose elements decay separately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def selective_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Mamba 1's scan: states, steps [rows, width, tokens]; A [width, size]; B, C [rows, size, tokens]."""
+    """Compute Mamba 1's scan of [rows, width, tokens]; A is [width, size], B and C [rows, size, tokens]."""
     (rows, width, tokens), size = hidden_states.shape, A.shape[1]
     dt = dt if delta_bias is None else dt + delta_bias.reshape(width, 1)
     dt = F.softplus(dt) if delta_softplus else dt
@@ -34,9 +34,9 @@ def selective_scan(
     states = scan(
         tables, factor.reshape(rows, width * size, tokens), source.reshape(rows, width * size, tokens)
     )
-    found = (states.reshape(rows, width, size, tokens) * C.unsqueeze(1)).sum(2)
-    found = found if D is None else found + hidden_states * D.reshape(width, 1)
-    return found if z is None else found * F.silu(z)
+    output = (states.reshape(rows, width, size, tokens) * C.unsqueeze(1)).sum(2)
+    output = output if D is None else output + hidden_states * D.reshape(width, 1)
+    return output if z is None else output * F.silu(z)
 
 
 register(

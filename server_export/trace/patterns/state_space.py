@@ -1,4 +1,4 @@
-"""State spaces of Mamba 2: a matrix of each head that decays by a step of its own."""
+"""State spaces of Mamba 2: a matrix per head that decays by its own step size."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def state_space(
     z: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Mamba 2's scan: states [rows, tokens, heads, width], steps [rows, tokens, heads]; B, C by group."""
+    """Compute Mamba 2's scan of [rows, tokens, heads, width], steps [rows, tokens, heads]; B, C by group."""
     heads = hidden_states.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if dt_softplus else dt
     low, high = dt_limit
-    # A softplus is above 0, and most models have no other limits.
+    # Softplus is positive, and most models have no other limits.
     if low > 0 or not dt_softplus:
         dt = dt.clamp(min=low)
     if high != float("inf"):
         dt = dt.clamp(max=high)
-    found = recurrence(
+    output = recurrence(
         tables, by_head(C, heads), by_head(B, heads), hidden_states * dt.unsqueeze(-1), dt * A, None
     )
-    found = found if D is None else found + hidden_states * D.reshape(heads, 1)
-    return found if z is None else found * F.silu(z)
+    output = output if D is None else output + hidden_states * D.reshape(heads, 1)
+    return output if z is None else output * F.silu(z)
 
 
 register(

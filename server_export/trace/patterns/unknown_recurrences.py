@@ -1,4 +1,4 @@
-"""Recurrences that no pattern knows: a model is refused before it is traced token by token."""
+"""Recurrences that no pattern supports: such a model is refused before it is traced token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server_export.trace.patterns import Pattern, functions_of, patterns, regist
 
 
 def _check(model: Any, longest: int) -> None:
-    # A class of models that keep a state of their own says so, or the types of its layers do.
+    # Stateful models have this class attribute, or linear attention among the types of their layers.
     types = getattr(getattr(model, "config", None), "layer_types", None) or ()
     if not getattr(model, "_is_stateful", False) and "linear_attention" not in types:
         return
@@ -17,17 +17,17 @@ def _check(model: Any, longest: int) -> None:
     if not any(name in known for _, name, _ in functions_of(model)):
         raise Refusal(
             "unknown-recurrence",
-            f"{type(model).__name__} has a recurrence of a kind that isn't known here; known are delta "
-            "rules, state spaces of Mamba 1 and 2, gated linear recurrences and RWKV's, where transformers "
-            f"calls them {', '.join(known)}",
-            remedy="take a model with attention or one of these",
+            f"{type(model).__name__} has a recurrence that prge does not support. Supported are delta "
+            "rules, state spaces of Mamba 1 and 2, gated linear recurrences and RWKV's, as the functions "
+            f"{', '.join(known)} of transformers.",
+            remedy="Use a model with attention or with one of these recurrences.",
         )
 
 
 register(
     Pattern(
         "unknown recurrences",
-        serves="models with a recurrence that no other pattern knows, which are refused",
+        serves="models with a recurrence that no other pattern supports, which are refused",
         model_types=("minimax", "zaya"),
         example="minimax",
         check=_check,

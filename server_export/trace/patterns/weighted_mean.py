@@ -1,4 +1,4 @@
-"""RWKV's mean of the values so far, which weigh by their keys and grow lighter."""
+"""RWKV's weighted mean of previous values, with weights that come from the keys and decay over time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def weighted_mean(
     value: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of [rows, tokens, width]: the mean of values so far, that weigh by their keys and grow lighter.
+    """Returns the mean [rows, tokens, width] of the values so far, weighted by their decaying keys.
 
-    Keys above 88 have weights that float32 lacks: answers that are not finite are refused.
+    Weights of keys above 88 overflow float32; outputs that are not finite are refused.
     """
     weight, width = torch.exp(key), key.shape[-1]
     by_width = key.transpose(1, 2)
     factor = torch.exp(-torch.exp(time_decay)).reshape(width, 1).expand(by_width.shape)
 
-    def before(source: torch.Tensor) -> torch.Tensor:
-        moved = F.pad(source, (0, 0, 1, -1)).transpose(1, 2)
-        return scan(tables, factor, moved).transpose(1, 2)
+    def sum_before(source: torch.Tensor) -> torch.Tensor:
+        shifted = F.pad(source, (0, 0, 1, -1)).transpose(1, 2)
+        return scan(tables, factor, shifted).transpose(1, 2)
 
-    own = torch.exp(key + time_first)
-    return (before(weight * value) + own * value) / (before(weight) + own), None
+    own_weight = torch.exp(key + time_first)
+    return (sum_before(weight * value) + own_weight * value) / (sum_before(weight) + own_weight), None
 
 
 register(

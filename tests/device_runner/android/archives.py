@@ -1,4 +1,4 @@
-"""A Debian archive on this machine: real packages with newer versions, signed by a key of its own."""
+"""A Debian archive on this machine, with real packages under newer versions, signed by its own key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ LATER = "+later1"
 
 @dataclass
 class LocalArchive:
-    """Its folder, the file of its public key, and how its index is signed."""
+    """A Debian archive.
+
+    Attributes:
+        folder: folder of the archive.
+        keys: file of its public key.
+        gpg: command that signs.
+    """
 
     folder: Path
     keys: Path
@@ -26,30 +32,30 @@ class LocalArchive:
 
     @property
     def address(self) -> str:
-        """As APT takes it."""
+        """URL of the archive for APT."""
         return f"file://{self.folder}"
 
     @property
     def release(self) -> Path:
-        """The folder of its signed index."""
+        """Folder of the signed index."""
         return self.folder / "dists" / RELEASE
 
     def add(self, packages: Iterable[Path]) -> None:
-        """Put packages in under later versions, and sign."""
+        """Add packages under later versions, and sign the index."""
         pool = self.folder / "pool"
         pool.mkdir(parents=True)
         for path in packages:
-            with tempfile.TemporaryDirectory() as place:
-                _call("dpkg-deb", "--raw-extract", path, place)
-                control = Path(place) / "DEBIAN" / "control"
+            with tempfile.TemporaryDirectory() as folder:
+                _call("dpkg-deb", "--raw-extract", path, folder)
+                control = Path(folder) / "DEBIAN" / "control"
                 lines = control.read_text(encoding="utf-8").splitlines()
-                told = [line + LATER if line.startswith("Version:") else line for line in lines]
-                control.write_text("\n".join(told) + "\n", encoding="utf-8")
-                _call("dpkg-deb", "--build", "-Znone", "--root-owner-group", place, pool / path.name)
+                changed = [line + LATER if line.startswith("Version:") else line for line in lines]
+                control.write_text("\n".join(changed) + "\n", encoding="utf-8")
+                _call("dpkg-deb", "--build", "-Znone", "--root-owner-group", folder, pool / path.name)
         self.sign()
 
     def sign(self) -> None:
-        """Write the index of what is in the pool, and its signature."""
+        """Write the index of the packages in the pool, and its signature."""
         (self.release / "main" / "binary-amd64").mkdir(parents=True, exist_ok=True)
         index = self.release / "main" / "binary-amd64" / "Packages"
         index.write_text("\n".join(map(self._stanza, sorted(self.folder.glob("pool/*.deb")))))
@@ -64,22 +70,21 @@ class LocalArchive:
         _call(*self.gpg, "--clearsign", "--output", signed, self.release / "Release")
 
     def armored(self) -> str:
-        """Its public key as text."""
+        """Return the public key as text."""
         return _call(*self.gpg, "--armor", "--export")
 
     def _stanza(self, path: Path) -> str:
-        told = _call("dpkg-deb", "--field", path)
+        control = _call("dpkg-deb", "--field", path)
         content = path.read_bytes()
         where = path.relative_to(self.folder)
-        return (
-            f"{told}Filename: {where}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}\n"
-        )
+        digest = hashlib.sha256(content).hexdigest()
+        return f"{control}Filename: {where}\nSize: {len(content)}\nSHA256: {digest}\n"
 
 
 @contextmanager
 def local_archive(folder: Path) -> Iterator[LocalArchive]:
-    """An empty archive, with a key that is thrown away."""
-    # Not in the test's folder: the agent's socket has a short name or none.
+    """Make an empty archive with a temporary key."""
+    # Not in the test's folder, since the path of the agent's socket must be short.
     home = tempfile.mkdtemp(prefix="prge-gpg-")
     gpg = ["gpg", "--homedir", home, "--batch", "--quiet"]
     try:

@@ -1,4 +1,4 @@
-"""A real adb daemon, a real runtime on it, and a bundle to train; made once for all tests."""
+"""A real adb daemon, a real runtime, and a bundle to train, made once for all tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEMO = REPOSITORY / "server_export" / "demo_data"
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Debian's adbd for this machine; skips for lack of a tool."""
+    """Debian's adbd for this machine; skips if a tool is missing."""
     if reason := lacking_for_network() or lacking_for_packages():
         pytest.skip(reason)
     files = adbd_folder(tmp_path_factory.mktemp("adbd"), default_cache())
@@ -41,12 +41,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runtime for this machine, of the newest packages."""
+    """A runtime for this machine, with the newest packages."""
     return built_runtime(tmp_path_factory, fleet=False)
 
 
 def built_runtime(tmp_path_factory: pytest.TempPathFactory, fleet: bool) -> Path:
-    """Build a runtime for this machine; skips for lack of a tool."""
+    """Build a runtime for this machine; skips if a tool is missing."""
     need_packages()
     out = tmp_path_factory.mktemp("runtime") / "runtime"
     build_runtime(BundleSettings(out=out, machine="amd64", fleet=fleet))
@@ -54,7 +54,7 @@ def built_runtime(tmp_path_factory: pytest.TempPathFactory, fleet: bool) -> Path
 
 
 def need_packages() -> None:
-    """Skip unless this machine has what a runtime for it is built with."""
+    """Skip unless this machine has the tools to build a runtime for it."""
     reason = lacking_for_packages()
     if not reason and shutil.which("x86_64-linux-gnu-g++") is None:
         reason = "there is no x86_64-linux-gnu-g++"
@@ -64,7 +64,7 @@ def need_packages() -> None:
 
 @pytest.fixture(scope="session")
 def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """prge's folder on the device, with the runtime; its name is one that careless quoting breaks."""
+    """prge's folder on the device, with the runtime; its name needs careful quoting."""
     folder = tmp_path_factory.mktemp("device") / 'it\'s "a phone" & more'
     daemon.prge("push", runtime, "--folder", folder)
     yield folder
@@ -73,7 +73,7 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def stack_bundle(made_once: FolderBuilder) -> Path:
-    """The demo's model for differences of copies, which writes, too."""
+    """A bundle of the demo's model for forward passes of copies and for generation."""
 
     def fill(folder: Path) -> None:
         prge(
@@ -86,7 +86,7 @@ def stack_bundle(made_once: FolderBuilder) -> Path:
 
 @pytest.fixture
 def run_words(phone: Path, stack_bundle: Path) -> list[object]:
-    """Words of a short `prge android run`, but for its name."""
+    """Arguments of a short `prge android run`, without its name."""
     return [
         "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
         DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,

@@ -1,6 +1,6 @@
-"""A real adb daemon and a computer with adb, each in a network namespace of its own, joined by a cable.
+"""A real adb daemon and a computer with adb, in two network namespaces that are connected by a cable.
 
-Debian's adbd listens without authentication, so it must never see another network.
+Debian's adbd listens without authentication, so it must have no access to other networks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAMESPACE = ("readlink", "/proc/self/ns/net")
 
 
 def lacking_for_packages() -> str:
-    """What this machine lacks for having Debian's packages; empty if nothing."""
+    """Return what this machine lacks to download Debian's packages; empty if nothing."""
     for name in ("apt-get", "dpkg-deb"):
         if shutil.which(name) is None:
             return f"{name} is not installed"
@@ -60,7 +60,7 @@ def lacking_for_packages() -> str:
 
 
 def lacking_for_network() -> str:
-    """What this machine lacks for two hosts and adb between them; empty if nothing."""
+    """Return what this machine lacks for two hosts with adb; empty if nothing."""
     for name in ("adb", "unshare", "nsenter", "ip"):
         if shutil.which(name) is None:
             return f"{name} is not installed"
@@ -70,7 +70,7 @@ def lacking_for_network() -> str:
 
 
 class Network:
-    """Two hosts that see their own loopback and each other: a computer, and a phone."""
+    """Two hosts, a computer and a phone, that reach only their own loopback and each other."""
 
     def __init__(self) -> None:
         root = os.geteuid() == 0
@@ -78,7 +78,7 @@ class Network:
         enter = [] if root else ["--user", "--preserve-credentials"]
         try:
             self.computer = self._host([] if root else ["--user", "--map-root-user"], [], enter)
-            # Within the computer's namespace of users, so that the cable may go from one to the other.
+            # In the computer's user namespace, so that both ends of the cable can be configured.
             self._phone = self._host([], self.computer, enter)
             pid = str(self._holders[1].pid)
             self._set_up(self.computer, f"link add cable type veth peer name cable netns {pid}")
@@ -90,7 +90,7 @@ class Network:
             raise
 
     def _host(self, user: Sequence[str], within: Sequence[str], enter: Sequence[str]) -> list[str]:
-        """Make a namespace with nothing but loopback; the words by which a command runs in it."""
+        """Make a namespace with only loopback, and return the prefix of commands that run in it."""
         holder = subprocess.Popen(
             [*within, "unshare", *user, "--net", "sleep", "3600"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ class Network:
             time.sleep(0.02)
             if holder.poll() is not None:
                 break
-            # Until the holder is in its namespace, this would be another's: look before touching.
+            # Until the holder has entered its namespace, commands would run in another one.
             inside = subprocess.run([*words, *_NAMESPACE], capture_output=True, check=False)
             if inside.returncode == 0 and inside.stdout != outside:
                 self._set_up(words, "link set lo up")
@@ -121,19 +121,19 @@ class Network:
     def start(
         self, words: Sequence[object], on_phone: bool = False, **options: object
     ) -> subprocess.Popen[bytes]:
-        """Start a command on either; nsenter becomes the command, so the process is its own."""
+        """Start a command on the computer or the phone, and return its process, which replaces nsenter."""
         host = self._phone if on_phone else self.computer
         return subprocess.Popen([*host, *map(str, words)], **options)  # type: ignore[call-overload, no-any-return]
 
     def close(self) -> None:
-        """End both."""
+        """Remove both hosts."""
         for holder in self._holders:
             holder.kill()
             holder.wait()
 
 
 class Daemon:
-    """A running adbd of this machine's architecture, and `prge android` with adb's server beside it."""
+    """A running adbd of this machine's architecture, and `prge android` with its own adb server."""
 
     def __init__(self, network: Network, folder: Path, home: Path) -> None:
         self.network = network
@@ -172,7 +172,7 @@ class Daemon:
         return self.network.run(["adb", *words], env=self.environment)
 
     def prge(self, *words: object, check: int | None = 0) -> subprocess.CompletedProcess[str]:
-        """Run `prge android` as a user would; `check` is the exit code that it must have."""
+        """Run `prge android` as a user would; `check` is the expected exit code, None for any."""
         done = self.network.run(
             [sys.executable, "-m", "prge.cli.main", "android", *words], env=self.environment
         )
@@ -183,20 +183,20 @@ class Daemon:
         return done
 
     def ask(self, port: int, path: str, key: str = "", body: Any = None) -> tuple[int, Any]:
-        """Status and body of an answer to a client on the computer; 0 where nobody listens."""
+        """Send an HTTP request on the computer, and return status and body; status 0 if nobody listens."""
         text = "" if body is None else json.dumps(body)
         words = [f"http://127.0.0.1:{port}{path}", key, text]
         status, _, content = self.network.run([sys.executable, "-c", _ASK, *words]).stdout.partition(" ")
         return int(status), json.loads(content) if content.startswith("{") else content
 
     def close(self) -> None:
-        """End adb's server and the daemon."""
+        """Stop adb's server and the daemon."""
         self.adb("kill-server")
         self.kill()
 
 
 def wait_for_device(daemon: Daemon, seconds: float = 30.0) -> None:
-    """Connect adb to a daemon that has just been started."""
+    """Connect adb to a daemon that was just started."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         daemon.adb("disconnect", SERIAL)
@@ -210,30 +210,30 @@ def wait_for_device(daemon: Daemon, seconds: float = 30.0) -> None:
 
 
 def adbd_folder(folder: Path, cache: Path, machine: str = "amd64") -> Path:
-    """Debian's adbd with its libraries in one folder; raises PrgeError."""
+    """Put Debian's adbd with its libraries into one folder, and return it; raises PrgeError."""
     files = download_debian(PACKAGES, machine, cache, Archive())
     shutil.rmtree(folder, ignore_errors=True)
     system = folder / "system"
     system.mkdir(parents=True)
     unpack_debian(files.values(), system)
-    made = folder / "adbd"
-    made.mkdir()
+    target_folder = folder / "adbd"
+    target_folder.mkdir()
     triplet = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[machine]
-    places = [
+    sources = [
         system / "usr/lib" / triplet / "android",
         system / "usr/lib" / triplet,
         system / "usr/lib/android-sdk/platform-tools",
     ]
-    for place in places:
-        for path in sorted(place.iterdir()):
-            target = made / path.name
+    for source in sources:
+        for path in sorted(source.iterdir()):
+            target = target_folder / path.name
             if path.is_file() and (".so" in path.name or path.name == "adbd") and not target.exists():
                 shutil.copy(path, target)
-    return made
+    return target_folder
 
 
 def end_jobs(folder: Path, but: Mapping[str, int] | None = None) -> None:
-    """Kill the runs that a test has left in a folder of prge."""
+    """Kill the jobs that a test has left in a folder of prge."""
     for path in sorted(folder.glob("jobs/*/pid")):
         text = path.read_text().strip()
         command = Path(f"/proc/{text}/cmdline")

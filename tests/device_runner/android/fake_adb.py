@@ -1,4 +1,4 @@
-"""adb for a folder of this machine: a shell script in its place, which starts scripts here."""
+"""A shell script instead of adb, which runs all commands in a folder of this machine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ exec {python} "$@"
 
 
 class FakePhone:
-    """A folder that `prge android` takes for prge's on a phone; its runtime is this machine's Python."""
+    """A folder that `prge android` uses as prge's folder on a phone; its runtime is this machine's Python."""
 
-    def __init__(self, place: Path) -> None:
-        place.mkdir()
-        self.folder = place / 'it\'s "a phone" & more'
-        self.adb = place / "adb"
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir()
+        self.folder = parent / 'it\'s "a phone" & more'
+        self.adb = parent / "adb"
         self.adb.write_text(_ADB)
         self.adb.chmod(0o755)
         runtime = self.folder / "runtime"
@@ -56,7 +56,7 @@ class FakePhone:
         (self.folder / "runtime.tree").write_text("whole")
 
     def write_settings(self, name: str, bundle: Path | str) -> Path:
-        """The settings of a run that trained a bundle; the folder of the run."""
+        """Write the settings of a run with this bundle, and return the folder of the run."""
         run = self.folder / "runs" / name
         run.mkdir(parents=True)
         (run / "config.yaml").write_text(f"bundle: {json.dumps(str(bundle))}\n")
@@ -64,11 +64,11 @@ class FakePhone:
         return run
 
     def prge(
-        self, verb: str, *words: object, said: str = "", code: int = 0
+        self, verb: str, *words: object, stdin: str = "", code: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        """`prge android VERB`, with `said` on its standard input."""
+        """Run `prge android VERB` with a standard input, and check its exit code."""
         environment = {"PRGE_ADB": str(self.adb), "OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
         with mock.patch.dict(os.environ, environment):
-            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=said)
+            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=stdin)
         assert done.returncode == code, done.stdout + done.stderr
         return done

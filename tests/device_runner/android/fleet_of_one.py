@@ -1,4 +1,4 @@
-"""A fleet whose server is on the computer and whose device is the phone at the other end of its cable."""
+"""A fleet with a server on the computer and one device, the phone at the other end of the cable."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ PORT = 9092
 
 
 def train_fleet_of_one(daemon: Daemon, phone: str, bundle: Path, work: Path, seconds: float = 120) -> str:
-    """Take two rounds; what the server said.
+    """Run two rounds, and return the output of the server.
 
-    The server listens on the computer's loopback, which is another one than the phone's: only the cable leads
-    from there to it.
+    The server listens on the computer's loopback, which the phone reaches only through the cable.
 
     Args:
-        daemon: of the phone, and the computer beside it.
-        phone: prge's folder there, with a runtime that has Flower.
-        bundle: for differences of copies.
-        work: folder for keys, the fleet and what the server says.
-        seconds: for a round.
+        daemon: the phone and the computer.
+        phone: prge's folder on the phone, with a runtime that has Flower.
+        bundle: bundle for forward passes of copies.
+        work: folder for keys, the fleet and the output of the server.
+        seconds: time limit of a round.
     """
     keys, console = work / "keys", work / "server.txt"
     make_keys(keys, [], ["one"])
@@ -45,12 +44,12 @@ def train_fleet_of_one(daemon: Daemon, phone: str, bundle: Path, work: Path, sec
         daemon.prge("fleet", "join", *to, *same, "--train", DEMO / "train.jsonl", "--name", "mine")
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(3 * seconds)
-        said = daemon.prge("logs", "mine", "--console", "--folder", phone).stdout
+        output = daemon.prge("logs", "mine", "--console", "--folder", phone).stdout
         daemon.prge("stop", "mine", "--now", "--folder", phone)
     finally:
         server.kill()
         server.wait()
-    assert server.returncode == 0, console.read_text() + said
+    assert server.returncode == 0, console.read_text() + output
     return console.read_text()
 
 

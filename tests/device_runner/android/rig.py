@@ -1,7 +1,8 @@
-"""A phone's user space without a phone: an arm64 runtime under emulation, as adb's user, reached by adb.
+"""A phone's user space without a phone: an arm64 runtime under emulation, run by adb's user through adb.
 
-The root is read-only and holds a shell and what the daemon needs, no /lib, /usr, /etc or /tmp, as on Android;
-only adb's own folder can be written. It takes root, and a kernel that starts arm64 programs in an emulator.
+As on Android, the root is read-only, has only a shell and the daemon with its libraries, and lacks /lib,
+/usr, /etc and /tmp; only adb's own folder can be written. This needs root, and a kernel that runs arm64
+programs in an emulator.
 
     python -m tests.device_runner.android.rig --json android.json
 """
@@ -81,7 +82,13 @@ exec env -i QEMU_CPU=cortex-a76 ADBD_PORT=$4 PATH=/system/bin ANDROID_DATA=/data
 
 
 class Rig(Daemon):
-    """The arm64 daemon in its root; `phone_folder` is the host's view of adb's folder."""
+    """The arm64 daemon in its root.
+
+    Attributes:
+        root: folder of the root.
+        phone_folder: adb's folder, as the host sees it.
+        kernel: folder with the files of a phone's kernel.
+    """
 
     def __init__(self, network: Network, work: Path) -> None:
         self.root, self.phone_folder, self.kernel = work / "root", work / "writable", work / "kernel"
@@ -106,34 +113,34 @@ class Rig(Daemon):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rig; prints and writes what it found, and answers 0 if all is as it should be."""
+    """Run all checks, print and write their results, and return 0 if all passed."""
     parser = argparse.ArgumentParser("rig", description="Train in a phone's user space without a phone.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fast-passed", choices=("true", "false"), default="false")
     arguments = parser.parse_args(argv)
-    found: dict[str, object] = {"fast_passed": arguments.fast_passed == "true", "rig_passed": False}
+    results: dict[str, object] = {"fast_passed": arguments.fast_passed == "true", "rig_passed": False}
     with tempfile.TemporaryDirectory(prefix="prge-rig-", ignore_cleanup_errors=True) as work:
         try:
-            found |= _examine(Path(work))
+            results |= _examine(Path(work))
         except (PrgeError, AssertionError) as error:
-            found["problem"] = str(error)
-    text = json.dumps(found, indent=2)
+            results["problem"] = str(error)
+    text = json.dumps(results, indent=2)
     print(text)
     if arguments.json:
         arguments.json.write_text(text + "\n")
-    return 0 if found["fast_passed"] and found["rig_passed"] else 1
+    return 0 if results["fast_passed"] and results["rig_passed"] else 1
 
 
 def _examine(work: Path) -> dict[str, object]:
     began = time.monotonic()
     network = Network()
     try:
-        _say("three runtimes for arm64")
+        _log("three runtimes for arm64")
         runtime = build_runtime(BundleSettings(out=work / "runtime"))
         again = build_runtime(BundleSettings(out=work / "again"))
         fleet = build_runtime(BundleSettings(out=work / "fleet-runtime", fleet=True))
         bundle, here = _here(work)
-        _say("the root")
+        _log("the root")
         rig = Rig(network, work)
         try:
             rig.start()
@@ -163,8 +170,8 @@ def _examine(work: Path) -> dict[str, object]:
 
 
 def _here(work: Path) -> tuple[Path, Path]:
-    """The demo's bundle for differences, and a short run of it on this machine."""
-    _say("a bundle and a run on this machine")
+    """Export the demo's bundle, run it for a few steps on this machine, and return both folders."""
+    _log("a bundle and a run on this machine")
     bundle, run = work / "bundle", work / "here"
     _prge(
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
@@ -175,36 +182,36 @@ def _here(work: Path) -> tuple[Path, Path]:
 
 
 def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> dict[str, object]:
-    """The same run in the rig, pulled and compared."""
-    _say("push")
+    """Execute the same run in the rig, pull it, and compare it with the local run."""
+    _log("push")
     rig.prge("push", runtime.folder)
-    _say("doctor")
-    told = rig.prge("doctor").stdout
-    print(told, file=sys.stderr)
-    _say("run, as user 2000 under emulation")
+    _log("doctor")
+    output = rig.prge("doctor").stdout
+    print(output, file=sys.stderr)
+    _log("run, as user 2000 under emulation")
     rig.prge("run", *_run_words(bundle), "--out", "there", "--wait")
     there = work / "there"
     rig.prge("pull", "there", "--out", there)
     loose = [path for path in (rig.phone_folder / "prge").glob("*/") if path.stat().st_mode & 0o077]
     assert not loose, f"others get into {loose}"
-    _say("run, killed and resumed")
+    _log("run, killed and resumed")
     rig.prge("run", *_run_words(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
     _until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2, "no steps")
     rig.prge("stop", "killed", "--now")
     rig.prge("run", "--resume", "killed", "--wait")
     rig.prge("pull", "killed", "--out", work / "killed")
-    _say("a run that pauses while the phone is hot")
+    _log("a run that pauses while the phone is hot")
     paused = _pauses(rig, bundle)
-    _say("publish")
+    _log("publish")
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
-    ours, theirs = (read_peft(find_adapter(run), opened.chain.modules).values for run in (here, there))
+    local, remote = (read_peft(find_adapter(run), opened.chain.modules).values for run in (here, there))
     return {
         "steps": STEPS,
         "max_scalar_difference": _scalar_difference(here, there),
-        "max_adapter_difference": float(np.abs(ours - theirs).max()),
-        "largest_adapter_value": float(np.abs(ours).max()),
+        "max_adapter_difference": float(np.abs(local - remote).max()),
+        "largest_adapter_value": float(np.abs(local).max()),
         "paused_while_hot": paused,
         "published": (work / "published" / "adapter_model.safetensors").is_file(),
         "resumed_same_bits": all(
@@ -216,27 +223,27 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
 
 
 def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
-    """Whether the phone takes part in a fleet; its Flower is under emulation too."""
-    _say("push a runtime with Flower, join a fleet")
+    """Whether the phone can join a fleet, with Flower under emulation."""
+    _log("push a runtime with Flower, join a fleet")
     rig.prge("push", runtime.folder, "--folder", FLEET_FOLDER)
     return train_fleet_of_one(rig, FLEET_FOLDER, bundle, work, 240).count(": 1 answers, loss 0.") == 2
 
 
 def _serves(rig: Rig, bundle: Path) -> bool:
-    """Whether a server answers through the cable, comes back when it is killed there, and outlives adbd."""
-    _say("a server, killed on the phone, and adb's daemon killed")
+    """Whether a server answers through the cable, restarts after a kill, and survives the end of adbd."""
+    _log("a server, killed on the phone, and adb's daemon killed")
     serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "400MB"]
-    told = rig.prge(*serve).stdout
-    key = told.split("shown this once: ")[1].split()[0]
-    asked = {"model": "base", "prompt": "The film", "max_tokens": 2, "temperature": 0}
+    output = rig.prge(*serve).stdout
+    key = output.split("shown this once: ")[1].split()[0]
+    request = {"model": "base", "prompt": "The film", "max_tokens": 2, "temperature": 0}
     answers: list[str] = []
 
     def answered() -> bool:
-        status, answer = rig.ask(SERVED_PORT, "/v1/completions", key, asked)
+        status, answer = rig.ask(SERVED_PORT, "/v1/completions", key, request)
         answers.extend([answer["choices"][0]["text"]] if status == 200 else [])
         return status == 200
 
-    refused = rig.ask(SERVED_PORT, "/v1/completions", "", asked)[0] == 401
+    refused = rig.ask(SERVED_PORT, "/v1/completions", "", request)[0] == 401
     first = answered()
     rig.adb("shell", "kill -9 $(cat /data/local/tmp/prge/jobs/server/pid)")
     _until(answered, "the server didn't come back", 600)
@@ -251,17 +258,17 @@ def _serves(rig: Rig, bundle: Path) -> bool:
 
 
 def _benches(rig: Rig, work: Path) -> dict[str, bool]:
-    """Whether every trial of `prge android bench` has its figures; of shapes that are cut down."""
-    _say("bench")
+    """Whether every trial of `prge android bench` has its figures, for tiny models."""
+    _log("bench")
     path = work / "bench.json"
     words = ["--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles"]
     for name in TRIALS:
         rig.prge("bench", name, *words, "--json", path, check=None)
-    found = json.loads(path.read_text())
+    results = json.loads(path.read_text())
     assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
-    print(json.dumps(found["trials"], indent=1), file=sys.stderr)
+    print(json.dumps(results["trials"], indent=1), file=sys.stderr)
     wanted = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
-    trials: dict[str, dict[str, float]] = {name: found["trials"].get(name, {}) for name in TRIALS}
+    trials: dict[str, dict[str, float]] = {name: results["trials"].get(name, {}) for name in TRIALS}
     return {
         name: any(trial.get(each, 0) > 0 for each in ("seconds_a_step", "tokens_a_second"))
         and all(trial[each] > 0 for each in wanted)
@@ -270,7 +277,7 @@ def _benches(rig: Rig, work: Path) -> dict[str, bool]:
 
 
 def _pauses(rig: Rig, bundle: Path) -> bool:
-    """Whether a run waits while the phone is hot and goes on by itself; the reason must be in its log."""
+    """Whether a run pauses while the phone is hot, logs the reason, and continues by itself."""
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")
@@ -279,8 +286,8 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
     waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()
     zone.write_text("41500\n")
-    told = rig.prge("status", "hot", "--wait").stdout
-    return waited and "completed" in told and "going on after a pause" in log.read_text()
+    output = rig.prge("status", "hot", "--wait").stdout
+    return waited and "completed" in output and "going on after a pause" in log.read_text()
 
 
 def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
@@ -298,11 +305,15 @@ def _run_words(bundle: Path) -> list[object]:
 
 
 def _scalar_difference(here: Path, there: Path) -> float:
-    """Largest difference of scalars between two runs; raises AssertionError unless rows and seeds agree."""
-    with Journal(here / "journal.jsonl") as ours, Journal(there / "journal.jsonl") as theirs:
+    """Return the largest difference of projected gradients between two runs.
+
+    Raises:
+        AssertionError: rows or seeds differ.
+    """
+    with Journal(here / "journal.jsonl") as local, Journal(there / "journal.jsonl") as remote:
         largest = 0.0
         for step in range(STEPS):
-            a, b = ours.step(step), theirs.step(step)
+            a, b = local.step(step), remote.step(step)
             assert a is not None and b is not None, f"step {step} is missing"
             assert a["rows"] == b["rows"] and a["seed"] == b["seed"], f"step {step} has other rows or seed"
             largest = max(largest, float(np.abs(np.subtract(a["scalars"], b["scalars"])).max()))
@@ -310,7 +321,7 @@ def _scalar_difference(here: Path, there: Path) -> float:
 
 
 def _make_root(work: Path, root: Path) -> None:
-    """The read-only tree: shell, tools and daemon with their libraries."""
+    """Make the read-only root with a shell, tools and the daemon with their libraries."""
     for name in ("system/bin", "apex/rt", "apex/adbd", "data/local/tmp", "proc", "dev", "sys", "sdcard"):
         (root / name).mkdir(parents=True)
     (root / "bin").symlink_to("/system/bin")
@@ -322,7 +333,7 @@ def _make_root(work: Path, root: Path) -> None:
     names = ["mksh", "toybox", "libcrypt1", "libssl3t64"]
     unpack_debian(download_debian(names, "arm64", default_cache(), Archive()).values(), system)
     for path in (system / "usr/lib/aarch64-linux-gnu").glob("*.so*"):
-        # Debian's libcrypto of Android has the same kind of name; neither replaces the other.
+        # Debian's libcrypto of Android has a similar name; neither replaces the other.
         if path.is_file() and not (root / "apex/rt" / path.name).exists():
             shutil.copy(path, root / "apex/rt" / path.name)
     shutil.copy(system / "usr/bin/mksh-static", root / "system/bin/sh")
@@ -342,7 +353,7 @@ def _make_root(work: Path, root: Path) -> None:
 
 
 def _make_kernel(folder: Path) -> None:
-    """What the kernel of a phone tells of its processor, battery and temperature."""
+    """Write a phone kernel's files of processor, battery and temperature."""
     processors = folder / "sys/devices/system/cpu"
     files = {name: f"0-{_CORES - 1}" for name in ("possible", "present", "online")}
     files["kernel_max"] = str(_CORES - 1)
@@ -378,7 +389,7 @@ def _prge(*words: object) -> None:
     assert done.returncode == 0, f"prge {words[0]}: {done.stderr}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

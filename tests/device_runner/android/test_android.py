@@ -1,4 +1,4 @@
-"""`prge android` through the real adb and a real adb daemon, with a real runtime at the other end."""
+"""`prge android` through the real adb and a real adb daemon, with a real runtime."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ except DeviceError as error:
 
 
 def evaluated(daemon: Daemon, code: str) -> str:
-    """What a Python expression with an `adb` prints, on standard output or as its error."""
+    """Return what a Python expression with an `adb` prints, to standard output or as an error."""
     done = daemon.network.run([sys.executable, "-c", SNIPPET.format(code=code)], env=daemon.environment)
     return (done.stdout or done.stderr).strip()
 
 
 def steps(run: Path) -> int:
-    """Steps in a run's journal."""
+    """Return the number of steps in a run's journal."""
     journal = run / "journal.jsonl"
     return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
 
 
 def wait_for_steps(run: Path, count: int, seconds: float = 60) -> None:
-    """Until a run has taken that many steps."""
+    """Wait until a run has taken this many steps."""
     deadline = time.monotonic() + seconds
     while steps(run) < count:
         assert time.monotonic() < deadline, f"{run} has only {steps(run)} steps"
@@ -51,32 +51,32 @@ def wait_for_steps(run: Path, count: int, seconds: float = 60) -> None:
 
 
 def status(daemon: Daemon, phone: Path, name: str) -> dict[str, object]:
-    """How a run stands."""
-    told = daemon.prge("status", name, "--json", "--folder", phone)
-    (job,) = json.loads(told.stdout)
+    """Return the status of a run."""
+    process = daemon.prge("status", name, "--json", "--folder", phone)
+    (job,) = json.loads(process.stdout)
     return dict(job)
 
 
 def check_private(folder: Path) -> None:
-    """Nobody but adb's user gets into prge's folders, whatever modes adb gives to files in them."""
+    """Check that only adb's user can read prge's folders, whatever modes adb gives to files in them."""
     tops = [path for path in folder.iterdir() if path.is_dir()]
-    made = [path for name in ("runs", "jobs") for path in (folder / name).rglob("*")]
-    assert {path.name for path in tops} >= {"runtime", "bundles", "data", "runs", "jobs", "cache"} and made
-    assert not [path for path in (*tops, *made) if path.stat().st_mode & 0o077]
+    files = [path for name in ("runs", "jobs") for path in (folder / name).rglob("*")]
+    assert {path.name for path in tops} >= {"runtime", "bundles", "data", "runs", "jobs", "cache"} and files
+    assert not [path for path in (*tops, *files) if path.stat().st_mode & 0o077]
 
 
-def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
+def test_exit_codes_and_output_arrive(daemon: Daemon) -> None:
     assert (
         evaluated(daemon, "[adb.shell(f'exit {n}').code for n in (0, 1, 7, 127, 255)]")
         == "[0, 1, 7, 127, 255]"
     )
     assert evaluated(daemon, "adb.shell('echo out; echo err >&2; exit 3')") == (
-        "Answer(code=3, output='out\\n', errors='err\\n')"
+        "AdbOutput(code=3, output='out\\n', errors='err\\n')"
     )
     assert evaluated(daemon, "adb.shell('printf x').output") == "x"
     assert evaluated(daemon, "adb.check('echo no; exit 4', 'trying')") == "2 trying failed: no"
     assert (
-        evaluated(daemon, "adb.shell('sleep 9', seconds=0.5)") == "2 adb shell did not end within 0 seconds"
+        evaluated(daemon, "adb.shell('sleep 9', seconds=0.5)") == "2 adb shell did not end within 0 seconds."
     )
     missing = evaluated(daemon, "adb.pull('/nowhere', Path('x'))")
     assert missing.startswith("2 copying /nowhere to x failed") and "No such file" in missing
@@ -86,14 +86,14 @@ def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
 def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
-    assert f"there is no device nobody; connected: {SERIAL}" in other
+    assert f"There is no device nobody. Connected devices: {SERIAL}" in other
     refused = daemon.prge("status", "--serial", f"{PHONE}:1", check=2).stderr
     assert f"adb connect: failed to connect to '{PHONE}:1': Connection refused" in refused
     alias = SERIAL.replace(PHONE, PHONE.replace(".0.", "."))  # another spelling of the address
     daemon.adb("connect", alias)
     del daemon.environment["ANDROID_SERIAL"]
     try:
-        assert "more than one device" in daemon.prge("status", check=2).stderr
+        assert "More than one device" in daemon.prge("status", check=2).stderr
         daemon.prge("status", "--serial", SERIAL)
     finally:
         daemon.environment = environment
@@ -105,7 +105,7 @@ def test_doctor(daemon: Daemon, phone: Path) -> None:
     checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
     states = {check["name"]: check["state"] for check in checks}
     assert states["loader"] == states["engine"] == states["storage"] == states["folder"] == "ok"
-    # A machine without a battery says so.
+    # Without a battery, the check shows that.
     battery = next(check for check in checks if check["name"] == "battery_percent")
     assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]
     bare = daemon.prge("doctor", "--folder", phone.with_name("bare"), check=1).stdout
@@ -131,7 +131,7 @@ def test_a_run_with_a_difficult_name(
     done = daemon.prge("run", *run_words, "--out", name, "--wait")
     assert "step 20 of 20" in done.stdout and "completed" in done.stdout
     again = daemon.prge("run", *run_words, "--out", name, check=2).stderr
-    assert "has a run" in again and "--resume" in again
+    assert "already has a run" in again and "--resume" in again
     out = tmp_path / "pulled run"
     daemon.prge("pull", name, "--out", out, "--folder", phone)
     there = phone / "runs" / name
@@ -142,7 +142,7 @@ def test_a_run_with_a_difficult_name(
     assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
     bundle = open_bundle(stack_bundle)
     assert read_peft(find_adapter(out), bundle.chain.modules).values.any()
-    # Nothing that was pulled tells what the rows say; the log does, and comes if it is asked for.
+    # No pulled file shows rows, except the log, which is pulled on request.
     first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])
     text = next(value for value in first.values() if isinstance(value, str) and len(value) > 20)
     assert not [path for path in out.rglob("*") if path.is_file() and text.encode()[:40] in path.read_bytes()]
@@ -151,13 +151,13 @@ def test_a_run_with_a_difficult_name(
     assert "step 20" in daemon.prge("logs", name, "--folder", phone).stdout
     check_private(phone)
     assert out.stat().st_mode & 0o077 == 0
-    # Other verbs run there with its bundle and adapter, and their files come here.
+    # Other verbs run on the phone with the run's bundle and adapter, and their files are copied back.
     score, rows = tmp_path / "score.json", ["--task", DEMO / "task.yaml", "--data", DEMO / "dev.jsonl"]
     daemon.prge("eval", name, *rows, "--limit", 20, "--threads", 1, "--json", score, "--folder", phone)
     assert json.loads(score.read_text())["examples"] == 20
     words = ["--prompt", "it's $HOME", "--max-tokens", 2, "--threads", 1, "--folder", phone]
-    told = daemon.prge("generate", name, "base", *words)
-    assert f"--- 1, {name}\n" in told.stdout and "--- 1, base\n" in told.stdout
+    generated = daemon.prge("generate", name, "base", *words)
+    assert f"--- 1, {name}\n" in generated.stdout and "--- 1, base\n" in generated.stdout
     assert not [*(phone / "tmp").glob("*-*")]
     (tmp_path / "taken").mkdir()
     taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
@@ -171,7 +171,7 @@ def test_a_run_with_a_difficult_name(
 def test_killed_three_times_it_ends_in_the_same_bits(
     daemon: Daemon, phone: Path, run_words: list[object]
 ) -> None:
-    # Enough of them for a slow machine: the run is still to be going when it is killed for the third time.
+    # Enough steps that the run is still running when it is killed for the third time, even on a slow machine.
     words = [*run_words, "--steps", 600]
     daemon.prge("run", *words, "--out", "whole", "--wait")
     killed = phone / "runs" / "killed"
@@ -180,13 +180,13 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     wait_for_steps(killed, 20)
     client.send_signal(signal.SIGKILL)
     client.wait()
-    # The run does not notice.
+    # The run continues.
     wait_for_steps(killed, 40)
     job = status(daemon, phone, "killed")
     assert job["state"] == "running"
     os.kill(int(str(job["process"])), signal.SIGKILL)
-    told = daemon.prge("status", "killed", "--wait", "--folder", phone).stdout
-    assert "killed with code 137" in told and steps(killed) < 200
+    output = daemon.prge("status", "killed", "--wait", "--folder", phone).stdout
+    assert "killed with code 137" in output and steps(killed) < 200
     resumed = daemon.prge("run", "--resume", "killed", "--folder", phone).stdout
     assert "running" in resumed
     assert "is running" in daemon.prge("run", "--resume", "killed", "--folder", phone, check=2).stderr
@@ -207,29 +207,29 @@ def test_killed_three_times_it_ends_in_the_same_bits(
 
 
 def but(words: list[object], *flags: str) -> list[object]:
-    """Words without some flags and their values."""
-    dropped = {place + more for place, word in enumerate(words) if word in flags for more in (0, 1)}
-    return [word for place, word in enumerate(words) if place not in dropped]
+    """Return words without some flags and their values."""
+    dropped = {index + more for index, word in enumerate(words) if word in flags for more in (0, 1)}
+    return [word for index, word in enumerate(words) if index not in dropped]
 
 
 def lost(daemon: Daemon, phone: Path) -> str:
-    """What is said when the device has gone: once connected again in vain, it is not listed any more."""
+    """Return the error of a lost device, with equal words whether adb still lists the device or not."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
-    return error.replace(f"there is no device {SERIAL}", f"the device {SERIAL}")
+    return error.replace(f"There is no device {SERIAL}", f"the device {SERIAL}")
 
 
 @pytest.mark.whole
-def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
+def test_stop_and_resume(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
     daemon.prge("run", *run_words, "--steps", 2000, "--out", "long")
     assert "is running" in daemon.prge("clean", "--all", "--folder", phone, check=2).stderr
     assert "0 files sent" in daemon.prge("push", runtime, "--folder", phone).stdout
     (phone / "runtime.tree").unlink()
     assert "long is running" in daemon.prge("push", runtime, "--folder", phone, check=2).stderr
-    told = daemon.prge("stop", "long", "--folder", phone).stdout
+    output = daemon.prge("stop", "long", "--folder", phone).stdout
     daemon.prge("push", runtime, "--folder", phone)
-    assert "interrupted" in told
+    assert "interrupted" in output
     job = status(daemon, phone, "long")
-    # Interrupted by SIGTERM, it ends by itself, with its state saved.
+    # SIGTERM lets the run save its state and end by itself.
     assert job["code"] == 130 and steps(phone / "runs" / "long") < 2000
     assert "running" in daemon.prge("run", "--resume", "long", "--folder", phone).stdout
     daemon.prge("stop", "long", "--now", "--folder", phone)
@@ -261,7 +261,7 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     daemon.prge("run", *run_words, *there, "--out", "private")
     brought = {path.name for path in (phone / "data").iterdir()} - data
     assert not [name for name in brought if name.endswith(".jsonl")]
-    # The driver's own error and exit code come back.
+    # The driver's own error and exit code arrive.
     rows.write_text("no rows\n")
     failed = daemon.prge("run", *run_words, *there, "--out", "bad", check=2)
     assert "ended with code 2" in failed.stdout and "rows of the phone.jsonl" in failed.stderr
@@ -274,13 +274,13 @@ def test_rows_on_the_device_and_errors_of_the_driver(
 def test_a_full_device(
     daemon: Daemon, runtime: Path, small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    place = small_disk("40m")
-    full = daemon.prge("push", runtime, "--folder", place / "prge", check=2).stderr
+    disk = small_disk("40m")
+    full = daemon.prge("push", runtime, "--folder", disk / "prge", check=2).stderr
     assert "MiB free" in full and "prge android clean" in full
     big = tmp_path / "big"
     big.write_bytes(bytes(60 << 20))
-    said = evaluated(daemon, f"adb.push(Path({str(big)!r}), {str(place / 'big')!r})")
-    assert said.startswith("2 copying") and "No space left" in said
+    error = evaluated(daemon, f"adb.push(Path({str(big)!r}), {str(disk / 'big')!r})")
+    assert error.startswith("2 copying") and "No space left" in error
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""What `prge android` brings, with a folder of this machine for the phone."""
+"""What `prge android` sends, with a folder of this machine as the phone."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.refusals import raises
 
 
 class LocalAdb(Adb):
-    """Runs and copies on this machine."""
+    """Runs commands and copies files on this machine."""
 
     def __init__(self) -> None:
         self.serial = "here"
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
-        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, input=said)
+    def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, input=stdin)
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
     def push(self, local: Path, remote: str) -> None:
@@ -53,7 +53,7 @@ def phone(tmp_path: Path) -> Phone:
 
 @pytest.fixture
 def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A port of adb's server at which something else listens, and says nothing."""
+    """A port of adb's server at which another program listens, which sends nothing."""
     if shutil.which("adb") is None:
         pytest.skip("adb is not installed")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -86,7 +86,7 @@ def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
 
 
 def folder_check(phone: Phone) -> tuple[str, str, str]:
-    """What the doctor says of prge's folder."""
+    """Return state, finding and remedy of the doctor's check of prge's folder."""
     check = next(check for check in examine(phone) if check.name == "folder")
     return check.state, check.found, check.remedy
 
@@ -96,11 +96,11 @@ def test_the_doctor_runs_a_file_of_the_folder(tmp_path: Path, phone: Phone) -> N
     assert list(Path(phone.folder).iterdir()) == []
     (tmp_path / "file").write_text("")
     state, _, remedy = folder_check(Phone(LocalAdb(), str(tmp_path / "file" / "prge")))
-    assert (state, remedy) == ("missing", "give a folder that adb's shell may write: --folder")
+    assert (state, remedy) == ("missing", "Give a folder that adb's shell can write to with --folder.")
 
 
 class NoexecAdb(LocalAdb):
-    """Runs what it is asked where a folder is a file system of its own, mounted noexec."""
+    """Runs commands with a folder that is a file system of its own, mounted noexec."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -108,23 +108,23 @@ class NoexecAdb(LocalAdb):
         mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
         self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
-        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=said)
+    def shell(self, script: str, seconds: float | None = None, stdin: str = "") -> AdbOutput:
+        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=stdin)
         return AdbOutput(done.returncode, done.stdout, done.stderr)
 
 
-def test_the_doctor_finds_a_folder_that_is_mounted_noexec(tmp_path: Path) -> None:
+def test_the_doctor_detects_a_folder_that_is_mounted_noexec(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")
     adb = NoexecAdb(tmp_path)
     if (tried := adb.shell("true")).code:
-        pytest.skip(f"no namespaces of mounts: {tried.said}")
-    state, found, remedy = folder_check(Phone(adb, str(tmp_path / "prge")))
-    assert state == "missing" and found.startswith("keeps files and does not run them: ")
-    assert "Permission denied" in found and "noexec" in remedy
+        pytest.skip(f"no namespaces of mounts: {tried.last_line}")
+    state, finding, remedy = folder_check(Phone(adb, str(tmp_path / "prge")))
+    assert state == "missing" and finding.startswith("stores files but can't run them: ")
+    assert "Permission denied" in finding and "noexec" in remedy
 
 
-def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone) -> None:
+def test_files_of_a_bundles_manifest_are_sent(tmp_path: Path, phone: Phone) -> None:
     folder = make_bundle(tmp_path / "bundle")
     (folder / "notes.txt").write_text("mine")
     there = Path(send_bundle(phone, folder))
@@ -133,7 +133,7 @@ def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone) ->
     assert open_bundle(there).sha256 == open_bundle(folder).sha256
 
 
-def test_damaged_weights_stay_here(tmp_path: Path, phone: Phone) -> None:
+def test_damaged_weights_are_not_sent(tmp_path: Path, phone: Phone) -> None:
     folder = make_bundle(tmp_path / "bundle")
     weights = folder / "weights/000.ptd"
     weights.write_bytes(bytes(weights.stat().st_size))
@@ -143,7 +143,7 @@ def test_damaged_weights_stay_here(tmp_path: Path, phone: Phone) -> None:
 
 
 def tuning_of(folder: Path) -> Path:
-    """A folder as `prge tune` leaves it, of a bundle that isn't real, and an adapter."""
+    """Make a folder like that of `prge tune`, with a placeholder of a bundle and an adapter."""
     make_bundle(folder / "bundle")
     (folder / "run/final").mkdir(parents=True)
     (folder / "run/final/adapter_config.json").write_text("{}")
@@ -152,7 +152,7 @@ def tuning_of(folder: Path) -> Path:
     return folder
 
 
-def test_a_tuning_is_a_run_there_that_can_speak(
+def test_a_tuning_becomes_a_run_on_the_phone_that_can_generate(
     tmp_path: Path, phone: Phone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PushSettings, "phone", lambda self: phone)
@@ -162,17 +162,17 @@ def test_a_tuning_is_a_run_there_that_can_speak(
     assert (run / "final/adapter_config.json").is_file()
     bundle = parse_yaml((run / "config.yaml").read_text())["bundle"]
     assert open_bundle(bundle).sha256 == open_bundle(folder / "bundle").sha256
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def attach(self: Phone, words: list[str], reads: bool) -> int:
-        told.append((words[2:4], reads, parse_yaml(Path(words[4]).read_text())))
+        calls.append((words[2:4], reads, parse_yaml(Path(words[4]).read_text())))
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
     monkeypatch.setattr(Phone, "need_this_driver", lambda self: None)
     monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
     assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
-    ((words, reads, settings),) = told
+    ((words, reads, settings),) = calls
     assert (words, reads) == (["chat", "--config"], True)
     assert (settings["bundle"], settings["adapter"]) == (bundle, [f"mine={run}"])
     assert settings["temperature"] == 0.5

@@ -1,4 +1,4 @@
-"""`prge android fleet join`: what is brought, and that the phone takes part, by the real adb too."""
+"""`prge android fleet join`: what is sent, and that the phone joins a fleet, with the real adb too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.device_runner.fleet.network.nodes import Echoes, run_all_rounds, serv
 
 
 @pytest.mark.whole
-def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
+def test_a_phone_joins_a_fleet_by_cable(tmp_path: Path) -> None:
     phone, keys = FakePhone(tmp_path / "phone"), tmp_path / "keys"
     make_keys(keys, [], ["one"])
     rows = tmp_path / "rows.jsonl"
@@ -33,14 +33,14 @@ def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
         try:
             words = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
             words += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
-            told = phone.prge("fleet", "join", *words).stdout
-            assert told == "mine: running\n"
+            output = phone.prge("fleet", "join", *words).stdout
+            assert output == "mine: running\n"
             port = link.address.split(":")[1]
             assert (tmp_path / "phone" / "adb.reversed").read_text() == f"tcp:{port} tcp:{port}\n"
             run_all_rounds(link, rounds, 1)
         finally:
             phone.prge("stop", "mine", "--now")
-    # What the server said is no task, and the phone says so.
+    # The server's message is no task, so the phone refuses it.
     ((content,),) = (answers.values() for answers in rounds.received)
     assert isinstance(parse_reply(content), TaskRefusal)
     own = phone.folder / "fleets" / "mine"
@@ -49,24 +49,24 @@ def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
     assert key.stat().st_mode & 0o077 == 0
 
 
-def test_a_runtime_without_flower_is_told(tmp_path: Path) -> None:
+def test_a_runtime_without_flower_is_refused(tmp_path: Path) -> None:
     phone = FakePhone(tmp_path / "phone")
     manifest = phone.folder / "runtime" / MANIFEST
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "packages": {}}, indent=1))
     words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
-    told = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
-    assert "the runtime on fake is one without Flower\n  make another: prge android bundle --fleet" in told
+    output = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
+    assert "The runtime on fake lacks Flower.\n  Build another: prge android bundle --fleet" in output
 
 
 @pytest.mark.whole
-def test_a_phone_that_sees_nothing_but_its_cable_trains(
+def test_a_phone_with_no_network_but_its_cable_trains(
     daemon: Daemon, stack_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     phone = tmp_path / "phone"
     daemon.prge("push", built_runtime(tmp_path_factory, fleet=True), "--folder", phone)
     try:
-        told = train_fleet_of_one(daemon, str(phone), stack_bundle, tmp_path)
+        output = train_fleet_of_one(daemon, str(phone), stack_bundle, tmp_path)
     finally:
         end_jobs(phone)
-    assert told.count(": 1 answers, loss 0.") == 2
+    assert output.count(": 1 answers, loss 0.") == 2

@@ -1,4 +1,4 @@
-"""Where packages of a runtime come from: the newest that an archive signs, or those of a lock."""
+"""The packages of a runtime: the newest ones of a signed archive, or those of a lock."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.refusals import raises
 
 
 @pytest.mark.parametrize("who", ["prge", "flwr"])
-def test_the_pinned_wheels_are_what_prge_and_flower_ask_for(who: str) -> None:
+def test_the_pinned_wheels_meet_the_requirements_of_prge_and_flower(who: str) -> None:
     try:
-        asked = [Requirement(line) for line in importlib.metadata.requires(who) or []]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(who) or []]
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{who} is not installed")
     pins = {_plain(line.partition("==")[0]): line.partition("==")[2] for line in WHEELS + FLEET_WHEELS}
-    known = [item for item in asked if _plain(item.name) in pins]
+    known = [item for item in requirements if _plain(item.name) in pins]
     assert len(known) >= 5
     for item in known:
         assert item.specifier.contains(pins[_plain(item.name)]), f"{who} asks for {item}"
@@ -48,22 +48,22 @@ def _plain(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def archive(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalArchive]:
-    """Debian's packages of the runtime, each with a later version."""
+    """An archive of Debian's packages of the runtime, each with a later version."""
     if shutil.which("gpg") is None:
         pytest.skip("gpg is not installed")
     lock = read_lock(runtime / "runtime.json", "amd64")
     files = download_debian(DEBIAN, "amd64", default_cache(), Archive(), lock)
-    with local_archive(tmp_path_factory.mktemp("archive") / "debian") as made:
-        made.add(files.values())
-        yield made
+    with local_archive(tmp_path_factory.mktemp("archive") / "debian") as archive:
+        archive.add(files.values())
+        yield archive
 
 
-def settings(place: Path, archive: LocalArchive, **changes: Any) -> BundleSettings:
+def settings(folder: Path, archive: LocalArchive, **changes: Any) -> BundleSettings:
     return BundleSettings(
         **{
-            "out": place / "runtime",
+            "out": folder / "runtime",
             "machine": "amd64",
-            "cache": place / "cache",
+            "cache": folder / "cache",
             "debian_archive": archive.address,
             "debian_keys": archive.keys,
             **changes,
@@ -75,7 +75,7 @@ def settings(place: Path, archive: LocalArchive, **changes: Any) -> BundleSettin
 def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With paths of all kinds: what is called on the way works in folders of its own."""
+    """Relative paths and paths with spaces work, although the called programs have other working folders."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(archive.keys, "its keys.gpg")
     here = settings(Path(), archive, debian_keys=Path("its keys.gpg"))
@@ -87,12 +87,12 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     assert all(len(facts["sha256"]) == 64 for kind in packages.values() for facts in kind.values())
     assert {f"{name}=={facts['version']}" for name, facts in packages["wheels"].items()} == set(WHEELS)
     assert "://" not in json.dumps(packages)
-    told = subprocess.run(
+    process = subprocess.run(
         ["sh", "runtime/run.sh", "-c", "import numpy, tokenizers, device_runner.run; print('it runs')"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert told.stdout == "it runs\n", told.stderr
-    # Another cache: the lock's packages come from the archive again, by their hashes.
+    assert process.stdout == "it runs\n", process.stderr
+    # With an empty cache, the lock's packages are downloaded again, and compared by their hashes.
     Path("my-lock.json").write_bytes(Path("runtime/runtime.json").read_bytes())
     again = build_runtime(
         settings(Path("else where"), archive, lock=Path("my-lock.json"), debian_keys=Path("its keys.gpg"))
@@ -101,7 +101,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
 
 
 @pytest.mark.whole
-def test_a_lock_whose_versions_an_archive_has_no_more(
+def test_a_lock_with_versions_that_the_archive_no_longer_has(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
     with raises(PrgeError, "archive-lacks-versions", saying="libc6 2.") as caught:
@@ -112,15 +112,15 @@ def test_a_lock_whose_versions_an_archive_has_no_more(
 
 
 @pytest.mark.whole
-def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_path: Path) -> None:
+def test_a_lock_needs_no_archive_for_packages_in_the_cache(runtime: Path, tmp_path: Path) -> None:
     lock = read_lock(runtime / "runtime.json", "amd64")
     files = download_debian(DEBIAN, "amd64", default_cache(), Archive("file:///nowhere"), lock)
     assert {package.name for package in files} == set(DEBIAN)
 
 
 @pytest.mark.whole
-def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
-    """A changed index, a foreign key, no signature, a changed package: nothing of them is used."""
+def test_unsigned_or_changed_content_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
+    """A changed index, a foreign key, a missing signature and a changed package are refused."""
     copy = LocalArchive(tmp_path / "copy", archive.keys, archive.gpg)
     shutil.copytree(archive.folder, copy.folder)
     signed = copy.release / "InRelease"
@@ -152,7 +152,7 @@ def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, t
 
 
 @pytest.mark.whole
-def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, tmp_path: Path) -> None:
+def test_an_archive_that_lacks_packages_or_does_not_exist(archive: LocalArchive, tmp_path: Path) -> None:
     with raises(PrgeError, "archive-lacks-packages", saying="a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
         download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
@@ -163,7 +163,7 @@ def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, t
 
 
 @pytest.mark.whole
-def test_another_wheel_than_the_locks_is_refused(runtime: Path, tmp_path: Path) -> None:
+def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: Path) -> None:
     content = json.loads((runtime / "runtime.json").read_text())
     content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
     (tmp_path / "lock.json").write_text(json.dumps(content))

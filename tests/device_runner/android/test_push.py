@@ -1,4 +1,4 @@
-"""What a run on a phone needs of the workstation's files, and its settings there."""
+"""The files that are sent for a run on a phone, and the settings of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from device_runner.session.settings import RunSettings
 
 
 class Phone:
-    """Remembers what it was sent."""
+    """Records the files that are sent to it."""
 
     def __init__(self) -> None:
         self.sent: list[Path] = []
@@ -31,7 +31,7 @@ class Phone:
         return "/".join(["/phone", *parts])
 
     def need_this_driver(self) -> None:
-        """It has it."""
+        """Accept any driver."""
 
 
 def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         sample_prompts=files["prompts.txt"], out=Path("mine"), steps=7,
     )  # fmt: skip
     call = RemoteCall(REMOTE["run"], JobFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
-    there = call.bring()
+    sent = call.send_inputs()
     assert set(phone.sent) == set(files.values())
     assert {
-        name: str(there[name]) for name in ("bundle", "train", "dev", "task", "sample_prompts", "out")
+        name: str(sent[name]) for name in ("bundle", "train", "dev", "task", "sample_prompts", "out")
     } == {
         "bundle": "/phone/bundle",
         "train": "/phone/data/train.jsonl",
@@ -58,10 +58,10 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "sample_prompts": "/phone/data/prompts.txt",
         "out": "/phone/runs/mine",
     }
-    assert there["steps"] == 7 and there["adapter"] is None
+    assert sent["steps"] == 7 and sent["adapter"] is None
 
 
-def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_sent(tmp_path: Path) -> None:
     for name in ("train.jsonl", "valid.csv"):
         (tmp_path / name).touch()
     phone: Any = Phone()
@@ -69,7 +69,7 @@ def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:
     assert send_rows(phone, tmp_path, "dev") == Path("/phone/data/valid.csv")
 
 
-def test_what_takes_a_library_to_read_is_sent_as_jsonl(tmp_path: Path) -> None:
+def test_files_that_only_a_library_can_read_are_sent_as_jsonl(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""A verb on a phone: what it reads goes there, what it writes comes here, and nothing of it stays."""
+"""A verb on a phone: its inputs are sent, its output files are copied back, and no files stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.device_runner.android.fake_adb import FakePhone
 from tests.verbs import prge
 from tests.workshop import write_rows
 
-# In the place of Python: writes what it is told to into the file that a setting names.
+# A script instead of Python, which writes a given text to the file that a setting names.
 WRITES = """#!/bin/sh
 exec {python} - "$5" <<'END'
 import pathlib, sys, yaml
@@ -40,24 +40,24 @@ def phone(tmp_path: Path) -> FakePhone:
 
 
 def writes(phone: FakePhone, name: str, text: str, code: int = 0, here: str = "") -> None:
-    """Let the verb on the phone write a text; `here` is done on this side meanwhile."""
+    """Make the verb on the phone write a text, and run the Python code `here` before that."""
     script = WRITES.format(python=sys.executable, name=name, text=text, code=code, here=here)
     (phone.folder / "runtime" / "run.sh").write_text(script)
 
 
-def figures(said: str) -> list[str]:
-    """The lines of a score, but the one that names the file of rows."""
-    first, *rest = said.splitlines()
+def figures(output: str) -> list[str]:
+    """Return the lines of a score, without the line that names the file of rows."""
+    first, *rest = output.splitlines()
     assert "dev.jsonl (task letters)" in first and len(rest) > 4
     return rest
 
 
 def left(phone: FakePhone) -> list[str]:
-    """What stays in the phone's folder for what doesn't stay."""
+    """Return the names in the phone's folder of temporary files."""
     return [path.name for path in (phone.folder / "tmp").glob("*")]
 
 
-def test_a_score_there_is_the_score_here(phone: FakePhone, workshop: Path, tmp_path: Path) -> None:
+def test_scores_on_the_phone_equal_scores_here(phone: FakePhone, workshop: Path, tmp_path: Path) -> None:
     words = [
         "--bundle",
         workshop / "bundle",
@@ -75,7 +75,9 @@ def test_a_score_there_is_the_score_here(phone: FakePhone, workshop: Path, tmp_p
     assert not left(phone)
 
 
-def test_the_name_of_a_run_there_stands_for_its_bundle_and_adapter(phone: FakePhone, workshop: Path) -> None:
+def test_the_name_of_a_run_on_the_phone_stands_for_its_bundle_and_adapter(
+    phone: FakePhone, workshop: Path
+) -> None:
     run = phone.write_settings("first", workshop / "bundle")
     (run / "final").symlink_to(workshop / "bundle" / "adapter")
     words = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
@@ -84,7 +86,7 @@ def test_the_name_of_a_run_there_stands_for_its_bundle_and_adapter(phone: FakePh
     assert not (phone.folder / "bundles").exists()
 
 
-def test_a_bare_name_is_a_run_there_whatever_lies_here(
+def test_a_bare_name_is_a_run_on_the_phone_even_if_a_local_folder_has_it(
     phone: FakePhone, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phone.write_settings("first", "/data/bundle")
@@ -93,18 +95,18 @@ def test_a_bare_name_is_a_run_there_whatever_lies_here(
     (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\ncat "$5"\n')
 
     def adapter_of(*words: object) -> str:
-        told = phone.prge("eval", *words, "--data", workshop / "dev.jsonl").stdout
-        return str(yaml.safe_load(told)["adapter"])
+        output = phone.prge("eval", *words, "--data", workshop / "dev.jsonl").stdout
+        return str(yaml.safe_load(output)["adapter"])
 
     there = f"{phone.folder}/runs/first"
     assert adapter_of("first") == adapter_of(workshop / "bundle", "--adapter", "first") == there
     sent = adapter_of(workshop / "bundle", "--adapter", tmp_path / "here" / "first")
     assert sent.startswith(f"{phone.folder}/adapters/") and Path(sent, "adapter_config.json").is_file()
-    told = phone.prge("eval", workshop / "bundle", "x/y", "--data", workshop / "dev.jsonl", code=2).stderr
-    assert "--adapter x/y: there is no such folder, and no run of that name on fake" in told
+    output = phone.prge("eval", workshop / "bundle", "x/y", "--data", workshop / "dev.jsonl", code=2).stderr
+    assert "--adapter x/y: there is no such folder, and no run of that name on fake" in output
 
 
-def test_rows_of_the_device_stay_there_and_its_errors_come_through(
+def test_rows_of_the_device_stay_there_and_its_errors_are_shown(
     phone: FakePhone, workshop: Path, tmp_path: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"other": "a"}])
@@ -117,21 +119,21 @@ def test_rows_of_the_device_stay_there_and_its_errors_come_through(
         "--json",
         tmp_path / "x.json",
     ]
-    told = phone.prge("eval", *words, code=2).stderr
-    assert "prge eval: error: " in told and str(rows) in told
+    output = phone.prge("eval", *words, code=2).stderr
+    assert "prge eval: error: " in output and str(rows) in output
     assert not (phone.folder / "data").exists() and not (tmp_path / "x.json").exists() and not left(phone)
     absent = phone.prge("eval", "--bundle", workshop / "bundle", "--data", "rows", "--data-on-device", code=2)
     assert "--data: fake has no readable rows" in absent.stderr
 
 
-def test_a_file_comes_here_however_the_verb_ends(phone: FakePhone, tmp_path: Path) -> None:
+def test_files_are_copied_back_however_the_verb_ends(phone: FakePhone, tmp_path: Path) -> None:
     phone.write_settings("first", "/data/bundle")
     writes(phone, "feedback", "one\n", code=3)
     phone.prge("chat", "first", "--feedback", tmp_path / "mine.jsonl", code=3)
     assert (tmp_path / "mine.jsonl").read_text() == "one\n" and not left(phone)
 
 
-def test_a_file_that_is_appended_to_goes_along(phone: FakePhone, tmp_path: Path) -> None:
+def test_a_file_that_the_verb_appends_to_is_sent(phone: FakePhone, tmp_path: Path) -> None:
     phone.write_settings("first", "/data/bundle")
     mine = tmp_path / "mine.jsonl"
     mine.write_text("one\n")
@@ -139,7 +141,7 @@ def test_a_file_that_is_appended_to_goes_along(phone: FakePhone, tmp_path: Path)
     writes(phone, "feedback", "two\n")
     assert phone.prge("chat", "first", "--feedback", mine).stdout == "one\n"
     assert mine.read_text() == "one\ntwo\n" and mine.stat().st_mode & 0o777 == 0o640
-    # What was added here meanwhile stays.
+    # Lines that were appended here meanwhile stay.
     writes(phone, "feedback", "four\n", here=f"open({str(mine)!r}, 'a').write('three\\n')")
     phone.prge("chat", "first", "--feedback", mine)
     assert mine.read_text() == "one\ntwo\nthree\nfour\n"
@@ -180,18 +182,16 @@ def test_a_verb_on_a_phone_is_its_settings_class_and_a_line(
     )
 
 
-def test_all_that_verbs_take_can_be_brought() -> None:
-    """What the executor can't bring or fetch by its type follows from the flags of a verb."""
+def test_all_inputs_and_outputs_of_verbs_can_be_copied() -> None:
+    """Folders are the only inputs and outputs that can't; flags of a verb determine them."""
     for name, verb in REMOTE.items():
         given = {each.name for each in fields(verb.all_settings)} - {each.name for each in fields(verb.flags)}
-        kinds = {**input_settings(verb.settings), **output_settings(verb.settings)}
-        folders = {item for item in given if kinds.get(item) in (Input.FOLDER, Input.PATH, Output.FOLDER)}
+        types = {**input_settings(verb.settings), **output_settings(verb.settings)}
+        folders = {item for item in given if types.get(item) in (Input.FOLDER, Input.PATH, Output.FOLDER)}
         assert folders == ({"keys"} if name == "join" else set())
 
 
-def test_the_day_of_a_run_that_is_scored_goes_with_its_adapter(
-    phone: FakePhone, workshop: Path, tmp_path: Path
-) -> None:
+def test_the_date_of_a_run_is_sent_with_its_adapter(phone: FakePhone, workshop: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(workshop / "bundle" / "adapter", run / "final")
     (run / "config.yaml").write_text("date: '2020-02-29'\n")

@@ -1,4 +1,4 @@
-"""What a runtime is made of, and that a changed one is noticed."""
+"""The content of a runtime, and the detection of changes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("told", "seconds"), [("+0530", 19800), ("-0330", -12600), ("+0000", 0), ("?", 0)])
+@pytest.mark.parametrize(("offset", "seconds"), [("+0530", 19800), ("-0330", -12600), ("+0000", 0), ("?", 0)])
 def test_the_time_is_that_of_the_phones_own_clock(
-    runtime: Path, tmp_path: Path, told: str, seconds: int
+    runtime: Path, tmp_path: Path, offset: str, seconds: int
 ) -> None:
-    (tmp_path / "date").write_text(f"#!/bin/sh\necho '{told}'\n")
+    (tmp_path / "date").write_text(f"#!/bin/sh\necho '{offset}'\n")
     (tmp_path / "date").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     code = "import time; print(time.localtime().tm_gmtoff)"
@@ -67,13 +67,13 @@ def test_the_time_is_that_of_the_phones_own_clock(
 
 @pytest.mark.whole
 def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None:
-    """`runtime` skips where none can be built."""
-    made = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
-    assert open_runtime(runtime).megabytes < made.megabytes <= MOST_FLEET_MEGABYTES
-    told = subprocess.run(
+    """The fixture `runtime` skips this test if no runtime can be built."""
+    fleet_runtime = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
+    assert open_runtime(runtime).megabytes < fleet_runtime.megabytes <= MOST_FLEET_MEGABYTES
+    process = subprocess.run(
         [
             "sh",
-            made.folder / "run.sh",
+            fleet_runtime.folder / "run.sh",
             "-c",
             "import device_runner.fleet.network.client; print('it runs')",
         ],
@@ -81,15 +81,15 @@ def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None
         text=True,
         check=False,
     )
-    assert (told.returncode, told.stdout) == (0, "it runs\n"), told.stderr
-    # This machine has libraries of its own, which a phone lacks: programs here can't tell.
-    assert _needed(made.folder) <= {path.name for path in made.folder.rglob("*.so*")}
+    assert (process.returncode, process.stdout) == (0, "it runs\n"), process.stderr
+    # This machine has libraries that a phone lacks, so running programs here proves nothing.
+    assert _needed(fleet_runtime.folder) <= {path.name for path in fleet_runtime.folder.rglob("*.so*")}
 
 
 def _needed(folder: Path) -> set[str]:
-    """Names of the libraries that the native code in a folder is linked to."""
-    found = set()
+    """Return the names of the libraries that the native code in a folder is linked to."""
+    names = set()
     for path in folder.rglob("*.so*"):
-        told = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True)
-        found |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", told.stdout))
-    return found
+        process = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True)
+        names |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", process.stdout))
+    return names

@@ -24,7 +24,7 @@ PORT = 8123
 
 
 class Server:
-    """A server of `prge android serve`, and whoever asks it."""
+    """A server of `prge android serve`, and its client."""
 
     def __init__(self, daemon: Daemon, phone: Path, words: list[object]) -> None:
         self.daemon, self.phone, self.words = daemon, phone, words
@@ -32,18 +32,18 @@ class Server:
         self.name = "server"
 
     def serve(self, *more: object, check: int = 0) -> str:
-        """The command that starts it; what it says."""
+        """Run the command that starts the server, and return its output or error."""
         done = self.daemon.prge("serve", *self.words, *more, "--folder", self.phone, check=check)
         if "shown this once: " in done.stdout:
             self.key = done.stdout.split("shown this once: ")[1].split()[0]
         return done.stdout if check == 0 else done.stderr
 
     def ask(self, path: str, body: Any = None, key: str | None = None, port: int = PORT) -> tuple[int, Any]:
-        """Status and body of an answer; 0 where nobody listens."""
+        """Send a request, and return status and body; status 0 if nobody listens."""
         return self.daemon.ask(port, path, self.key if key is None else key, body)
 
-    def says(self, prompt: str = "The film") -> str:
-        """An answer of its model."""
+    def complete(self, prompt: str = "The film") -> str:
+        """Return a completion of the model."""
         status, answer = self.ask("/v1/completions", {"model": "base", "prompt": prompt, "max_tokens": 2})
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
@@ -53,11 +53,11 @@ class Server:
         return self.phone / "jobs" / self.name
 
     def kill(self) -> None:
-        """As the phone would for want of memory."""
+        """Kill the server, as a phone does if it is out of memory."""
         os.kill(int((self.job / "pid").read_text()), signal.SIGKILL)
 
-    def comes_back(self) -> None:
-        """Kill it, and wait until it listens again."""
+    def kill_and_wait(self) -> None:
+        """Kill the server, and wait until it listens again."""
         begun = self.listened()
         self.kill()
         self.wait(lambda: self.listened() > begun)
@@ -72,7 +72,7 @@ class Server:
             time.sleep(0.1)
 
     def listened(self) -> int:
-        """How often it began to listen."""
+        """Return how often the server began to listen."""
         return self.console().count("listening at")
 
     def status(self) -> str:
@@ -91,19 +91,19 @@ def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
 
 
 @pytest.mark.whole
-def test_a_server_answers_who_has_the_key(server: Server) -> None:
-    told = server.serve()
-    assert "server: running\n" in told and f"http://127.0.0.1:{PORT}/v1 on this computer" in told
-    assert len(server.key) >= 32 and len(server.says()) > 0
+def test_a_server_answers_clients_with_the_key(server: Server) -> None:
+    output = server.serve()
+    assert "server: running\n" in output and f"http://127.0.0.1:{PORT}/v1 on this computer" in output
+    assert len(server.key) >= 32 and len(server.complete()) > 0
     assert [model["id"] for model in server.ask("/v1/models")[1]["data"]] == ["my bundle", "base"]
-    # What apps of the phone get without the key.
+    # Apps of the phone get only these paths without the key.
     for path in ("/health", "/", "/page/app.js"):
         assert server.ask(path, key="")[0] == 200
     for path in ("/v1/models", "/v1/feedback", "/v1/adapters", "/v1/chat/completions", "/nothing"):
         assert server.ask(path, key="")[0] == server.ask(path, key=server.key[:-1])[0] == 401
     key = server.job / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and key.read_text() == server.key
-    # Nobody else reads it: not in a list of processes, a log, or what apps can open.
+    # The key is in no list of processes, in no log, and in no file that apps can open.
     listed = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [words for words in listed if server.key.encode() in words]
     made = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
@@ -116,14 +116,14 @@ def test_a_server_answers_who_has_the_key(server: Server) -> None:
     stopped = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
     assert stopped == "server: ended\n" and server.ask("/health")[0] == 0
     assert server.daemon.adb("forward", "--list").stdout.strip() == ""
-    # Once more nothing happens; another start has another key, --resume the last one.
+    # A second stop does nothing; a new start has another key, --resume the last one.
     assert server.daemon.prge("stop", "server", "--folder", server.phone).stdout == "server: ended\n"
     before = server.key
     server.serve()
-    assert server.key != before and server.says()
+    assert server.key != before and server.complete()
     server.daemon.prge("stop", "server", "--folder", server.phone)
     again = ["serve", "--resume", "server", "--folder", server.phone]
-    assert "key" not in server.daemon.prge(*again).stdout and server.says()
+    assert "key" not in server.daemon.prge(*again).stdout and server.complete()
     missing = server.daemon.prge("serve", "--resume", "nobody", "--folder", server.phone, check=2).stderr
     assert "has no server 'nobody'" in missing
     assert "server is a server" in server.daemon.prge(
@@ -132,32 +132,34 @@ def test_a_server_answers_who_has_the_key(server: Server) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_is_killed_comes_back_and_a_crash_loop_ends(server: Server) -> None:
+def test_a_server_that_is_killed_restarts_and_a_crash_loop_ends(server: Server) -> None:
     server.serve()
     process = server.job / "pid"
     first = process.read_text()
-    server.comes_back()
-    assert process.read_text() != first and server.says()
+    server.kill_and_wait()
+    assert process.read_text() != first and server.complete()
     assert server.status() == f"server: running, restarts 1, http://127.0.0.1:{PORT}/v1\n"
     for count in range(2, 6):
-        server.comes_back()
+        server.kill_and_wait()
         assert (server.job / "restarts").read_text() == f"{count}\n"
     server.kill()
     server.wait(lambda: (server.job / "rc").is_file())
     assert server.status() == "server: killed with code 137, restarts 5\n"
-    assert "Killed" not in server.serve() and server.says()
-    # Told to end while it waits to be started again, it stays away.
+    assert "Killed" not in server.serve() and server.complete()
+    # If it is stopped while it waits to be restarted, it doesn't restart.
     server.kill()
     server.wait(lambda: "started again" in server.console().splitlines()[-1])
-    told = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
-    # By its own end, or by one of the signals, before or after it is started again.
-    assert told.startswith(("server: ended", "server: killed with code 137", "server: killed with code 143"))
+    output = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
+    # It ends by itself or by one of the signals, before or after the restart.
+    assert output.startswith(
+        ("server: ended", "server: killed with code 137", "server: killed with code 143")
+    )
     time.sleep(2)
     assert server.ask("/health")[0] == 0 and "running" not in server.status()
 
 
 @pytest.mark.whole
-def test_it_outlives_adb_and_comes_back_after_the_phone_was_off(server: Server) -> None:
+def test_a_server_survives_adb_and_restarts_after_the_phone_was_off(server: Server) -> None:
     server.serve()
     pid = (server.job / "pid").read_text()
     server.daemon.adb("kill-server")
@@ -165,28 +167,28 @@ def test_it_outlives_adb_and_comes_back_after_the_phone_was_off(server: Server) 
     assert server.ask("/health")[0] == 0 and Path(f"/proc/{pid.strip()}").exists()
     server.daemon.start()
     assert server.status() == "server: running, not forwarded: prge android serve --resume server\n"
-    told = server.serve()
-    assert "key" not in told and server.says() and (server.job / "pid").read_text() == pid
-    # The phone was off: no process is left, and another boot is told.
+    output = server.serve()
+    assert "key" not in output and server.complete() and (server.job / "pid").read_text() == pid
+    # As if the phone was off: no process is left, and the boot id differs.
     keeper = Path(f"/proc/{pid.strip()}/stat").read_text().rpartition(")")[2].split()[1]
     os.kill(int(keeper), signal.SIGKILL)
     os.kill(int(pid), signal.SIGKILL)
     (server.job / "boot").write_text("another\n")
     server.daemon.adb("forward", "--remove-all")
     assert server.status() == "server: killed\n"
-    assert "key" not in server.serve() and server.says()
+    assert "key" not in server.serve() and server.complete()
 
 
 @pytest.mark.whole
-def test_ports_and_names_that_are_taken(server: Server, tmp_path: Path) -> None:
+def test_ports_and_names_that_are_in_use(server: Server, tmp_path: Path) -> None:
     holder = server.daemon.network.start(
         [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", PORT],
         stdout=-3, stderr=-3, cwd=tmp_path,
     )  # fmt: skip
     try:
         server.wait(lambda: server.ask("/")[0] == 200)
-        told = server.serve(check=2)
-        assert f"port {PORT} of this computer can't lead to the phone" in told and "--computer-port" in told
+        output = server.serve(check=2)
+        assert f"Cannot forward port {PORT} of this computer" in output and "--computer-port" in output
         assert not (server.job / "key").exists()
         free = server.serve("--computer-port", 0)
         port = int(free.split("127.0.0.1:")[1].split("/")[0])
@@ -198,7 +200,7 @@ def test_ports_and_names_that_are_taken(server: Server, tmp_path: Path) -> None:
     assert "is running" in server.serve("--slots", 2, "--computer-port", 0, check=2)
     other = server.serve("--name", "other", "--computer-port", port, check=2)
     assert "other: ended with code 2" in other and "Address already in use" in other
-    # What leads to the first one is left alone.
+    # The port that is forwarded to the first server stays.
     assert server.ask("/v1/models", port=port)[0] == 200
     (server.phone / "runs/mine").mkdir(parents=True, exist_ok=True)
     (server.phone / "runs/mine/journal.jsonl").write_text("{}\n")
@@ -206,7 +208,7 @@ def test_ports_and_names_that_are_taken(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_it_learns_and_the_rows_come_when_they_are_asked_for(server: Server, tmp_path: Path) -> None:
+def test_a_server_learns_and_rows_are_pulled_only_on_request(server: Server, tmp_path: Path) -> None:
     server.serve("--learn", "--learn-every", 3, "--learn-epochs", 2)
     for number in range(3):
         body = {"model": "my bundle", "prompt": f"Question {number}", "max_tokens": 2}
@@ -227,7 +229,7 @@ def test_it_learns_and_the_rows_come_when_they_are_asked_for(server: Server, tmp
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakePhone:
-    """A phone whose servers listen at once, and do nothing."""
+    """A phone whose servers listen at once and do nothing."""
     phone = FakePhone(tmp_path / "fake")
     run = phone.folder / "runtime" / "run.sh"
     run.write_text("#!/bin/sh\ncat \"$5\" >&2\necho 'listening at nowhere'\nexec sleep 30\n")
@@ -244,7 +246,7 @@ def settings_of(phone: FakePhone, name: str = "server") -> dict[str, Any]:
     return dict(parse_yaml((phone.folder / "jobs" / name / "settings.yaml").read_text()))
 
 
-def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> None:
+def test_adapters_and_files_are_sent(stopped: FakePhone, tmp_path: Path) -> None:
     peft = tmp_path / "mine"
     peft.mkdir()
     (peft / "adapter_config.json").write_text("{}")
@@ -253,8 +255,8 @@ def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> N
     bundle = make_bundle(tmp_path / "bundle")
     words = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
     words += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
-    told = stopped.prge("serve", *words).stdout
-    assert "server: running" in told
+    output = stopped.prge("serve", *words).stdout
+    assert "server: running" in output
     given = settings_of(stopped)
     sent, second, first, base = given["adapter"]
     assert sent.startswith("mine=") and Path(sent[5:], "adapter_config.json").is_file()
@@ -268,7 +270,7 @@ def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("learns", [False, True])
-def test_of_a_tuning_its_rows_go_only_to_what_learns(
+def test_rows_of_a_tuning_are_sent_only_to_a_server_that_learns(
     stopped: FakePhone, tmp_path: Path, learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = tuning_of(tmp_path / "tuned")
@@ -283,7 +285,7 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
     rows = {"rows/train.jsonl", "run/config.yaml", "run/journal.jsonl"} if learns else set()
     assert names == {"config.yaml", "tune.json", "run/final/adapter_config.json", *rows}
     assert Path(parse_yaml((there / "config.yaml").read_text())["bundle"]).is_dir()
-    # The phone's prge follows it: signed with the key there, which stays the same.
+    # The phone's prge accepts the settings, which are signed with its key; the key stays the same.
     monkeypatch.setenv("XDG_CONFIG_HOME", f"{stopped.folder}/config")
     assert is_own_file(there / "config.yaml") and resolve_bundle(there).is_dir()
     assert key_path().stat().st_mode & 0o777 == 0o600
@@ -295,9 +297,9 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
-        (("--when", "charging"), "--when belongs to --learn"),
+        (("--when", "charging"), "--when needs --learn"),
         (("--learn", "--when", "full"), "--when has 'full', must be charging"),
         (("--port", "0"), "--port is 0"),
         (("--port", "70000"), "--port is 70000, must be at most 65535"),
@@ -309,9 +311,9 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
         (("--adapter", "nobody"), "no run of that name on fake"),
     ],
 )
-def test_what_is_refused(fake: FakePhone, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+def test_what_is_refused(fake: FakePhone, tmp_path: Path, words: tuple[str, ...], output: str) -> None:
     bundle = make_bundle(tmp_path / "bundle")
-    assert told in fake.prge("serve", "--bundle", bundle, *words, code=2).stderr
+    assert output in fake.prge("serve", "--bundle", bundle, *words, code=2).stderr
     assert not (fake.folder / "jobs").exists() or not list((fake.folder / "jobs").glob("*/key"))
 
 

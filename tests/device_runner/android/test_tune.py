@@ -1,4 +1,4 @@
-"""`prge tune --on android`: runs take place on a phone, reached through the real adb where there is one."""
+"""`prge tune --on android`: runs on a phone, through the real adb if there is one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.workshop import write_rows
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 8
-# Runs that a tuning of so few steps begins: ten steps for their time, one for each learning rate, the last.
+# Fewest runs of so short a tuning: one to measure the pace, one for each learning rate, and the final run.
 FEWEST_RUNS = 6
 
 
 @dataclass
 class Workstation:
-    """What reaches a phone: its serial, prge's folder there, and how commands are started here."""
+    """A computer with a phone: its serial, prge's folder on it, and how commands are started."""
 
     serial: str
     folder: Path
@@ -36,7 +36,7 @@ class Workstation:
     prefix: Sequence[str] = field(default_factory=list)
 
     def start(self, *words: object) -> subprocess.Popen[str]:
-        """Begin `prge` with these words, in a session of its own."""
+        """Start `prge` with these words, in a session of its own."""
         command = [*self.prefix, sys.executable, "-m", "prge.cli.main", *map(str, words)]
         return subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment}, text=True,
@@ -44,14 +44,14 @@ class Workstation:
         )  # fmt: skip
 
     def prge(self, *words: object, code: int = 0) -> str:
-        """Run `prge`, and return what it says."""
+        """Run `prge`, and return its output."""
         process = self.start(*words)
-        told, _ = process.communicate(timeout=500)
-        assert process.returncode == code, told
-        return told
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == code, output
+        return output
 
     def runs(self) -> list[str]:
-        """Runs that the phone has."""
+        """Return the names of the runs on the phone."""
         return sorted(path.name for path in (self.folder / "runs").glob("*"))
 
 
@@ -59,7 +59,7 @@ class Workstation:
 def workstation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workstation]:
-    """A script in the place of adb with this machine's Python, and the real adb with a real runtime."""
+    """A script instead of adb with this machine's Python, and the real adb with a real runtime."""
     if request.param == "adb":
         daemon: Daemon = request.getfixturevalue("daemon")
         folder: Path = request.getfixturevalue("phone")
@@ -71,9 +71,9 @@ def workstation(
 
 
 @pytest.fixture(scope="module")
-def place(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a bundle, `rows.jsonl` and `test.jsonl`."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("inputs")
     (folder / "bundle").symlink_to(workshop / "bundle")
     rows = [{"prompt": f"{a}{b}", "completion": f" {b}{a}"} for a in "abcdef" for b in "ghijk"]
     write_rows(folder / "rows.jsonl", rows)
@@ -81,24 +81,25 @@ def place(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words_of(place: Path, workstation: Workstation, out: Path) -> list[object]:
+def words_of(inputs: Path, workstation: Workstation, out: Path) -> list[object]:
     return [
-        "tune", "--bundle", place / "bundle", "--data", place / "rows.jsonl", "--test", place / "test.jsonl",
-        "--out", out, "--steps", STEPS, "--threads", 1, "--on", f"android:{workstation.serial}",
-        "--phone-folder", workstation.folder, "--json", out.with_suffix(".json"),
+        "tune", "--bundle", inputs / "bundle", "--data", inputs / "rows.jsonl",
+        "--test", inputs / "test.jsonl", "--out", out, "--steps", STEPS, "--threads", 1,
+        "--on", f"android:{workstation.serial}", "--phone-folder", workstation.folder,
+        "--json", out.with_suffix(".json"),
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def tuned(place: Path, workstation: Workstation, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning that nothing disturbed, with what it said in `said.txt`."""
+def tuned(inputs: Path, workstation: Workstation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted tuning, with its output in `output.txt`."""
     out = tmp_path_factory.mktemp("tuned") / "out"
-    told = workstation.prge(*words_of(place, workstation, out))
-    (out / "said.txt").write_text(told)
+    output = workstation.prge(*words_of(inputs, workstation, out))
+    (out / "output.txt").write_text(output)
     return out
 
 
-def test_runs_take_place_on_the_phone_and_the_result_lies_here(workstation: Workstation, tuned: Path) -> None:
+def test_runs_are_on_the_phone_and_the_result_is_here(workstation: Workstation, tuned: Path) -> None:
     result = json.loads(tuned.with_suffix(".json").read_text())
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
     assert result["scored_rows"] == "test"
@@ -116,13 +117,13 @@ def test_runs_take_place_on_the_phone_and_the_result_lies_here(workstation: Work
     assert (tuned / "report.html").is_file()
 
 
-def test_the_last_run_alone_stays_on_the_phone(workstation: Workstation, tuned: Path) -> None:
+def test_only_the_final_run_stays_on_the_phone(workstation: Workstation, tuned: Path) -> None:
     (name,) = (run for run in workstation.runs() if run.startswith(str(name_of(tuned))))
-    assert f"prge android chat {name}" in (tuned / "said.txt").read_text()
+    assert f"prge android chat {name}" in (tuned / "output.txt").read_text()
 
 
 def test_the_bundle_is_pushed_once(workstation: Workstation, tuned: Path) -> None:
-    """All of it was there before the first run was pulled, and nothing of it was written since."""
+    """The whole bundle was on the phone before the first run was pulled, and was not written again."""
     runs = [*tuned.glob("search/*"), tuned / "run"]
     (bundle,) = {parse_yaml((run / "config.yaml").read_text())["bundle"] for run in runs}
     files = [path for path in Path(bundle).rglob("*") if path.is_file()]
@@ -136,12 +137,12 @@ def test_test_rows_stay_here(workstation: Workstation, tuned: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_run_that_went_on_without_this_machine_is_met_again(
-    place: Path, workstation: Workstation, tuned: Path, tmp_path: Path
+def test_a_run_that_continued_without_this_machine_is_continued(
+    inputs: Path, workstation: Workstation, tuned: Path, tmp_path: Path
 ) -> None:
-    """Killed while a run is going and while the last one is, it ends in the same bits, with no run twice."""
+    """A tuning that is killed during two of its runs ends in the same bits, and repeats no run."""
     out = tmp_path / "out"
-    words = words_of(place, workstation, out)
+    words = words_of(inputs, workstation, out)
     short = min(path.name for path in tuned.glob("search/*-*"))
     for run in (short, "run"):
         process = workstation.start(*words)
@@ -158,24 +159,26 @@ def test_a_run_that_went_on_without_this_machine_is_met_again(
 
 
 def name_of(out: Path) -> str | None:
-    """What the runs of a tuning are called on the phone, once that is known."""
+    """Return the prefix of the names of a tuning's runs on the phone, once it is known."""
     path = out / "tune.json"
     found = json.loads(path.read_text())["found"] if path.is_file() else {}
     return found.get("name_on_phone")
 
 
-def test_a_phone_that_lacks_something_is_told_before_anything_is_done(
-    place: Path, workstation: Workstation, tmp_path: Path
+def test_a_phone_that_lacks_something_is_refused_at_once(
+    inputs: Path, workstation: Workstation, tmp_path: Path
 ) -> None:
-    words = words_of(place, workstation, tmp_path / "out")
-    told = workstation.prge(*words, "--phone-folder", tmp_path / "bare", code=2)
-    assert "the phone can't train: runtime" in told and "prge android push runtime" in told
+    words = words_of(inputs, workstation, tmp_path / "out")
+    output = workstation.prge(*words, "--phone-folder", tmp_path / "bare", code=2)
+    assert "The phone can't train: runtime" in output and "prge android push runtime" in output
     assert not (tmp_path / "out" / "rows").exists()
 
 
-def test_another_phone_is_not_taken(place: Path, workstation: Workstation, tmp_path: Path) -> None:
-    told = workstation.prge(*words_of(place, workstation, tmp_path / "out"), "--on", "android:other", code=2)
-    assert "there is no device other" in told
+def test_another_phone_is_not_used(inputs: Path, workstation: Workstation, tmp_path: Path) -> None:
+    output = workstation.prge(
+        *words_of(inputs, workstation, tmp_path / "out"), "--on", "android:other", code=2
+    )
+    assert "There is no device other" in output
     assert "--on is 'ios', must be android or android:SERIAL" in workstation.prge(
-        *words_of(place, workstation, tmp_path / "out"), "--on", "ios", code=2
+        *words_of(inputs, workstation, tmp_path / "out"), "--on", "ios", code=2
     )

@@ -1,4 +1,4 @@
-"""A fleet whose devices compute with a model in numpy: folders, tasks and answers are real, no network."""
+"""A fleet whose devices compute with a numpy model: real folders, tasks and replies, without a network."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from prge.training.checkpoint import TrainingState
 from tests.device_runner.numpy_device import Device, write_films
 
 NODES = (11, 22, 33)
-# Stands between a device and the server: a task's bytes to an answer's, or None for silence.
+# Maps a device's task to its message; None stands for silence.
 Network = Callable[[int, bytes], bytes | None]
 
 
 class Fleet:
-    """Three devices with a third of the rows each, and what a server needs."""
+    """Three devices with a third of the rows each, and the settings of their server."""
 
     def __init__(
         self, folder: Path, device: Device, monkeypatch: pytest.MonkeyPatch, policy: str = ""
@@ -47,7 +47,7 @@ class Fleet:
             self.join(node, policy)
 
     def join(self, node: int, policy: str = "", **changes: Any) -> None:
-        """Make a device's folder, anew or with another policy."""
+        """Create a device's folder, or change its policy."""
         path = self.folder / f"{node}.yaml"
         path.write_text(policy)
         fields: dict[str, Any] = {
@@ -60,7 +60,7 @@ class Fleet:
         (self.folder / str(node) / OWN).write_text(json.dumps({"rows_seed": node + 1}))
 
     def settings(self, **changes: Any) -> ServerSettings:
-        """A server of this fleet, in `fleet/`."""
+        """Return the settings of a server of this fleet, in `fleet/`."""
         fields: dict[str, Any] = {
             "bundle": self.bundle,
             "out": self.folder / "fleet",
@@ -75,17 +75,17 @@ class Fleet:
         return ServerSettings(**{**fields, **changes})
 
     def direct(self, node: int, task: bytes) -> bytes:
-        """Nothing between a device and the server."""
-        said = answer(self.folder / str(node), task)
-        self.said[node, RoundTask.parse(task).number] = said
-        return said
+        """A network that delivers everything."""
+        reply = answer(self.folder / str(node), task)
+        self.said[node, RoundTask.parse(task).number] = reply
+        return reply
 
     def again(self, node: int, task: bytes) -> bytes:
-        """Says what the device said to an earlier server of the same plan."""
+        """A network that repeats the device's message to an earlier server of the same plan."""
         return self.said[node, RoundTask.parse(task).number]
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
-        """The common state that a device has."""
+        """Return the global state that a device has."""
         chain = open_bundle(self.bundle).chain
         content = (self.folder / str(node) / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
         return unpack_state(content, agreement.plan, chain.modules, chain.width, 2 * self.numpy.encoder)
@@ -97,7 +97,7 @@ class Fleet:
         nodes: Iterable[int] = NODES,
         rounds: int | None = None,
     ) -> tuple[FloatArray, list[RoundReport]]:
-        """Go on with a fleet for some rounds or to its end; the common adapter and the rounds' reports."""
+        """Run some or all remaining rounds; returns the global adapter and the rounds' reports."""
         reports = []
         with open_fleet(settings) as server:
             while not server.finished and (rounds is None or len(reports) < rounds):
@@ -107,22 +107,22 @@ class Fleet:
 
 
 def play(server: Coordinator, network: Network, nodes: Iterable[int] = NODES) -> RoundReport:
-    """One round."""
-    said = {node: network(node, task) for node, task in server.tasks(list(nodes)).items()}
-    return server.receive({node: content for node, content in said.items() if content is not None})
+    """Run one round."""
+    replies = {node: network(node, task) for node, task in server.tasks(list(nodes)).items()}
+    return server.receive({node: content for node, content in replies.items() if content is not None})
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    """What a device has counted."""
+    """Return the records of a device's ledger."""
     lines = (folder / LEDGER).read_text().splitlines()
     return [json.loads(line)["record"] for line in lines]
 
 
 def kinds(folder: Path) -> list[str]:
-    """Kinds of the lines that a device's ledger has."""
+    """Return the types of the lines in a device's ledger."""
     return [record["kind"] for record in ledger(folder)]
 
 
 def same(left: FloatArray, right: FloatArray) -> bool:
-    """To the bit."""
+    """Whether two arrays have the same bits."""
     return bool(np.array_equal(left.view(np.uint32), right.view(np.uint32)))

@@ -1,4 +1,4 @@
-"""Means and medians, against numpy."""
+"""Tests of aggregation against numpy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from device_runner.fleet.aggregation import (
-    combined_scalars,
-    middle,
-    opposed_answers,
-    shortened_answers,
+    aggregate,
+    aggregate_projected_gradients,
+    find_opposed_results,
+    shorten_outliers,
 )
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import RoundResult
@@ -38,76 +38,76 @@ def _expected(values: FloatArray, combine: str) -> Any:
 
 
 def _trimmed(values: FloatArray) -> Any:
-    """The oracle: of four numbers the two in the middle, of seven the three."""
+    """The trimmed mean takes the middle two of four values, and the middle three of seven."""
     cut = {4: 1, 7: 2}[len(values)]
     return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
 
 @pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
 @pytest.mark.parametrize("devices", [4, 7])
-def test_every_device_has_the_same_say(combine: Any, devices: int) -> None:
+def test_every_device_has_the_same_weight(combine: Any, devices: int) -> None:
     changes = _changes(devices)
-    found = middle(changes, Plan(estimator="exact", combine=combine))
-    np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
+    result = aggregate(changes, Plan(estimator="exact", combine=combine))
+    np.testing.assert_allclose(result, _expected(changes, combine), rtol=1e-5, atol=1e-7)
 
 
-def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
+def test_less_than_a_third_moves_no_value_beyond_the_others() -> None:
     honest = _changes(7)
     for combine in ("trimmed", "median"):
         for lie in (1e6, -1e6, 0.0):
             table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
-            found = middle(table, Plan(combine=combine))
-            assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
+            result = aggregate(table, Plan(combine=combine))
+            assert np.all((honest.min(0) <= result) & (result <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
-    assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+    assert np.all(aggregate(table, Plan(combine="mean")) > honest.max(0))
 
 
-def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
-    """And its answer costs the mean of the honest ones a share of one device, whatever it holds."""
+def test_a_malicious_device_has_no_more_weight_than_an_honest_one() -> None:
+    """Whatever its result holds, its influence on the mean is that of one device."""
     honest = _changes(3)
     lengths = np.linalg.norm(honest, axis=1)
     for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
         table = np.concatenate([honest, lie.astype(np.float32)])
         most = np.median(np.linalg.norm(table, axis=1))
         expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
-        found = combined_scalars(table, Plan(combine="trimmed"))
-        assert np.linalg.norm(found - expected) <= most / 4 * (1 + 1e-5)
-    assert np.array_equal(combined_scalars(honest, Plan()), middle(honest, Plan()))
+        result = aggregate_projected_gradients(table, Plan(combine="trimmed"))
+        assert np.linalg.norm(result - expected) <= most / 4 * (1 + 1e-5)
+    assert np.array_equal(aggregate_projected_gradients(honest, Plan()), aggregate(honest, Plan()))
 
 
-def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
-    """By its whole, where each number is mostly noise; and nobody honest is."""
+def test_a_result_with_flipped_sign_is_detected_in_the_noise() -> None:
+    """A sign flip is detected from the whole result if single values are mostly noise."""
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
-    found = []
+    result = []
     for _ in range(12):
         signal = random.normal(size=1280)
         honest = 0.3 * signal + random.normal(size=(4, 1280))
         honest[3] *= -1
         answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
-        opposed, now = opposed_answers(answers, plan, spoken)
+        opposed, now = find_opposed_results(answers, plan, spoken)
         spoken |= now
-        found.append(opposed)
-    assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
-    assert opposed_answers(answers, Plan(combine="mean"), spoken) == ([], {})
+        result.append(opposed)
+    assert result.count([3]) >= 8 and result.count([]) == 12 - result.count([3])
+    assert find_opposed_results(answers, Plan(combine="mean"), spoken) == ([], {})
 
 
-def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
+def test_devices_without_signal_seldom_oppose_each_other() -> None:
     random, plan = np.random.default_rng(7), Plan(combine="trimmed")
     spoken: dict[int, float] = {}
     count = 0
     for _ in range(100):
         answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
-        opposed, now = opposed_answers(answers, plan, spoken)
+        opposed, now = find_opposed_results(answers, plan, spoken)
         spoken |= now
         count += len(opposed)
     assert count < 50  # of 1,000
 
 
-def test_two_answers_are_never_shortened() -> None:
+def test_two_results_are_never_scaled_down() -> None:
     answers = {1: _answer(np.ones(4, np.float32)), 2: _answer(np.full(4, 1000, np.float32))}
-    assert shortened_answers(answers, Plan())[1] == []
+    assert shorten_outliers(answers, Plan())[1] == []
     answers[3] = _answer(np.ones(4, np.float32))
-    cut, whose = shortened_answers(answers, Plan(outlier=4.0))
+    cut, whose = shorten_outliers(answers, Plan(outlier=4.0))
     assert whose == [2]
     np.testing.assert_allclose(np.linalg.norm(cut[2].values), 4 * 2, rtol=1e-5)

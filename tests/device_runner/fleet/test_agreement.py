@@ -1,4 +1,4 @@
-"""An agreement has one hash, which stands for all of it; a plan's contradictions are told at once."""
+"""Tests of agreements: the hash covers everything, and contradictory plans are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.refusals import raises
 AGREEMENT = Agreement("films", Plan(), "b" * 64, "t" * 64, "")
 
 
-def test_there_and_back() -> None:
+def test_encoding_and_decoding() -> None:
     assert Agreement.parse(AGREEMENT.content) == AGREEMENT
     assert Agreement.parse(AGREEMENT.content).sha256 == AGREEMENT.sha256
 
@@ -52,13 +52,13 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         {"plan": None},
     ],
 )
-def test_what_is_none_is_told(change: dict[str, Any]) -> None:
+def test_invalid_agreements_are_reported(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Agreement.parse(json.dumps({**json.loads(AGREEMENT.content), **change}).encode())
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"{}", b" " * 70_000])
-def test_bytes_that_are_none(content: bytes) -> None:
+def test_invalid_bytes_are_refused(content: bytes) -> None:
     with raises(ConfigError, "agreement-unreadable"):
         Agreement.parse(content)
 
@@ -75,6 +75,6 @@ def test_bytes_that_are_none(content: bytes) -> None:
         ({"learning_rate": float("nan")}, "--learning-rate"),
     ],
 )
-def test_a_plans_contradictions(settings: dict[str, Any], value: str) -> None:
+def test_contradictory_plans_are_refused(settings: dict[str, Any], value: str) -> None:
     with raises(ConfigError, "settings-unusable", saying=value):
         Plan(**settings)

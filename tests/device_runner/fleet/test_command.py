@@ -1,4 +1,4 @@
-"""`prge fleet`: what its verbs ask for, before anything is started."""
+"""Tests of what the verbs of `prge fleet` check before they start anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prge.cli.main import main
             "give --keys or --insecure, and not both",
         ),
         (["serve", "--resume", "nowhere"], "nowhere is no run: it has no serve.yaml"),
-        (["status", "nowhere"], "nowhere is no fleet's folder"),
+        (["status", "nowhere"], "nowhere does not contain a fleet"),
         (["join", "--server", "h:1", "--folder", "d", "--insecure"], "--bundle is missing: a path"),
         (
             ["join", "--server", "h:1", "--folder", "d", "--bundle", "b", "--train", "t"],
@@ -28,7 +28,7 @@ from prge.cli.main import main
         ),
     ],
 )
-def test_what_is_missing_is_told(
+def test_missing_settings_are_reported(
     words: list[str],
     told: str,
     capsys: pytest.CaptureFixture[str],
@@ -41,26 +41,22 @@ def test_what_is_missing_is_told(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fleet_of_an_earlier_version_is_told_as_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_of_an_earlier_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agreement = {"name": "old", "plan": {"directions": "common", "most_epsilon": 0.0}, "bundle": "b" * 64}
     (tmp_path / "agreement.json").write_text(json.dumps(agreement))
     (tmp_path / "serve.yaml").write_text("directions: common\n")
     (tmp_path / "journal.jsonl").touch()
     for words in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
         assert main(["fleet", *words]) == 2
-        told = capsys.readouterr().err
-        assert (
-            "none of this version of prge" in told and "go on with the version that began the fleet" in told
-        )
+        output = capsys.readouterr().err
+        assert "version of prge" in output and "use the version that started the fleet" in output
 
 
 def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cryptography")
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "one"]) == 0
-    told = capsys.readouterr().out
-    assert f"{tmp_path}/keys/server: for the server; its certificate holds until 2" in told
-    assert f"{tmp_path}/keys/devices/one: bring it to the device one, and keep no copy" in told
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/keys/server: for the server; its certificate is valid until 2" in output
+    assert f"{tmp_path}/keys/devices/one: move it to the device one, and keep no copy" in output
     assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "two"]) == 0
-    assert "bring it to the server and start that again" in capsys.readouterr().out
+    assert "copy it to the server and restart the server" in capsys.readouterr().out

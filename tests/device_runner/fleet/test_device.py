@@ -1,4 +1,4 @@
-"""A device and a server that wants more than it is told: one answer for a line, and each line is counted."""
+"""Tests of a device with a hostile server: one result per line of the ledger, and each line counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 14
 
 
 class Server:
-    """Asks one device for whatever it likes."""
+    """A server that sends arbitrary tasks to one device."""
 
     def __init__(self, fleet: Fleet, **changes: Any) -> None:
         settings = fleet.settings(**{"rounds": 50, "local_steps": 2, "learning_rate": 1e-3, **changes})
@@ -41,31 +41,31 @@ class Server:
         self.folder = fleet.folder / str(NODE)
 
     def steps(self, number: int, value: float = 0.0) -> RoundSteps:
-        """What a round gave all."""
+        """Return the steps of a round."""
         count = self.plan.local_steps
         scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
         return RoundSteps(count * number, few, few, scalars)
 
     def task(self, number: int, **changes: Any) -> bytes:
-        """A round after others of zeros, or what else is said."""
+        """Return the task of a round that follows rounds of zeros, with changed fields."""
         missed = b"".join(self.steps(each).to_bytes() for each in range(number))
         fields = {"number": number, "step": self.plan.local_steps * number, "missed": missed}
         return replace(self.first, **{**fields, "seconds": 60.0, **changes}).to_bytes()
 
     def ask(self, number: int, **changes: Any) -> Any:
-        """What the device says."""
+        """Return the device's decoded message."""
         return parse_reply(answer(self.folder, self.task(number, **changes)))
 
     def refusal(self, number: int, **changes: Any) -> str:
-        """Why it says no."""
-        said = self.ask(number, **changes)
-        assert isinstance(said, TaskRefusal), said
-        return said.reason
+        """Return the reason of the device's refusal."""
+        reply = self.ask(number, **changes)
+        assert isinstance(reply, TaskRefusal), reply
+        return reply.reason
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Rounds that the device has begun."""
+        """Return the ledger's lines of begun rounds."""
         there = (self.folder / LEDGER).is_file()
         return [line for line in ledger(self.folder) if line["kind"] == "begun"] if there else []
 
@@ -79,7 +79,7 @@ def _cost(times: int, noise: float = 8.0) -> float:
     return epsilon_of([(noise, times)], 1e-5)
 
 
-class TestOneAnswerALine:
+class TestOneResultPerLine:
     def test_a_round_before_the_newest_is_never_answered_again(self, server: Server) -> None:
         assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
@@ -87,14 +87,14 @@ class TestOneAnswerALine:
         assert [line["round"] for line in server.lines] == [0, 1]
 
     @pytest.mark.parametrize("lost", ["answer", "fleets"])
-    def test_what_was_said_and_deleted_is_not_said_again(self, server: Server, lost: str) -> None:
+    def test_a_deleted_result_is_not_computed_again(self, server: Server, lost: str) -> None:
         server.ask(0)
         if lost == "answer":
-            (said,) = server.folder.glob("fleets/*/round-*/answer.bin")
-            said.unlink()
+            (reply,) = server.folder.glob("fleets/*/round-*/answer.bin")
+            reply.unlink()
         else:
             shutil.rmtree(server.folder / FLEETS)
-        assert server.refusal(0) == "round 1 was answered, and what was said is gone"
+        assert server.refusal(0) == "round 1 was answered, but its result is gone"
         assert isinstance(server.ask(1), RoundResult)
         assert kinds(server.folder) == ["begun", "answered"] * 2
 
@@ -108,10 +108,10 @@ class TestOneAnswerALine:
     @pytest.mark.parametrize(
         "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
     )
-    def test_killed_at_any_instant_it_says_one_thing(
+    def test_killed_at_any_instant_it_sends_one_result(
         self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whatever reaches storage is the last thing that does, in one device after another."""
+        """Kill one device after another at each write to storage."""
         server = Server(fleet, **NOISE, **way)
         task, fsync, rename, append = server.task(0), os.fsync, os.replace, Journal.append
         instant, was_killed = 0, True
@@ -132,16 +132,16 @@ class TestOneAnswerALine:
                 patch.setattr(os, "replace", until_killed(rename))
                 patch.setattr(Journal, "append", until_killed(append))
                 try:
-                    said, was_killed = {answer(twin, task)}, False
+                    reply, was_killed = {answer(twin, task)}, False
                 except Killed:
-                    said, was_killed = set(), True
-            said |= {answer(twin, task), answer(twin, task)}
-            assert len(said) == 1 and isinstance(parse_reply(said.pop()), RoundResult)
+                    reply, was_killed = set(), True
+            reply |= {answer(twin, task), answer(twin, task)}
+            assert len(reply) == 1 and isinstance(parse_reply(reply.pop()), RoundResult)
             assert kinds(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
 
-    def test_what_was_begun_with_other_rows_does_not_go_on(self, server: Server) -> None:
+    def test_a_round_begun_with_other_rows_is_refused(self, server: Server) -> None:
         server.refusal(0, seconds=1e-9)
         rows = server.fleet.folder / f"{NODE}.jsonl"
         rows.write_text(rows.read_text().replace("good", "bad"))
@@ -151,13 +151,13 @@ class TestOneAnswerALine:
 
 class TestCounting:
     def test_rounds_without_an_answer_count(self, server: Server) -> None:
-        """Two steps of 5 of 14 rows: a row is in 2 steps after six of them at most."""
+        """With two steps of 5 of 14 rows, a row is in at most 2 steps after six steps."""
         server.fleet.join(NODE, "most_rounds_a_day: 3\n")
         assert "out of time" in server.refusal(0, seconds=1e-9)
         assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
-        said = server.ask(2)
-        assert said.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
+        reply = server.ask(2)
+        assert reply.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
         assert "most_rounds_a_day 3, the plan asks for 4" in server.refusal(3)
 
     def test_fewer_rows_than_examples_are_one_mechanism_a_step(self, fleet: Fleet) -> None:
@@ -177,7 +177,7 @@ class TestCounting:
         fleet.join(NODE, "unit: owner\nmost_privacy_epsilon: 20\n")
         assert "has unit owner, the plan asks for row" in server.refusal(1)
         owner = Server(fleet, unit="owner", name="owner", out=fleet.folder / "owner", **NOISE)
-        # What was said by row is 5 times as much of the owner.
+        # Noise that protects a row protects the owner 5 times less.
         whole = epsilon_of([(8.0 / 5, 2), (8.0, 2)], 1e-5)
         assert owner.ask(0).privacy_epsilon == pytest.approx(whole, rel=1e-4)
 
@@ -191,17 +191,19 @@ class TestCounting:
         assert server.ask(0).privacy_epsilon == pytest.approx(_cost(1), rel=1e-4)
 
 
-class TestRowsDecideNothing:
+class TestRowsAreNotRevealed:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
     @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-    def test_derivatives_that_are_none_are_nothing(self, fleet: Fleet, value: float, estimator: str) -> None:
+    def test_derivatives_that_are_not_finite_count_as_zero(
+        self, fleet: Fleet, value: float, estimator: str
+    ) -> None:
         server = Server(fleet, **NOISE, estimator=estimator, optimizer="sgd")
         fleet.numpy.broken = value
-        said = server.ask(0)
-        assert isinstance(said, RoundResult) and np.isfinite(said.values).all() and not said.losses.any()
+        reply = server.ask(0)
+        assert isinstance(reply, RoundResult) and np.isfinite(reply.values).all() and not reply.losses.any()
 
     def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
-        """Noise that is drawn anew would say more."""
+        """New noise would reveal more."""
         server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
         assert "diverge" in server.refusal(0)
         fleet.numpy.calls_left = 0
@@ -209,7 +211,7 @@ class TestRowsDecideNothing:
         assert kinds(server.folder) == ["begun", "answered"]
 
 
-class TestWhatIsNotOfThePlan:
+class TestTasksOutsideThePlan:
     def test_a_round(self, server: Server) -> None:
         for number, changes, reason in (
             (0, {"step": 2}, "the plan has no round 1 from step 2 on"),
@@ -225,22 +227,22 @@ class TestWhatIsNotOfThePlan:
         for missed, reason in (
             (
                 replace(good, rates=few, losses=few, projected_gradients=good.projected_gradients[:1]),
-                "a round of 1 steps of 4 scalars",
+                "a round of 1 steps of 4 projected gradients",
             ),
-            (replace(good, projected_gradients=wide), "a round of 2 steps of 5 scalars"),
+            (replace(good, projected_gradients=wide), "a round of 2 steps of 5 projected gradients"),
             (server.steps(0, np.nan), "steps from 0 on after which the adapter has"),
         ):
             assert reason in server.refusal(1, missed=missed.to_bytes())
         assert "steps to 2, the round begins at 4" in server.refusal(2, missed=good.to_bytes())
         assert "is at step 0, needs that of step 6" in server.refusal(3, missed=server.steps(1).to_bytes())
 
-    def test_missed_steps_of_changes_and_more_bytes_of_them_than_there_are(self, fleet: Fleet) -> None:
+    def test_missed_steps_of_changes_and_wrong_sizes_are_refused(self, fleet: Fleet) -> None:
         server = Server(fleet, estimator="exact")
         assert "steps from 0 on" in server.refusal(1, step=1, missed=server.steps(0).to_bytes())
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
-        said = parse_reply(answer(server.folder, bytes(content)))
-        assert isinstance(said, TaskRefusal) and "ends early" in said.reason
+        reply = parse_reply(answer(server.folder, bytes(content)))
+        assert isinstance(reply, TaskRefusal) and "ends early" in reply.reason
 
     def test_states(self, server: Server) -> None:
         def state(change: Any) -> bytes:
@@ -255,24 +257,24 @@ class TestWhatIsNotOfThePlan:
         size = server.state.adapter.size
         bombs = values("adapter", np.zeros(10_000_000, np.float32))
         for change, reason in (
-            (values("adapter", np.zeros(size + 1, np.float32)), "that don't fit"),
+            (values("adapter", np.zeros(size + 1, np.float32)), "do not fit"),
             (values("adapter", np.full(size, np.nan, np.float32)), "is not finite"),
-            (values("more", np.zeros(1, np.float32)), "that don't fit"),
+            (values("more", np.zeros(1, np.float32)), "do not fit"),
             (bombs, "or has more than"),
             (lambda arrays, progress: progress.update(step=-1), "its step is -1"),
             (lambda arrays, progress: progress.update(step=True), "its step is True"),
             (lambda arrays, progress: progress.update(first_loss="0"), "its losses ('0', None)"),
-            (lambda arrays, progress: arrays.pop("adapter"), "that don't fit"),
+            (lambda arrays, progress: arrays.pop("adapter"), "do not fit"),
         ):
             assert reason in server.refusal(0, state=state(change))
         assert not server.lines
 
-    def test_noise_that_has_no_grid(self, server: Server) -> None:
+    def test_noise_out_of_bounds_is_refused(self, server: Server) -> None:
         for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
-            said = json.loads(server.agreement.content)
-            said["plan"][setting] = value
+            reply = json.loads(server.agreement.content)
+            reply["plan"][setting] = value
             problem = f"--{setting} is {value:g}, with noise it must be from "
-            assert problem in server.refusal(0, agreement=json.dumps(said).encode())
+            assert problem in server.refusal(0, agreement=json.dumps(reply).encode())
 
 
 def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
@@ -283,7 +285,7 @@ def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
     assert not folder.exists() or not list(folder.iterdir())
 
 
-def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
+def test_time_may_run_out_during_the_replay_which_is_stored(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter([False] * 3 + [True] * 100)
@@ -296,12 +298,10 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
     assert isinstance(server.ask(6, missed=rest, state=b""), RoundResult)
 
 
-def test_settings_that_somebody_changed_name_no_rows_of_mine(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_settings_are_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     config = server.folder / "device.yaml"
     config.write_text(f"# changed\n{config.read_text()}")
     assert "an error on the device" in server.refusal(0)
-    told = capsys.readouterr().err
-    assert "outside of its folder" in told and " --train " in told
+    output = capsys.readouterr().err
+    assert "outside of its folder" in output and " --train " in output
     assert not server.lines

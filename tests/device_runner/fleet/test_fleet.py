@@ -1,4 +1,4 @@
-"""A fleet from the first round to the last: it learns, all have the same bits, kills and liars included."""
+"""Tests of a fleet from the first round to the last: training, equal bits, kills and malicious devices."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
 NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
-SPENT = TaskRefusal("privacy_epsilon would be 9 after this round, at most 1 is allowed").to_bytes()
+BUDGET_EXCEEDED = TaskRefusal(
+    "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
+).to_bytes()
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """Some of the ways, by default all; of an encoder where the name says so."""
+    """Parametrize over some estimators, by default all; with an encoder if the name says so."""
     chosen = {name: (WAYS | ENCODERS)[name] for name in names or (WAYS | ENCODERS)}
     cases = [("encoder" if name in ENCODERS else "decoder", way) for name, way in chosen.items()]
     return pytest.mark.parametrize(("fleet", "way"), cases, indirect=["fleet"], ids=list(chosen))
@@ -53,14 +55,14 @@ def test_it_learns_its_rows(fleet: Fleet, way: dict[str, Any]) -> None:
 
 
 @ways("P-RGE", "median", "FedAvg, trimmed", "encoder, tangents", "encoder, FedAvg, trimmed")
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(
+def test_a_killed_server_resumes_with_the_same_bits(
     fleet: Fleet, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = fleet.settings(**way)
     fleet.run(settings, rounds=2)
-    # A third round that devices answer, of which the journal has a part.
+    # A third round that devices answer, and that the journal holds only in part.
     with open_fleet(settings) as server:
-        said = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
+        reply = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
         append, written = server.journal.append, []
 
         def killed(record: Any) -> Any:
@@ -70,7 +72,7 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(
 
         server.journal.append = killed  # type: ignore[method-assign]
         with pytest.raises(Killed):
-            server.receive(said)
+            server.receive(reply)
     values, reports = fleet.run(settings)
     assert [report.number for report in reports] == [2, 3]
     whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"), fleet.again)
@@ -90,7 +92,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
             if rounds == 0:
                 server.tasks(list(NODES))
                 continue
-            said = {node: fleet.again(node, task) for node, task in server.tasks(list(NODES)).items()}
+            reply = {node: fleet.again(node, task) for node, task in server.tasks(list(NODES)).items()}
             append = server.journal.append
 
             def killed(record: Any, append: Any = append) -> Any:
@@ -100,7 +102,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
 
             server.journal.append = killed  # type: ignore[method-assign]
             with pytest.raises(Killed):
-                server.receive(said)
+                server.receive(reply)
     with open_fleet(settings) as server:
         assert server.finished
         server.write_final()
@@ -118,7 +120,7 @@ def _evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
-def test_a_fleet_that_was_killed_while_it_began_begins_anew(
+def test_a_fleet_that_was_killed_at_its_start_starts_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = fleet.settings()
@@ -140,7 +142,7 @@ def test_a_fleet_that_was_killed_while_it_began_begins_anew(
 
 @ways("tangents", "FedAvg, trimmed", "encoder, tangents")
 def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
-    """One of them misses two rounds, one comes late."""
+    """One device misses two rounds, another one joins late."""
     settings = fleet.settings(**way, rounds=6)
     present = [NODES[:2], NODES[:2], NODES[:1], NODES[1:2], NODES, NODES]
     with open_fleet(settings) as server:
@@ -153,35 +155,33 @@ def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, 
 
 
 @ways("tangents", "P-RGE", "encoder, FedAvg, trimmed")
-def test_a_device_that_is_killed_answers_what_it_would_have_answered(
-    fleet: Fleet, way: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_killed_device_sends_the_same_result(fleet: Fleet, way: dict[str, Any], tmp_path: Path) -> None:
     with open_fleet(fleet.settings(**way)) as server:
         task = server.tasks([NODE])[NODE]
     folder = fleet.folder / str(NODE)
     twin = shutil.copytree(folder, tmp_path / "twin" / "device")
-    said, fleet.numpy.calls_left = b"", 0
-    while not said:
+    reply, fleet.numpy.calls_left = b"", 0
+    while not reply:
         with suppress(Killed):
-            said = answer(folder, task)
+            reply = answer(folder, task)
         fleet.numpy.calls_left = 1
     fleet.numpy.calls_left = None
-    assert said == answer(twin, task)
+    assert reply == answer(twin, task)
     assert kinds(folder) == ["begun", "answered"]
 
 
-def test_rows_of_a_round_go_on_where_the_last_one_ended(fleet: Fleet) -> None:
-    """So in n passes over its rows a device shows each of them n times, whichever rounds it missed."""
+def test_rows_of_a_round_continue_after_those_of_the_last_one(fleet: Fleet) -> None:
+    """In n passes, each row of a device takes part n times, whichever rounds the device missed."""
     settings = fleet.settings(rounds=5, local_steps=2, examples=2)
     seen = []
 
     def watched(device: int, task: bytes) -> bytes:
-        said = fleet.direct(device, task)
+        reply = fleet.direct(device, task)
         if device == NODE:
             (journal,) = (fleet.folder / str(NODE)).glob("fleets/*/round-*/journal.jsonl")
             records = Journal(journal, writable=False).records
             seen.extend(row for record in records for row in record["rows"])
-        return said
+        return reply
 
     with open_fleet(settings) as server:
         for nodes in (NODES, NODES[1:], NODES, NODES, NODES):
@@ -202,7 +202,7 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
     assert len(list(there.missed_steps())) == 1 and not there.agreement
 
 
-def test_development_rows_are_scored_before_and_after_alone(fleet: Fleet) -> None:
+def test_development_rows_may_be_evaluated_only_before_and_after(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=3, evaluate_every=0)
     fleet.run(settings)
     assert [step for step, _ in _evaluations(settings.out)] == [0, 9]
@@ -224,9 +224,9 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
     ]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(honest := fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        return lies[said.number][0](said) if node == liar else honest
+        reply = parse_reply(honest := fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        return lies[reply.number][0](reply) if node == liar else honest
 
     settings = fleet.settings(rounds=len(lies))
     values, reports = fleet.run(settings, network)
@@ -240,22 +240,22 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
     assert same(values, honest)
 
 
-def test_devices_that_vanish_and_late_answers(fleet: Fleet) -> None:
+def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
     late: dict[int, bytes] = {}
 
     def network(node: int, task: bytes) -> bytes | None:
-        said = fleet.direct(node, task)
+        reply = fleet.direct(node, task)
         if node == NODES[2]:
-            before, late[node] = late.get(node), said
+            before, late[node] = late.get(node), reply
             return before
-        return said
+        return reply
 
     _, reports = fleet.run(fleet.settings(rounds=3), network)
     assert [report.silent for report in reports] == [[NODES[2]], [], []]
-    assert "late: an answer of round 1" in reports[1].refused[NODES[2]]
+    assert "late: a result of round 1" in reports[1].refused[NODES[2]]
 
 
-def test_a_server_that_nobody_answers_stops_and_can_go_on(fleet: Fleet) -> None:
+def test_a_server_without_answers_stops_and_can_be_resumed(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=2, least_answers=2)
     with raises(RunError, "devices-silent", saying="--resume"):
         fleet.run(settings, lambda node, task: None)
@@ -275,39 +275,39 @@ def test_a_device_that_lost_its_folder_or_has_an_older_state_catches_up(fleet: F
         assert "is at step 0" in play(server, fleet.direct).refused[NODE]
         assert NODE in play(server, fleet.direct).answered
         shutil.rmtree(fleet.folder / str(NODE) / FLEETS)
-        assert "doesn't know" in play(server, fleet.direct).refused[NODE]
+        assert "does not know" in play(server, fleet.direct).refused[NODE]
         assert NODE in play(server, fleet.direct).answered
 
 
 def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
-    asked = set()
+    requested = set()
     with open_fleet(fleet.settings(rounds=20, per_round=2, dev=None)) as server:
         for _ in range(10):
             chosen = server.tasks(list(NODES))
             assert len(chosen) == 2 and chosen.keys() == server.tasks(list(reversed(NODES))).keys()
-            asked |= chosen.keys()
+            requested |= chosen.keys()
             server.receive({node: fleet.direct(node, task) for node, task in chosen.items()})
-    assert asked == set(NODES)
+    assert requested == set(NODES)
 
 
 def test_steps_that_diverge_on_every_device_leave_the_state_finite(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=8, learning_rate=1e30, optimizer="sgd")
-    with suppress(RunError):  # nobody answers, where steps diverge within a round
+    with suppress(RunError):  # no device answers if steps diverge within a round
         _, reports = fleet.run(settings)
         assert all(report.discarded for report in reports)
     with open_fleet(settings) as server:
         assert not server.state.overflow() and server.state.step == 0
 
 
-def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> None:
-    """Even if all of its devices lie in the same way."""
+def test_a_diverging_round_is_discarded_and_reported(fleet: Fleet) -> None:
+    """Even if all devices send the same malicious result."""
     settings = fleet.settings(rounds=4, estimator="exact")
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        absurd = np.full_like(said.values, 9e5)
-        return replace(said, values=absurd if said.number == 1 else said.values).to_bytes()
+        reply = parse_reply(fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        absurd = np.full_like(reply.values, 9e5)
+        return replace(reply, values=absurd if reply.number == 1 else reply.values).to_bytes()
 
     values, reports = fleet.run(settings, network)
     assert [report.discarded for report in reports] == [False, True, False, False]
@@ -321,17 +321,17 @@ Check = Callable[[RoundReport], bool]
 
 
 def says(**changes: Any) -> Callable[[RoundResult], bytes]:
-    """The honest answer but for some of its fields."""
+    """Return the honest result with some fields changed."""
     return lambda said: replace(said, **changes).to_bytes()
 
 
 def refused(words: str) -> Check:
-    """That the liar is refused by these words."""
+    """Check that the malicious device is refused with these words."""
     return lambda report: words in report.refused[NODE]
 
 
 def is_usual(report: RoundReport) -> bool:
-    """That the round's loss is what three honest devices' would be."""
+    """Check that the round's loss is that of honest devices."""
     return 0.1 < (report.loss or 0.0) < 3 and not report.problem
 
 
@@ -349,7 +349,7 @@ LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = 
         lambda report: report.privacy_epsilon == 0.0,
     ),
     "no privacy left": (
-        lambda said: SPENT,
+        lambda said: BUDGET_EXCEEDED,
         {"least_answers": 2},
         lambda report: (
             report.answered == list(NODES[1:]) and (NODE in report.refused) == (report.number == 0)
@@ -364,33 +364,33 @@ LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = 
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> None:
-    told, changes, check = LIES[lie]
+def test_one_malicious_device_of_three_has_no_influence(fleet: Fleet, lie: str) -> None:
+    output, changes, check = LIES[lie]
 
     def network(node: int, task: bytes) -> bytes:
-        said = parse_reply(fleet.direct(node, task))
-        assert isinstance(said, RoundResult)
-        return told(said) if node == NODE else said.to_bytes()
+        reply = parse_reply(fleet.direct(node, task))
+        assert isinstance(reply, RoundResult)
+        return output(reply) if node == NODE else reply.to_bytes()
 
     _, reports = fleet.run(fleet.settings(**changes), network)
     assert [report.number for report in reports] == [0, 1, 2, 3]
     assert all(map(check, reports))
 
 
-def test_no_privacy_left_while_the_others_are_away(fleet: Fleet) -> None:
+def test_a_spent_budget_while_the_other_devices_are_away(fleet: Fleet) -> None:
     with open_fleet(fleet.settings(rounds=1)) as server:
-        play(server, lambda node, task: SPENT if node == NODE else None)
+        play(server, lambda node, task: BUDGET_EXCEEDED if node == NODE else None)
         assert not server.finished
         assert play(server, fleet.direct, NODES[1:]).answered == list(NODES[1:])
 
 
-class TestADeviceRefuses:
+class TestDeviceRefusals:
     def _reason(self, fleet: Fleet, **changes: Any) -> str:
         with open_fleet(fleet.settings()) as server:
             task = RoundTask.parse(server.tasks([NODE])[NODE])
-        said = parse_reply(fleet.direct(NODE, replace(task, **changes).to_bytes()))
-        assert isinstance(said, TaskRefusal)
-        return said.reason
+        reply = parse_reply(fleet.direct(NODE, replace(task, **changes).to_bytes()))
+        assert isinstance(reply, TaskRefusal)
+        return reply.reason
 
     @pytest.mark.parametrize(
         ("policy", "reason"),
@@ -401,14 +401,14 @@ class TestADeviceRefuses:
             ("only_charging: true", "an error on the device"),
         ],
     )
-    def test_what_its_owner_did_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
+    def test_what_its_owner_does_not_allow(self, fleet: Fleet, policy: str, reason: str) -> None:
         fleet.join(NODE, policy)
         assert reason in self._reason(fleet)
 
-    def test_and_tells_no_row_nor_path(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_without_revealing_rows_or_paths(self, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
         rows = fleet.folder / f"{NODE}.jsonl"
         rows.write_text('{"text": "my secret", "label": "neither"}\n')
-        assert self._reason(fleet) == "an error on the device, which tells it there"
+        assert self._reason(fleet) == "an error on the device, which printed it"
         assert str(rows) in capsys.readouterr().err
 
     def test_another_bundle_and_another_task(self, fleet: Fleet, tmp_path: Path) -> None:
@@ -417,21 +417,21 @@ class TestADeviceRefuses:
         assert "the fleet's bundle is" in self._reason(fleet)
         (tmp_path / "own.yaml").write_text(text.replace("Yes", "Never"))
         fleet.join(NODE, task=str(tmp_path / "own.yaml"))
-        assert "the fleet's task is another one" in self._reason(fleet)
+        assert "the fleet's task is not mine" in self._reason(fleet)
 
-    def test_an_agreement_or_a_state_that_is_not_what_it_should_be(self, fleet: Fleet) -> None:
+    def test_a_wrong_agreement_or_state(self, fleet: Fleet) -> None:
         with open_fleet(fleet.settings()) as server:
             other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
-        assert "doesn't have the hash" in self._reason(fleet, agreement=other.content)
+        assert "does not have the hash" in self._reason(fleet, agreement=other.content)
         for state in (b"nothing", b"\x00" * 64):
             assert "state" in self._reason(fleet, state=state)
 
-    def test_what_is_no_task(self, fleet: Fleet) -> None:
+    def test_malformed_tasks(self, fleet: Fleet) -> None:
         assert isinstance(parse_reply(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 
 class TestWithNoise:
-    def test_nobody_is_told_a_loss_and_the_fleet_ends_where_its_budget_does(self, fleet: Fleet) -> None:
+    def test_losses_stay_hidden_and_the_fleet_ends_with_its_budget(self, fleet: Fleet) -> None:
         settings = fleet.settings(rounds=50, most_privacy_epsilon=6.0, **NOISE)
         reports = []
         with open_fleet(settings) as server:
@@ -447,11 +447,11 @@ class TestWithNoise:
         fleet.run(fleet.settings(rounds=1, out=tmp_path / "open"))
         fleet.join(NODE, "most_privacy_epsilon: 5\n")
         _, (report,) = fleet.run(fleet.settings(rounds=1, out=tmp_path / "noisy", name="noisy", **NOISE))
-        assert "epsilon would be inf after this round, for earlier rounds had" in report.refused[NODE]
+        assert "epsilon would be inf after this round, because earlier rounds had" in report.refused[NODE]
         assert report.answered == list(NODES[1:]) and report.privacy_epsilon < 20
 
 
-def test_states_of_old_fleets_come_back(fleet: Fleet, tmp_path: Path) -> None:
+def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> None:
     for name in "abcdef":
         fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
     assert kinds(fleet.folder / str(NODE)) == ["begun", "answered"] * 6

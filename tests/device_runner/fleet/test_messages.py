@@ -1,4 +1,4 @@
-"""Messages survive the way there and back; nothing else is one."""
+"""Tests that messages survive encoding and decoding, and that other bytes are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ answers = st.builds(
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Field by field, arrays to the bit."""
+    """Whether two messages are equal field by field, arrays in their bits."""
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if hasattr(left, "__dataclass_fields__"):
@@ -53,7 +53,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 @given(hashes, numbers, numbers, st.floats(0, 1e6, width=32), st.binary(), st.lists(steps()), st.binary())
-def test_a_task_there_and_back(
+def test_a_task_survives_encoding(
     sha256: bytes,
     number: int,
     step: int,
@@ -69,16 +69,16 @@ def test_a_task_there_and_back(
 
 
 @given(answers)
-def test_an_answer_there_and_back(answer: RoundResult) -> None:
+def test_a_result_survives_encoding(answer: RoundResult) -> None:
     assert _equal(parse_reply(answer.to_bytes()), answer)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])) | st.just("no\nno \x1b[2J"))
 def test_a_refusal_is_one_printable_line(reason: str) -> None:
-    said = parse_reply(TaskRefusal(reason).to_bytes())
-    assert isinstance(said, TaskRefusal) and "\n" not in said.reason and "\x1b" not in said.reason
+    reply = parse_reply(TaskRefusal(reason).to_bytes())
+    assert isinstance(reply, TaskRefusal) and "\n" not in reply.reason and "\x1b" not in reply.reason
     if reason.isprintable() and len(reason) < 100:
-        assert said.reason == reason
+        assert reply.reason == reason
 
 
 @given(st.binary(max_size=200))
@@ -91,7 +91,7 @@ def test_any_bytes_are_a_message_or_an_error_with_a_reason(content: bytes) -> No
 
 
 @given(answers, st.data())
-def test_a_message_that_ends_early_or_late_is_none(answer: RoundResult, data: st.DataObject) -> None:
+def test_a_message_of_wrong_length_is_refused(answer: RoundResult, data: st.DataObject) -> None:
     content = answer.to_bytes()
     end = data.draw(st.integers(0, len(content) - 1))
     for other in (content[:end], content + b"\x00"):
@@ -100,20 +100,20 @@ def test_a_message_that_ends_early_or_late_is_none(answer: RoundResult, data: st
 
 
 @given(steps(), st.integers(0, 100))
-def test_steps_as_records_of_a_journal_and_back(steps: RoundSteps, number: int) -> None:
+def test_steps_survive_the_journal(steps: RoundSteps, number: int) -> None:
     records = steps.records(number, 7, steps.projected_gradients.shape[1:])
     assert all(record["seed"] == 7 and record["round"] == number for record in records)
     assert _equal(RoundSteps.of_records(records), steps)
 
 
-def test_sixteen_scalars_take_less_than_400_bytes_in_flowers_form() -> None:
+def test_sixteen_projected_gradients_take_less_than_400_bytes_in_flower() -> None:
     one = np.ones(1, np.float32)
     answer = RoundResult(bytes(16), 9, 90, 4, 1.5, one, np.ones(16, np.float32))
     assert len(answer.to_bytes()) == 110
     assert len(ConfigRecord({"answer": answer.to_bytes()}).deflate()) < 400
 
 
-def test_a_thousand_missed_steps_of_sixteen_scalars_take_less_than_90_kilobytes() -> None:
+def test_a_thousand_missed_steps_take_less_than_90_kilobytes() -> None:
     one = np.ones(1, np.float32)
     assert int(np.prod(Plan().shape)) == 16
     rounds = b"".join(
@@ -123,6 +123,6 @@ def test_a_thousand_missed_steps_of_sixteen_scalars_take_less_than_90_kilobytes(
 
 
 @pytest.mark.parametrize("parse", [RoundTask.parse, parse_reply])
-def test_another_versions_message_is_told_as_one(parse: Any) -> None:
+def test_a_message_of_another_version_is_refused(parse: Any) -> None:
     with raises(MessageError, "message-of-other-version", saying="form 1"):
         parse(b"\x01\x00" + bytes(100))

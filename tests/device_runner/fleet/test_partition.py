@@ -1,4 +1,4 @@
-"""Every row is on one device, and every device has one."""
+"""Tests that every row is on one device, and every device has a row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_runner.fleet.partition import parts
+from device_runner.fleet.partition import partition_examples
 from prge.engine import TokenSequence
 from prge.errors import ConfigError
 from prge.objectives.examples import Example
@@ -30,14 +30,14 @@ def test_every_row_is_on_one_device_and_every_device_has_one(
     rows: int, classes: int, data: st.DataObject, how: str, seed: int
 ) -> None:
     devices = data.draw(st.integers(1, rows))
-    dealt = parts(_examples(rows, classes), devices, how, seed)
+    dealt = partition_examples(_examples(rows, classes), devices, how, seed)
     assert len(dealt) == devices and all(dealt)
     assert sorted(example.row for own in dealt for example in own) == list(range(rows))
 
 
 def test_a_small_parameter_gives_devices_few_classes() -> None:
     def classes(how: str) -> float:
-        dealt = parts(_examples(6000, 6), 20, how, 0)
+        dealt = partition_examples(_examples(6000, 6), 20, how, 0)
         return float(np.mean([len({example.label for example in own}) for own in dealt]))
 
     assert classes("dirichlet:0.05") < 3 < classes("dirichlet:0.3") < classes("dirichlet:100") == 6
@@ -45,11 +45,11 @@ def test_a_small_parameter_gives_devices_few_classes() -> None:
 
 
 @pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
-def test_another_word(how: str) -> None:
+def test_unknown_partitions_are_refused(how: str) -> None:
     with raises(ConfigError, "partition-unusable", saying=repr(how)):
-        parts(_examples(10, 2), 2, how, 0)
+        partition_examples(_examples(10, 2), 2, how, 0)
 
 
 def test_fewer_rows_than_devices() -> None:
     with raises(ConfigError, "rows-too-few", saying="3"):
-        parts(_examples(3, 2), 4, "even", 0)
+        partition_examples(_examples(3, 2), 4, "even", 0)

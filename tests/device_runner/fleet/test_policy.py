@@ -1,4 +1,4 @@
-"""Hours and bounds of an owner's policy."""
+"""Tests of the hours and bounds of an owner's policy."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def test_hours(hours: str, inside: list[int], outside: list[int]) -> None:
 
 
 @pytest.mark.parametrize("hours", ["24-3", "a-b", "7", "7-25", "-3", "3-"])
-def test_hours_that_are_none(hours: str) -> None:
+def test_invalid_hours_are_refused(hours: str) -> None:
     with raises(ConfigError, "settings-unusable", saying="--hours"):
         Policy(hours=hours)
 
 
-def test_the_default_allows_the_default_plan_by_scalars_alone() -> None:
+def test_the_default_policy_allows_the_default_plan_but_not_exact() -> None:
     assert Policy().objections(PLAN, _at(12), 0) == []
     assert Policy().objections(Plan(estimator="exact"), _at(12), 0)
 
 
-def test_an_epsilon_for_a_large_delta_is_none() -> None:
-    """A server that names delta 0.9 would make any noise look like enough."""
+def test_a_large_delta_is_refused() -> None:
+    """With delta 0.9, any noise would look sufficient."""
     noisy = Plan(noise=1.0, clip=1.0, share_directions=True, delta=0.9)
     (objection,) = Policy().objections(noisy, _at(12), 0)
     assert objection == "the owner's policy has most_delta 1e-05, the plan asks for 0.9"
 
 
-def test_all_objections_are_told_at_once() -> None:
+def test_all_objections_are_reported_at_once() -> None:
     policy = Policy(most_steps=1, most_queries=1, most_examples=1, least_noise=1.0)
     assert len(policy.objections(PLAN, _at(12), 0)) == 4

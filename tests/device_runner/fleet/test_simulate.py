@@ -1,4 +1,4 @@
-"""A simulated fleet is the fleet that its devices would be."""
+"""Tests that a simulated fleet equals the fleet of its devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Words = Callable[..., list[str]]
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
-    """A command line for a fleet of eight, whose flags may be given anew."""
+    """Return a command line for a fleet of eight devices; flags may be overridden."""
     device = Device(has_back=True)
     device.replaces(monkeypatch, local, opening)
     write_films(tmp_path)
@@ -60,7 +60,7 @@ def _figures(words: Words, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
-def test_it_counts_what_it_sends_and_is_the_same_again(
+def test_it_counts_what_it_sends_and_is_reproducible(
     words: Words, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = _figures(words, **way)
@@ -73,7 +73,7 @@ def test_it_counts_what_it_sends_and_is_the_same_again(
     assert [entry["loss"] for entry in again["curve"]] == [entry["loss"] for entry in first["curve"]]
 
 
-def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) -> None:
+def test_devices_stop_when_their_privacy_budget_is_spent(words: Words, tmp_path: Path) -> None:
     plan = {"share_directions": "true", "clip": 1, "noise": 2, "queries": 8, "rounds": 40}
     figures = _figures(words, **plan, most_privacy_epsilon=5)
     assert 3 < figures["privacy_epsilon"] <= 5
@@ -81,7 +81,7 @@ def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
-def test_one_that_is_killed_goes_on_to_the_same_figures(
+def test_a_killed_simulation_resumes_with_the_same_figures(
     words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _figures(words, **way, out=tmp_path / "whole", name="films")

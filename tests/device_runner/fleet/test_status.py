@@ -1,4 +1,4 @@
-"""How a fleet stands, read from the server's folder."""
+"""Tests of a fleet's status, read from the server's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.refusals import raises
 
 
 def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
-    """One device lies, another says nothing in the first round."""
+    """One device sends garbage, another one is silent in the first round."""
     liar, shy, honest = NODES
     settings, folder = fleet.settings(), fleet.folder / "fleet"
 
@@ -44,7 +44,7 @@ def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
     assert any(line.startswith("liar: 0 answers, 4 refused, last: a message of ") for line in lines)
 
 
-def test_damaged_names_are_told(fleet: Fleet) -> None:
+def test_damaged_names_are_reported(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
     (fleet.folder / "fleet" / NAMES).write_text("[]")
     with raises(RunError, "file-unreadable", saying=NAMES):

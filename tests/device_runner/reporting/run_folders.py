@@ -1,4 +1,4 @@
-"""Run folders written by hand, as `prge run` leaves them."""
+"""Run folders like those of `prge run`, written by tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERPLEXITIES = {0: 60.0, 20: 41.5, 40: 44.25}
 
 
 def write_run(folder: Path, status: str = "completed", steps: int = 40, **train: Any) -> Path:
-    """A run of 40 steps whose best step is the twentieth, with one prompt that it answered."""
+    """Write the folder of a run of 40 steps, whose best step is 20, with samples of one prompt."""
     folder.mkdir(parents=True)
     config = ["bundle: /some/bundle", "train: rows.jsonl", "steps: 40", "learning_rate: 0.01", "seed: 42"]
     (folder / "config.yaml").write_text("\n".join([*config, "estimator: exact", ""]))

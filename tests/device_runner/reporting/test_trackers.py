@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard and Weights & Biases: files of these libraries, read back."""
+"""Metrics for TensorBoard and Weights & Biases, read back from files of these libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from device_runner.report import main
-from device_runner.reporting import trackers as sending
+from device_runner.reporting import trackers
 from device_runner.reporting.trackers import figures, send
 from prge.errors import ConfigError, RunError
 from prge.formats.run_folder import RunLog, run_lock
@@ -22,11 +22,11 @@ from tests.refusals import raises
 
 
 def losses(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
-    """What TensorBoard's own reader finds."""
+    """Return steps and values of a metric, as TensorBoard's own reader reads them."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     events.Reload()
-    found = events.Tensors(name) if name in events.Tags()["tensors"] else []
-    return [(each.step, float(make_ndarray(each.tensor_proto))) for each in found]
+    records = events.Tensors(name) if name in events.Tags()["tensors"] else []
+    return [(each.step, float(make_ndarray(each.tensor_proto))) for each in records]
 
 
 def write(log: RunLog, *steps: int) -> None:
@@ -49,7 +49,7 @@ def test_tensorboard_reads_all_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(trackers, "LOOK_EVERY", 0.01)
     run, events = tmp_path / "run", tmp_path / "events"
     run.mkdir()
     with run_lock(run), RunLog(run) as log:
@@ -64,7 +64,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.Mon
     assert losses(events / "run") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3)]
 
 
-def test_weights_and_biases_gets_figures_and_nothing_of_the_users_files(
+def test_weights_and_biases_gets_metrics_and_no_paths_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -72,11 +72,11 @@ def test_weights_and_biases_gets_figures_and_nothing_of_the_users_files(
     send([run], wandb="project")
     (path,) = run.rglob("run-*.wandb")
     deadline = time.monotonic() + 60
-    while b"dev/perplexity" not in (content := path.read_bytes()):  # its own service writes, a little later
+    while b"dev/perplexity" not in (content := path.read_bytes()):  # wandb's service writes with a delay
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    for told in (b"train/loss", b"dev/perplexity", b"41.5", b"exact", b"learning_rate"):
-        assert told in content
+    for expected in (b"train/loss", b"dev/perplexity", b"41.5", b"exact", b"learning_rate"):
+        assert expected in content
     assert b"/some/bundle" not in content and b"rows.jsonl" not in content
 
 
@@ -103,6 +103,6 @@ def test_only_what_is_sent_can_be_followed(tmp_path: Path) -> None:
         main([str(tmp_path), "--follow"])
 
 
-def test_figures_are_numbers_alone() -> None:
+def test_figures_are_only_numbers() -> None:
     record = {"event": "evaluation", "step": 3, "split": "dev", "loss": 0.5, "rows": 8, "seconds": None}
     assert figures(record) == {"dev/loss": 0.5, "dev/rows": 8.0}

@@ -1,4 +1,4 @@
-"""A server in a process, a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY FILE SYSTEM`."""
+"""A server with a small numpy model in a process: `child.py SECONDS_A_STEP QUEUE KEY FILE SYSTEM`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TEMPLATE = (
     "{% if messages[0].content == 'loop' %}{% for a in range(90000) %}{% for b in range(90000) %}"
     "{% endfor %}{% endfor %}{% endif %}"
 )
-# The engine fails at this token, which a prompt has; no answer draws it.
+# The engine fails at this token of a prompt; it is never sampled.
 FAILING = 419
-# Bytes of a file of feedback.
+# Largest size of the feedback file.
 LIMIT = 1 << 20
 
 
@@ -73,7 +73,7 @@ def adapters() -> dict[str, Adapter]:
 
 
 if __name__ == "__main__":
-    chat.SECONDS = 0.5  # of a template
+    chat.SECONDS = 0.5  # timeout of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     models = Models(adapters(), make_tokenizer())
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
@@ -86,4 +86,4 @@ if __name__ == "__main__":
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
         app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=gates)
-        Server(app, worker, ending=feedback.close).run([listener])
+        Server(app, worker, on_stopping=feedback.close).run([listener])

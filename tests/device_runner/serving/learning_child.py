@@ -30,7 +30,7 @@ from tests.speakers import make_adapter
 
 
 class NumpyRound(RoundProcess):
-    """A process that takes a round with a numpy model."""
+    """A process that runs a round with a numpy model."""
 
     words = (str(Path(__file__).with_name("round_child.py")),)
 
@@ -70,6 +70,6 @@ if __name__ == "__main__":
 
         sys.addaudithook(watch)
         tell(format_address(listener))
-        Server(app, worker, ending=feedback.close, ticking=learning.tick).run([listener])
+        Server(app, worker, on_stopping=feedback.close, on_each_tick=learning.tick).run([listener])
     storage.shutdown(cancel_futures=True)
     learning.close()

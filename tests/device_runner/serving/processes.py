@@ -1,4 +1,4 @@
-"""Servers of tests in processes of their own."""
+"""Servers in processes of their own, for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.verbs import REPOSITORY
 
 @contextmanager
 def server_process(*words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A Python script that prints the host and port it listens on, and its URL; killed at the end."""
+    """Start a Python script that prints its host and port, and yield its URL; killed at the end."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -1,4 +1,4 @@
-"""The process of a round, with a small numpy model in place of the engine."""
+"""The process of a round, with a small numpy model instead of the engine."""
 
 from __future__ import annotations
 

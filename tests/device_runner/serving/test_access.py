@@ -1,4 +1,4 @@
-"""Who may ask a server: by which names, from which pages, with which key, in which form."""
+"""Tests of access control: host names, foreign pages, API keys and content types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHERS = ListenFlags(host="0.0.0.0", insecure=True).access((), True)
 
 
 def status(access: Access = HERE, method: str = "POST", path: str = "/v1/completions", **headers: str) -> int:
-    """What a request with such headers is answered; 0 where it may ask."""
+    """Return the status for a request with these headers; 0 if it is accepted."""
     given = {"host": "localhost:8000", "content_type": "application/json", **headers}
     pairs = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in given.items()]
     try:
@@ -46,9 +46,9 @@ def test_every_name_of_this_machine_is_its_name(host: str) -> None:
     ],
 )  # fmt: skip
 def test_other_names_are_refused(host: str) -> None:
-    """Where others may ask, too: whoever owns such a name can let it lead here."""
+    """Refused even if other machines may connect: the owner of such a name can point it here."""
     assert status(host=host) == 403
-    # No name that can be bound anew leads to an address as numbers.
+    # Numeric addresses cannot be rebound by DNS.
     is_address = host in ("[::2]:8000", "10.0.0.1", "[::ffff:8.8.8.8]")
     for path in ("/", "/health", "/page/app.js", "/v1/runs/events", "/v1/completions"):
         assert status(OTHERS, path=path, host=host) == (0 if is_address else 403)
@@ -58,7 +58,7 @@ def test_other_names_are_refused(host: str) -> None:
 
 
 def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of --host, the machine's own where others may ask, and those that its user gives."""
+    """Accepted are --host, the machine's own names if others may connect, and --allowed-hosts."""
     monkeypatch.setattr("socket.gethostname", lambda: "Desk.Example.org")
     named = ListenFlags(host="My-Phone").access((), False)
     assert status(named, host="my-phone:8000") == 0 and status(named, host="other") == 403
@@ -87,7 +87,7 @@ def test_two_names_at_once_are_refused() -> None:
         OTHERS.check({"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs})
 
 
-def test_a_rebound_page_is_refused_though_it_is_of_one_origin_with_the_server() -> None:
+def test_dns_rebinding_is_refused() -> None:
     evil = {
         "host": "evil.example:8000",
         "origin": "http://evil.example:8000",
@@ -117,19 +117,19 @@ def test_a_rebound_page_is_refused_though_it_is_of_one_origin_with_the_server() 
         ("file://", 403),
     ],
 )
-def test_pages_of_other_origins_may_not_ask(origin: str, found: int) -> None:
+def test_pages_of_other_origins_are_refused(origin: str, found: int) -> None:
     access = ListenFlags(host="my-phone").access((), False)
     assert status(access, host="my-phone:8000", origin=origin) == found
     assert status(access, "GET", "/health", host="my-phone:8000", origin=origin) == found
 
 
-def test_what_a_page_of_another_site_has_from_here_is_refused_and_a_link_is_not() -> None:
+def test_foreign_embeds_are_refused_and_links_are_not() -> None:
     for path in ("/v1/models", "/v1/runs/events", "/page/app.js"):
         assert status(HERE, "GET", path, sec_fetch_site="cross-site") == 403
         for site in ("same-origin", "same-site", "none"):
             assert status(HERE, "GET", path, sec_fetch_site=site) == 0
     assert status(HERE, "GET", "/training", sec_fetch_site="cross-site") == 0
-    # A page of this machine says who it is.
+    # A page on this machine sends its origin.
     assert status(sec_fetch_site="cross-site", origin="http://localhost:3000") == 0
 
 
@@ -154,7 +154,7 @@ def test_the_page_and_its_files_need_no_key() -> None:
         ("", 415),
     ],
 )
-def test_what_a_page_can_send_unasked_is_no_json(kind: str, found: int) -> None:
+def test_content_types_that_need_no_preflight_are_refused(kind: str, found: int) -> None:
     assert status(content_type=kind) == found
     assert status(method="GET", content_type=kind) == 0
 

@@ -1,4 +1,4 @@
-"""A server whose file of feedback is large, held by another process, or rewritten by one."""
+"""Tests of a server whose feedback file is large, locked by another process, or rewritten by one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
 
 ROWS = 150_000
-# How long an answer and an end may take; a machine that does much else has longer for the slowest of many.
+# Limits on the time of a response and of shutting down; a busy machine gets more for the slowest of many.
 HEALTH, SLOWEST, END = 0.1, 0.5, 2.0
 
 
 @dataclass
 class Child:
-    """A server in a process."""
+    """A server in a process of its own."""
 
     process: subprocess.Popen[str]
     url: str
@@ -50,13 +50,13 @@ class Child:
 
     def health(self) -> dict[str, Any]:
         begin = time.monotonic()
-        status, found = self.ask("/health")
+        status, result = self.ask("/health")
         self.seconds.append(time.monotonic() - begin)
         assert status == 200
-        return found
+        return result
 
     def check_health_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask again and again; every answer comes at once, once the client has asked for the first time."""
+        """Send requests repeatedly; every response is fast after the client's first request."""
         self.health()
         self.seconds.clear()
         deadline = time.monotonic() + 120
@@ -69,14 +69,14 @@ class Child:
         ]
 
     def answer(self) -> str:
-        status, found = self.ask(
+        status, result = self.ask(
             "/v1/completions", {"model": "base", "prompt": "a dog", "max_tokens": 2, "seed": 1}
         )
         assert status == 200
-        return str(found["id"])
+        return str(result["id"])
 
     def end(self) -> float:
-        """Seconds that the end takes."""
+        """Return the seconds that shutting down takes."""
         begin = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0
@@ -94,7 +94,7 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
 
 
 def write_many(path: Path, count: int = ROWS) -> None:
-    """Feedback of a long time."""
+    """Return a large amount of feedback."""
     path.parent.mkdir(exist_ok=True)
     row = AnswerRecord(
         "ID", "m", "0" * 16, {"prompt": "word " * 20 + "ID"}, " answer", {"seed": 1}
@@ -116,8 +116,8 @@ def test_a_lock_that_another_process_holds(tmp_path: Path) -> None:
 
             waiting = judge(first)
             child.check_health_until(waiting.done)
-            status, found = waiting.result()
-            assert status == 503 and "another process holds its lock" in found["error"]["message"]
+            status, result = waiting.result()
+            assert status == 503 and "another process holds its lock" in result["error"]["message"]
             assert child.health() == {"status": "degraded", "feedback": "failing", "learning": "ok"}
             fcntl.flock(stream, fcntl.LOCK_UN)
             assert judge(first).result()[0] == 200
@@ -128,7 +128,7 @@ def test_a_lock_that_another_process_holds(tmp_path: Path) -> None:
             assert not waiting.done() and child.end() < END
 
 
-def test_the_event_loop_touches_no_file(tmp_path: Path) -> None:
+def test_the_event_loop_opens_no_file(tmp_path: Path) -> None:
     with serving(tmp_path, 3) as child:
         for _ in range(3):
             body = {"id": child.answer(), "correction": " Yes"}
@@ -140,8 +140,8 @@ def test_the_event_loop_touches_no_file(tmp_path: Path) -> None:
         assert [status for status, _ in back] in ([400, 409, 200], [400, 409, 409])
         child.end()
         assert child.process.stdout is not None
-        told = child.process.stdout.read()
-        assert "adapter 1 of 3 rows" in told and "event loop" not in told
+        output = child.process.stdout.read()
+        assert "adapter 1 from 3 rows" in output and "event loop" not in output
 
 
 @pytest.mark.whole
@@ -151,7 +151,7 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
     with serving(tmp_path, 10**6) as child:
         begin = time.monotonic()
         child.check_health_until(lambda: time.monotonic() - begin > 5)
-        # It is read still, and takes more.
+        # The file is still being read, and more feedback is accepted.
         id = child.answer()
         assert child.ask("/v1/feedback", {"id": id, "rating": "good"})[0] == 200
         assert child.ask("/v1/adapters")[0] == 200
@@ -159,7 +159,7 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_rows_that_are_forgotten_beside_a_server(tmp_path: Path) -> None:
+def test_rows_are_deleted_while_a_server_runs(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
     write_many(path)
     words = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]

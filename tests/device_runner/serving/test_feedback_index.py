@@ -1,4 +1,4 @@
-"""The index of a file of feedback that grows, loses rows and is written by others."""
+"""Tests of the index of a feedback file that grows, loses rows and is written by others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prge.data.readers.feedback import AnswerRecord, append_feedback, feedback_k
 
 
 def rows(*numbers: int) -> list[Any]:
-    """Rows of these numbers, equal whenever they are made."""
+    """Return rows for these numbers; equal numbers give equal rows."""
     return [
         {
             **AnswerRecord(str(number), "m", "", {"prompt": f"q{number % 3}"}, f" a{number}", {}).to_feedback(
@@ -32,7 +32,7 @@ def read(index: FeedbackIndex) -> list[IndexEntry]:
     return [index[number] for number in range(len(index))]
 
 
-def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> None:
+def test_it_has_the_valid_rows_in_order(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     index = FeedbackIndex(path)
     assert read(index) == []
@@ -42,7 +42,7 @@ def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> Non
     append_feedback(path, rows(0, 5))
     entries = read(index)
     kept = read_feedback(path)
-    assert len(kept) == 7  # one of them twice
+    assert len(kept) == 7  # one of them is duplicated
     assert [entry.key for entry in entries] == list(dict.fromkeys(map(feedback_key, kept)))
     assert [entry.is_learnable for entry in entries] == [False, True] * 3
     questions = [entry.question for entry in entries]
@@ -75,24 +75,24 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert count == path.stat().st_size - before
 
 
-def test_a_last_line_is_taken_once_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_read_later(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     lines = [json.dumps(row).encode() + b"\n" for row in rows(0, 1)]
     index = FeedbackIndex(path)
     for end in range(1, len(lines[1])):
         path.write_bytes(lines[0] + lines[1][:end])
-        assert len(read(index)) == 1 + (end == len(lines[1]) - 1)  # its line break alone is missing
+        assert len(read(index)) == 1 + (end == len(lines[1]) - 1)  # only its line break is missing
         index = FeedbackIndex(path) if end % 2 else index
     append_feedback(path, rows(2))
     assert len(read(index)) == 3
 
 
-def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
+def test_deleted_rows_are_gone(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(*range(6)))
     index = FeedbackIndex(path)
     first, second, *_ = read(index)
-    for _ in range(3):  # inode numbers come again
+    for _ in range(3):  # inode numbers are reused
         remove_rows(path, lambda number, fields, line: number == 1)
         with pytest.raises(ChangedError):
             index.rows([second.key])
@@ -105,7 +105,7 @@ def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
     assert read(index) == []
 
 
-def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_path: Path) -> None:
+def test_a_file_edited_in_place_gives_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, rows(1, 3, 5))
     index = FeedbackIndex(path)
@@ -116,7 +116,7 @@ def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_pat
     assert [entry.key for entry in read(index)] == [keys[0], feedback_key(read_feedback(path)[1]), keys[2]]
 
 
-def test_a_line_that_never_ends_is_left_out(tmp_path: Path) -> None:
+def test_an_endless_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     with path.open("wb") as stream:
         stream.truncate(40 << 20)

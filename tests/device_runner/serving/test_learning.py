@@ -1,4 +1,4 @@
-"""Learning while serving, with a model in numpy: which adapter comes of which feedback, which is served."""
+"""Tests of learning while serving, with a numpy model: which adapter follows from which feedback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving import rounds
 from device_runner.serving.feedback_index import IndexEntry
-from device_runner.serving.history import FEEDBACK, HISTORY, date_of
+from device_runner.serving.history import FEEDBACK, HISTORY, read_date
 from device_runner.serving.learning import OnlineLearner, plan_rounds
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
+from device_runner.serving.rounds import Round, read_retained_examples, round_outcome, split_held_out
 from device_runner.serving.settings import LearnFlags
 from device_runner.session.sensors import SensorReading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
@@ -46,29 +46,29 @@ EVERY = 4
 
 
 class Later:
-    """A clock that is past every wait."""
+    """A clock that is past every timeout."""
 
     process_time = staticmethod(time.process_time)
 
     @staticmethod
     def monotonic() -> float:
-        """Seconds."""
+        """Return seconds."""
         return time.monotonic() + 2 * module.SECONDS_TO_RETRY
 
 
 def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
-    """Corrections, and here and there a rating."""
+    """Return rows with corrections and some ratings."""
     rows = []
     for number in range(start, start + count):
-        asked = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
-        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", asked, " No", {})
+        prompt_fields = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
+        answered = AnswerRecord(f"cmpl-{number}", "bundle", "", prompt_fields, " No", {})
         is_rating = number % 7 == 6
         rows.append(answered.to_feedback("bad") if is_rating else answered.to_feedback(correction=correction))
     append_feedback(path, rows)
 
 
 class Here(RoundProcess):
-    """Stands for the process of a round: takes it in this one, when it is asked what became of it."""
+    """Stands in for the process of a round: runs the round in this process when polled."""
 
     cpu_seconds: Any = 0.0
     peak_bytes: Any = 0
@@ -79,7 +79,7 @@ class Here(RoundProcess):
 
     def poll(self) -> dict[str, Any] | None:
         assert not self.has_ended
-        return None if self.is_paused else json.loads(json.dumps(outcome_of(self.round, self.tell)))
+        return None if self.is_paused else json.loads(json.dumps(round_outcome(self.round, self.tell)))
 
     def pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused
@@ -105,7 +105,7 @@ class Place:
         return self.flags.learn
 
     def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> OnlineLearner:
-        """What learns, as a process that begins has it."""
+        """Open a learner, as a new process does."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
         given, tokenizer = replace(self.flags, **flags), load_bundle_tokenizer(bundle)
@@ -126,7 +126,7 @@ class Place:
         return self.processes[-1]
 
     def learnt(self, **flags: Any) -> list[dict[str, Any]]:
-        """The history, once all that can be learnt is."""
+        """Return the history after everything was learned."""
         learning = self.open(**flags)
         while learning.work():
             pass
@@ -134,9 +134,9 @@ class Place:
         return learning.history()
 
     def bits(self) -> dict[str, bytes]:
-        """Results of all rounds."""
-        found = self.learn.glob("rounds/*/final/adapter_model.safetensors")
-        return {path.parts[-3]: path.read_bytes() for path in found}
+        """Return the adapters of all rounds, as bytes."""
+        paths = self.learn.glob("rounds/*/final/adapter_model.safetensors")
+        return {path.parts[-3]: path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def take_round(learning: OnlineLearner) -> None:
-    """Look until a round is judged."""
+    """Call `work` until a round is judged."""
     judged = sum(each["status"] not in ("start", "learning") for each in learning.history())
     while sum(each["status"] not in ("start", "learning") for each in learning.history()) == judged:
         assert learning.work()
@@ -173,7 +173,7 @@ def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
     assert [each["current"] for each in rounds] == [False, False, True]
     for each in rounds:
         assert each["held_back"]["rows"] and each["held_back"]["after"] < each["held_back"]["before"]
-    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 of 4 rows: served, loss")
+    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 from 4 rows: served, loss")
     learning = place.open()
     assert learning.adapter.values.tobytes() == place.served[-1].values.tobytes()
     while learning.work():
@@ -192,7 +192,7 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
 
 
-def test_a_strangers_run_names_no_rows_of_mine(
+def test_a_foreign_run_cannot_name_local_rows(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place.device.replaces(monkeypatch, run_verb)
@@ -208,7 +208,7 @@ def test_a_strangers_run_names_no_rows_of_mine(
     place.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
 
 
-def test_it_goes_on_from_a_run_with_its_rows_and_rate(
+def test_it_continues_a_run_with_its_rows_and_learning_rate(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place.device.replaces(monkeypatch, run_verb)
@@ -218,8 +218,8 @@ def test_it_goes_on_from_a_run_with_its_rows_and_rate(
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
     take_round(learning)
-    _, found = learning.history()
-    assert found["status"] == "served" and found["kept"]["rows"] == 16
+    _, result = learning.history()
+    assert result["status"] == "served" and result["kept"]["rows"] == 16
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         begun = journal.records[0]["settings"]
         assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
@@ -227,7 +227,7 @@ def test_it_goes_on_from_a_run_with_its_rows_and_rate(
 
 @pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
 def test_texts_and_conversations_are_learnt_together(place: Place, last: str) -> None:
-    """Also where the template renders an answer otherwise once others follow."""
+    """Holds also if the template renders an answer differently once other messages follow."""
     shutil.rmtree(place.folder / "bundle")
     template = "{% for message in messages %}{{ message.content }}" + last + " {% endfor %}"
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
@@ -239,31 +239,31 @@ def test_texts_and_conversations_are_learnt_together(place: Place, last: str) ->
     rows = [AnswerRecord("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
     append_feedback(place.learn / FEEDBACK, [row.to_feedback(correction="d") for row in rows])
     feedback(place.learn / FEEDBACK, EVERY - 2)
-    _, found = place.learnt()
-    assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
+    _, result = place.learnt()
+    assert (result["status"], result["learnt"], result["held_back"]["rows"]) == ("served", 3, 1)
 
 
-def test_what_a_template_refuses_is_told(place: Place) -> None:
+def test_template_errors_are_reported(place: Place) -> None:
     shutil.rmtree(place.folder / "bundle")
     template = (
         "{% for m in messages %}{% if m.content == 'e' %}{{ raise_exception('no e') }}{% endif %}"
         "{{ m.content }} {% endfor %}"
     )
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
-    asked = {"messages": [{"role": "user", "content": "c"}]}
-    row = AnswerRecord("refused", "m", "", asked, "b", {}).to_feedback(correction="e")
+    prompt_fields = {"messages": [{"role": "user", "content": "c"}]}
+    row = AnswerRecord("refused", "m", "", prompt_fields, "b", {}).to_feedback(correction="e")
     append_feedback(place.learn / FEEDBACK, [row])
-    row = AnswerRecord("learnt", "m", "", asked, "b", {}).to_feedback(correction="d")
+    row = AnswerRecord("learnt", "m", "", prompt_fields, "b", {}).to_feedback(correction="d")
     append_feedback(place.learn / FEEDBACK, [row])
     feedback(place.learn / FEEDBACK, EVERY - 1)
-    _, found = place.learnt()
-    assert found["status"] == "served"
+    _, result = place.learnt()
+    assert result["status"] == "served"
     [line] = (line for line in place.told if "refused" in line)
-    assert line.startswith("feedback refused can't be learnt: the chat template refuses the messages: no e")
+    assert line.startswith("feedback refused is not usable: the chat template refuses the messages: no e")
 
 
 def with_template(place: Place) -> list[str]:
-    """A bundle whose template refuses some messages, and honest rows of texts and conversations."""
+    """A bundle whose template refuses some messages, and valid rows of texts and conversations."""
     shutil.rmtree(place.folder / "bundle")
     place.device.write_bundle(place.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
     messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]
@@ -275,9 +275,7 @@ def with_template(place: Place) -> list[str]:
 
 
 @pytest.mark.whole
-def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_rows_do_not_change_the_adapter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
     honest = with_template(place)
 
@@ -298,7 +296,7 @@ def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
 
 
 @pytest.mark.parametrize("name", UNUSUAL_FEEDBACK)
-def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> None:
+def test_unusual_rows_fail_no_round(place: Place, name: str) -> None:
     honest = with_template(place)
     lines = [json.dumps(UNUSUAL_FEEDBACK[name]), *honest[:-1]]
     (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
@@ -310,11 +308,11 @@ def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> N
 def test_a_model_without_a_template_learns_texts_beside_conversations(place: Place) -> None:
     (place.learn / FEEDBACK).write_text(json.dumps(chat_feedback("a")) + "\n")
     feedback(place.learn / FEEDBACK, EVERY)
-    found = place.learnt()[-1]
-    assert (found["status"], found["feedback"]) == ("served", EVERY)
+    result = place.learnt()[-1]
+    assert (result["status"], result["feedback"]) == ("served", EVERY)
 
 
-def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_keeps_its_first_date(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates write the date into rows, which are read again whenever the server starts."""
     place.open().close()
 
@@ -327,17 +325,17 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
     feedback(place.learn / FEEDBACK, EVERY)
     place.learnt()
     learnt = place.processes[0].round.settings.date
-    assert learnt == date_of(place.learn) == date.today().isoformat() != "2027-01-02"
+    assert learnt == read_date(place.learn) == date.today().isoformat() != "2027-01-02"
 
 
-def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
+def test_killed_at_any_time_it_resumes_with_the_same_bits(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
     history, bits = told(place.learnt(**kept)), place.bits()
     content = (place.learn / FEEDBACK).read_bytes()
     shutil.rmtree(place.learn)
     place.learn.mkdir()
-    # The same rows come one by one, and the process is killed again and again.
+    # The same rows arrive one by one, and the process is killed repeatedly.
     lines, lives, kills = content.splitlines(keepends=True), 0, 0
     while lines or told(place.open(**kept).history()) != history:
         if lines:
@@ -357,14 +355,13 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: 
     assert place.bits() == bits and len(bits) == 3
 
 
-def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_later(
-    place: Place, tmp_path: Path
-) -> None:
+def test_an_adapter_that_harms_retained_rows_is_not_served(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     _, *rounds = place.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
     assert [each["status"] for each in rounds] == ["refused", "refused"]
-    assert {each["why"] for each in rounds} == {"worse on the kept rows"}
-    # Two rows of the second round can be learnt beside the one that is held back, and all four of the first.
+    assert {each["why"] for each in rounds} == {"worse on the retained rows"}
+    # Of the second round, two rows are learned besides the held-out one; and all four rows of the first
+    # round.
     assert [each["learnt"] for each in rounds] == [3, 6]
     assert rounds[0]["kept"]["metric"] == "-loss" and not place.served
     assert not any((place.learn / "rounds").iterdir())
@@ -372,11 +369,11 @@ def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_l
 
 def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2)
-    # What is held back is asked for the opposite.
+    # The held-out rows ask for the opposite.
     feedback(place.learn / FEEDBACK, 1, "\x00\x01", start=2)
     feedback(place.learn / FEEDBACK, 1, start=3)
-    _, found = place.learnt(learning_rate=0.5)
-    assert found["status"] == "refused" and found["why"].startswith("no better")
+    _, result = place.learnt(learning_rate=0.5)
+    assert result["status"] == "refused" and result["why"].startswith("no better")
 
 
 def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
@@ -384,34 +381,34 @@ def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
         AnswerRecord(str(n), "m", "", {"prompt": str(n)}, " a", {}).to_feedback("bad") for n in range(EVERY)
     ]
     append_feedback(place.learn / FEEDBACK, rows)
-    _, found = place.learnt()
-    assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
+    _, result = place.learnt()
+    assert (result["status"], result["learnt"]) == ("refused", 0) and "no good ratings" in result["why"]
 
 
-def test_the_last_adapter_is_taken_back(place: Place) -> None:
+def test_the_last_adapter_can_be_reverted(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     with pytest.raises(RequestError) as caught:
-        learning.take_back(0)
+        learning.revert(0)
     assert caught.value.status == 409
     while learning.work():
         pass
     first = place.served[0]
-    assert learning.take_back(2) == 1
+    assert learning.revert(2) == 1
     assert place.served[-1].values.tobytes() == first.values.tobytes()
     learning.close()
     learning = place.open()
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
-    assert learning.take_back(1) == 0 and not place.served[-1].values.any()
-    # What taught those adapters isn't learnt again.
+    assert learning.revert(1) == 0 and not place.served[-1].values.any()
+    # The rows of the reverted adapters are not learned again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
-    found = place.learnt()[-1]
-    assert (found["parent"], found["learnt"], found["status"]) == (0, 2, "served")
+    result = place.learnt()[-1]
+    assert (result["parent"], result["learnt"], result["status"]) == (0, 2, "served")
 
 
-def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_again(
+def test_reverting_the_start_of_a_round_abandons_the_round(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
@@ -431,7 +428,7 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
         take_round(learning)
     monkeypatch.undo()
     place.device.replaces(monkeypatch, rounds)
-    assert learning.take_back(1) == 0
+    assert learning.revert(1) == 0
     assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
     assert place.processes[-1].has_ended and not any((place.learn / "rounds").iterdir())
     take_round(learning)
@@ -439,25 +436,27 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
     assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
 
 
-def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: Place) -> None:
+def test_the_process_of_a_round_is_paused_during_generation(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
     learning.pause(True)
-    assert learning.work() and [each.is_paused for each in place.processes] == [True]  # it begins so
+    assert learning.work() and [each.is_paused for each in place.processes] == [
+        True
+    ]  # a new process starts paused
     assert learning.work() and learning.history()[-1]["status"] == "learning"
     learning.pause(True)
     learning.pause(False)
-    assert [each.is_paused for each in place.processes] == [True]  # another answer is made still
+    assert [each.is_paused for each in place.processes] == [True]  # another completion is still in progress
     learning.pause(False)
     assert [each.is_paused for each in place.processes] == [False]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
-    # One that has ended is left alone.
+    # A process that has ended is not signalled.
     learning.pause(True)
     assert [each.is_paused for each in place.processes] == [False]
 
 
-def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -> None:
+def test_deleting_a_row_ends_the_process_that_learns_it(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
     learning.pause(True)
@@ -470,15 +469,15 @@ def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -
     assert (len(first), len(second)) == (3, 2) and learning.history()[-1]["learnt"] == 2
 
 
-def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place) -> None:
+def test_deleting_a_row_during_a_round_restarts_the_round(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     place.device.calls_left = 3
     with pytest.raises(Killed):
         take_round(place.open())
     place.device.calls_left = None
     remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
-    found = place.learnt()[-1]
-    assert (found["status"], found["learnt"], found["feedback"]) == ("served", 2, EVERY)
+    result = place.learnt()[-1]
+    assert (result["status"], result["learnt"], result["feedback"]) == ("served", 2, EVERY)
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
         assert {row for step in journal.records[1:] for row in step["rows"]} <= {1, 2}
     texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
@@ -486,10 +485,10 @@ def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place)
 
 
 @pytest.mark.parametrize("at", ["first step", "last step", "judgement"])
-def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
+def test_an_adapter_with_a_deleted_row_is_not_served(
     place: Place, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """The adapter has the bits of one that never saw the row."""
+    """The adapter has the same bits as one that never saw the row."""
 
     def forget() -> None:
         remove_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
@@ -510,7 +509,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     count, (last, calls) = 0, (0, 0)
     if at != "first step":
         monkeypatch.setattr(place.device, "count", lambda: None)
-        # How many calls the steps and the whole round make.
+        # Count the calls of the steps and of the whole round.
         probe = replace(place, served=[], told=[])
         total = 0
 
@@ -540,12 +539,12 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     assert b"good good" not in texts
 
 
-def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> None:
+def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     while learning.work():
         pass
-    first, second = [learning.storage.submit(learning.take_back, 2) for _ in range(2)]
+    first, second = [learning.storage.submit(learning.revert, 2) for _ in range(2)]
     assert first.result() == 1
     with pytest.raises(RequestError) as caught:
         second.result()
@@ -553,7 +552,7 @@ def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> Non
     assert [each["current"] for each in learning.history()] == [False, True, False]
 
 
-def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
+def test_a_folder_continues_only_with_its_bundle_and_adapter(place: Place) -> None:
     place.open().close()
     other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
     with raises(ConfigError, "learning-differs", saying="adapter"):
@@ -561,7 +560,7 @@ def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
 
 
 @pytest.mark.parametrize("at", ["round", "step", "judged"])
-def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
+def test_a_full_disk_is_retried(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
@@ -585,23 +584,21 @@ def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
         learning.work()
     assert learning.problem == "no space left"
     assert [line for line in place.told if "no space" in line] == [
-        "nothing is learnt, tried again every 0 seconds: no space left"
+        "learning failed, trying again every 0 seconds: no space left"
     ]
     monkeypatch.setattr(Journal, "append", append)
     take_round(learning)
     assert not learning.problem
-    assert place.told[-1] == "learning goes on" and learning.history()[-1]["status"] == "served"
+    assert place.told[-1] == "learning continues" and learning.history()[-1]["status"] == "served"
     assert place.bits() == expected
 
 
-def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_only_stops_learning(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     learning = place.open()
     (place.learn / FEEDBACK).mkdir()
     assert not learning.work() and not learning.work()
-    (told,) = place.told
-    assert told.startswith("nothing is learnt, tried again every 30 seconds: ") and "a folder" in told
+    (output,) = place.told
+    assert output.startswith("learning failed, trying again every 30 seconds: ") and "a folder" in output
     (place.learn / FEEDBACK).rmdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
@@ -625,8 +622,8 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     assert place.told[1].startswith("learning: going on after a pause of ")
 
 
-def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
-    """`--when idle` pauses for others' use of the machine."""
+def test_the_process_of_a_round_does_not_count_as_other_use(place: Place) -> None:
+    """`--when idle` pauses while other programs use the machine."""
     place.open(when="idle").close()
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
@@ -638,18 +635,18 @@ def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
     assert 100 <= learning.cpu_seconds() - before < 110
 
 
-def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
+def test_bad_ratings_are_not_retained(place: Place, tmp_path: Path) -> None:
     rows = [{"prompt": word, "completion": " No", "label": number % 2} for number, word in enumerate(WORDS)]
     write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
     settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
     bundle = open_bundle(place.folder / "bundle")
-    kept = read_kept(settings, load_bundle_tokenizer(bundle), bundle)
+    kept = read_retained_examples(settings, load_bundle_tokenizer(bundle), bundle)
     assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
 
-def test_feedback_on_one_question_is_in_one_part() -> None:
+def test_feedback_on_one_question_is_not_split() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
-    learnt, held = held_back([IndexEntry.of(row) for row in rows])
+    learnt, held = split_held_out([IndexEntry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
     assert {row.key for row in held} == {feedback_key(rows[number]) for number in (4, 5, 14, 15)}
     assert not {row.question for row in held} & {row.question for row in learnt}
@@ -664,11 +661,11 @@ def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
     assert len(read_feedback(place.learn / FEEDBACK)) == EVERY
 
 
-def test_an_adapter_that_only_generates_is_not_learnt_from(place: Place) -> None:
-    """Steps would be taken against another lora_A than the one that answers."""
+def test_an_incompatible_adapter_is_refused(place: Place) -> None:
+    """Steps would use another lora_A than the one that is served."""
     bundle = open_bundle(place.folder / "bundle")
-    found = read_lora(bundle.adapter)
-    others = {name: matrix + 1 for name, matrix in found.lora_a.items()}
-    write_lora(place.folder / "theirs", replace(found, lora_a=others))
+    adapter = read_lora(bundle.adapter)
+    others = {name: matrix + 1 for name, matrix in adapter.lora_a.items()}
+    write_lora(place.folder / "theirs", replace(adapter, lora_a=others))
     with raises(AdapterError, "adapter-does-not-fit"):
         place.open(source=place.folder / "theirs")

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: what is understood of a request, and what is refused with which words."""
+"""Tests of OpenAI's protocol: how requests are parsed, and which errors name what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
+from device_runner.serving.protocol import Reply, RequestError, format_usage, read_chat, read_completion
 from prge.generation.sampling import SamplingSettings
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
@@ -26,12 +26,12 @@ def test_defaults_are_openais_but_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
     assert chat.sampling.min_p == 0.1
     assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).sampling.min_p == 0
-    assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
+    assert (chat.max_tokens, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
     assert chat.sampling == SamplingSettings(temperature=1.0)
-    assert read_completion(json.dumps(COMPLETION).encode()).most == 16
+    assert read_completion(json.dumps(COMPLETION).encode()).max_tokens == 16
 
 
-def test_a_chat_may_say_what_its_template_is_given() -> None:
+def test_a_chat_may_set_template_variables() -> None:
     given = {"enable_thinking": False}
     assert read_chat(json.dumps({**CHAT, "chat_template_kwargs": given}).encode()).variables == given
     for wrong in (3, ["a"], {"messages": []}):
@@ -45,8 +45,8 @@ def test_a_chat_may_say_what_its_template_is_given() -> None:
     )
 
 
-def test_everything_that_a_request_may_say() -> None:
-    asked = read_chat(
+def test_all_parameters_of_a_request() -> None:
+    parsed = read_chat(
         json.dumps(
             {
                 "model": "m",
@@ -61,13 +61,19 @@ def test_everything_that_a_request_may_say() -> None:
             }
         ).encode()
     )  # fmt: skip
-    assert asked.messages == (
+    assert parsed.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
     )
-    assert asked.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
-    assert (asked.most, asked.count, asked.stop, asked.stream, asked.usage) == (5, 2, ("\n", "."), True, True)
+    assert parsed.sampling == SamplingSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
+    assert (parsed.max_tokens, parsed.count, parsed.stop, parsed.stream, parsed.usage) == (
+        5,
+        2,
+        ("\n", "."),
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,25 +100,29 @@ def test_prompts(prompt: object, expected: tuple[object, ...]) -> None:
             "messages[0]",
             "tool_calls",
         ),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be a whole number of at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be an integer of at least 1"),
         ({"max_tokens": True}, "max_tokens", "is True"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot', must be a number"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"top_p": 2}, "top_p", "at most 1"),
-        ({"n": 9}, "n", "9 answers in one request, at most 8"),
-        ({"stop": [3]}, "stop", "a text or a list of texts"),
+        ({"n": 9}, "n", "9 completions in one request, at most 8"),
+        ({"stop": [3]}, "stop", "a string or a list of strings"),
         ({"stop": ""}, "stop", "stop is ''"),
-        ({"stop": ["a"] * 17}, "stop", "17 texts"),
+        ({"stop": ["a"] * 17}, "stop", "17 strings"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": 1}, "stream_options", "an object"),
-        ({"presence_penalty": 1}, "presence_penalty", "this server doesn't do that"),
-        ({"tools": [{"type": "function"}]}, "tools", "this server doesn't do that"),
-        ({"logprobs": True}, "logprobs", "this server doesn't do that"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "this server doesn't do that"),
+        ({"presence_penalty": 1}, "presence_penalty", "this server does not support that"),
+        ({"tools": [{"type": "function"}]}, "tools", "this server does not support that"),
+        ({"logprobs": True}, "logprobs", "this server does not support that"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            "this server does not support that",
+        ),
         ({"tempature": 1}, "tempature", "unknown field 'tempature'"),
     ],
 )
-def test_what_is_refused_is_named(change: dict[str, Any], param: str, told: str) -> None:
+def test_errors_name_the_parameter(change: dict[str, Any], param: str, told: str) -> None:
     error = refused({**CHAT, **change})
     assert error.status == 400
     described = error.body["error"]
@@ -123,12 +133,12 @@ def test_what_is_refused_is_named(change: dict[str, Any], param: str, told: str)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"model": "\\ud800"}', b'{"n": NaN}', b"9" * 5000]
 )
-def test_a_body_that_is_no_request(body: bytes) -> None:
+def test_malformed_bodies_are_refused(body: bytes) -> None:
     assert refused(body).status == refused(body, read_completion).status == 400
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], {"a": 1}, ["a", 3], [True], 3])
-def test_a_prompt_that_is_none(prompt: object) -> None:
+def test_malformed_prompts_are_refused(prompt: object) -> None:
     error = refused({**COMPLETION, "prompt": prompt}, read_completion)
     assert error.body["error"]["param"].startswith("prompt")
 
@@ -145,7 +155,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES, JSON), st.sampled_from([CHAT, COMPLETION]))
 @settings(suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
+def test_any_json_is_parsed_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
     for read in (read_chat, read_completion):
         try:
             read(json.dumps({**whole, **changes}).encode())
@@ -153,12 +163,12 @@ def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[
             assert error.status == 400
 
 
-def test_bodies_of_answers() -> None:
-    asked = read_chat(
+def test_response_bodies() -> None:
+    parsed = read_chat(
         json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
     )
-    reply = Reply(asked)
-    whole = reply.whole([("a", "stop"), ("b", "length")], usage_of(3, 2, 1))
+    reply = Reply(parsed)
+    whole = reply.whole([("a", "stop"), ("b", "length")], format_usage(3, 2, 1))
     assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["a", "b"]
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
@@ -168,12 +178,17 @@ def test_bodies_of_answers() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    events = [*reply.begin(0), reply.piece(0, "a"), reply.end(0, "stop"), *reply.usage(usage_of(3, 2, 1))]
+    events = [
+        *reply.begin(0),
+        reply.text_event(0, "a"),
+        reply.end(0, "stop"),
+        *reply.usage(format_usage(3, 2, 1)),
+    ]
     assert all(event["object"] == "chat.completion.chunk" and event["id"] == whole["id"] for event in events)
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
     assert [event["usage"] for event in events[:3]] == [None] * 3 and events[3]["choices"] == []
     plain = Reply(read_completion(json.dumps(COMPLETION).encode()))
-    assert plain.whole([("a", "stop")], usage_of(3, 2, 1))["choices"][0]["text"] == "a"
-    assert plain.piece(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.piece(0, "a")
-    assert plain.begin(0) == plain.usage(usage_of(3, 2, 1)) == []
+    assert plain.whole([("a", "stop")], format_usage(3, 2, 1))["choices"][0]["text"] == "a"
+    assert plain.text_event(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.text_event(0, "a")
+    assert plain.begin(0) == plain.usage(format_usage(3, 2, 1)) == []

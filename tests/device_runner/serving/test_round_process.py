@@ -1,4 +1,4 @@
-"""The process that takes a round: stopped and continued, killed at any time, and never left alone."""
+"""Tests of the process of a round: paused and continued, killed at any time, and never orphaned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from device_runner.serving.feedback_index import FeedbackIndex
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, outcome_of
+from device_runner.serving.rounds import Round, round_outcome
 from device_runner.session.plan import settled
 from device_runner.session.settings import RunSettings
 from prge.data.readers.feedback import AnswerRecord, append_feedback, remove_rows
@@ -31,7 +31,7 @@ from tests.device_runner.numpy_device import Device
 from tests.refusals import raises
 from tests.verbs import REPOSITORY
 
-# A server that has the process of a round, stops it, and waits.
+# A server that starts the process of a round, stops it, and waits.
 SERVER = """
 import pickle, sys, time
 from pathlib import Path
@@ -62,7 +62,7 @@ class NumpyRound(RoundProcess):
 
 @pytest.fixture
 def made(tmp_path: Path) -> Round:
-    """A round of many steps."""
+    """Return a round of many steps."""
     Device(has_back=True).write_bundle(tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     feedback = tmp_path / "learn/feedback.jsonl"
@@ -86,10 +86,10 @@ def made(tmp_path: Path) -> Round:
 
 def outcome(process: RoundProcess) -> dict[str, Any]:
     deadline = time.monotonic() + 60
-    while (found := process.poll()) is None:
+    while (result := process.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return result
 
 
 def until(is_so: Callable[[], object], seconds: float = 30) -> None:
@@ -109,26 +109,26 @@ def bits(round: Round) -> bytes:
 
 
 def state(process: int) -> str:
-    """A letter, T of one that is stopped; empty where there is none."""
+    """Return the state letter of a process, such as T for stopped; empty if there is no process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
-def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_a_round_like_this_process(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
     process = NumpyRound(made)
-    found = outcome(process)
-    assert found["status"] in ("served", "refused") and found["steps"] == 60
+    result = outcome(process)
+    assert result["status"] in ("served", "refused") and result["steps"] == 60
     assert process.peak_bytes > 10e6 and process.cpu_seconds >= 0
     process.end()
     expected = bits(made)
     here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
     monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
-    assert outcome_of(here, print) == found and bits(here) == expected
+    assert round_outcome(here, print) == result and bits(here) == expected
 
 
-def test_it_is_stopped_and_continued(made: Round) -> None:
+def test_it_is_paused_and_continued(made: Round) -> None:
     process = NumpyRound(made)
     until(lambda: journal(made).count(b"step") > 5)
     for _ in range(2):
@@ -143,20 +143,20 @@ def test_it_is_stopped_and_continued(made: Round) -> None:
 
 
 @pytest.mark.whole
-def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
+def test_killed_repeatedly_it_reaches_the_same_bits(made: Round) -> None:
     process = NumpyRound(made)
     expected = outcome(process), bits(made)
     other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))
     for steps in (1, 20, 40):
         process = NumpyRound(other)
         until(lambda: journal(other).count(b"step") >= steps)  # noqa: B023
-        process.pause(steps == 20)  # one that is stopped, too
+        process.pause(steps == 20)  # also one that is stopped
         process.end()
     process = NumpyRound(other)
     assert (outcome(process), bits(other)) == expected
 
 
-def test_one_that_another_program_ended_is_told(made: Round) -> None:
+def test_a_process_that_was_killed_is_reported(made: Round) -> None:
     process = NumpyRound(made)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
@@ -166,22 +166,22 @@ def test_one_that_another_program_ended_is_told(made: Round) -> None:
     process.end()
 
 
-def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
+def test_missing_rows_and_bundles_are_reported(made: Round) -> None:
     process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
-    found = outcome(process)
-    assert found["status"] == "problem" and "nothing" in found["problem"]
+    result = outcome(process)
+    assert result["status"] == "problem" and "nothing" in result["problem"]
     remove_rows(made.feedback, lambda number, fields, line: number == 1)
     assert outcome(NumpyRound(made)) == {"status": "changed"}
 
 
 @contextmanager
 def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server, and the number of its stopped child."""
+    """A server, and the id of its stopped child."""
     path = folder / "round"
     path.write_bytes(pickle.dumps(made))
     words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    # Where a test's parent takes in orphans, it is of another session, as the system's is.
+    # A test's parent that adopts orphans must be of another session, as the system's init is.
     options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
         try:
@@ -193,8 +193,8 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
-    """Also where the system kills no child of a process that ended."""
+def test_a_paused_process_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
+    """Also if the system does not kill the child of a process that ended."""
     with server(made, tmp_path, platform) as (process, child):
         until(lambda: state(child) == "T")
         process.send_signal(signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, p
         until(lambda: state(child) in ("", "Z"), 5)
 
 
-def test_no_server_begins_before_the_process_of_another_one_has_ended(made: Round, tmp_path: Path) -> None:
+def test_no_server_starts_before_another_ones_process_has_ended(made: Round, tmp_path: Path) -> None:
     folder = made.feedback.parent
     with server(made, tmp_path, "linux") as (process, child):
         os.kill(child, signal.SIGSTOP)

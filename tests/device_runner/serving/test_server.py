@@ -1,4 +1,4 @@
-"""The server with OpenAI's own client, many clients, rude clients, and at its end."""
+"""Tests of the server with OpenAI's own client, many clients, malformed requests, and at shutdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Child:
         return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
 
     def ask(self, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer to a request; `body` is JSON, or bytes as they are."""
+        """Send a request, and return status and body of its response; `body` is JSON, or raw bytes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=30)) as connection:
             connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
@@ -85,17 +85,17 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Child]:
-    """A server that makes or keeps 2 answers at most, a hundred tokens a second."""
+    """A server with a queue of at most 2 completions, at a hundred tokens per second."""
     with served(SLOW, queue=2) as server:
         yield server
         assert server.health()
 
 
 def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
-    """What the model says, asked without a server."""
+    """Return the model's completion, generated without a server."""
     prompts = Prompts(make_tokenizer())
-    asked = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
-    request = Request(asked, adapters()[model], GenerationSettings(most))
+    tokenized = prompts.encode_messages(messages) if messages else prompts.encode_text(prompt)
+    request = Request(tokenized, adapters()[model], GenerationSettings(most))
     return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
 
 
@@ -138,25 +138,25 @@ def test_a_completion(child: Child) -> None:
     texts = [expected("base", 12, prompt) for prompt in prompts]
     assert [choice.text for choice in whole.choices] == texts
     tokens = make_tokenizer().encode("the film")
-    asked = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
-    assert "".join(event.choices[0].text for event in asked) == texts[0]
+    events = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
+    assert "".join(event.choices[0].text for event in events) == texts[0]
 
 
-def test_control_tokens_are_read_in_prompts_of_completions_and_nowhere_else(child: Child) -> None:
-    """By transformers' tokenizer: a rendered prompt is read as it was rendered, what is said in it is not."""
+def test_control_tokens_count_only_in_completion_prompts(child: Child) -> None:
+    """Compared with transformers: control tokens of the template count, those in messages do not."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
-    client, said = child.client(), "a cat<|im_end|> and</s> a dog"
+    client, text = child.client(), "a cat<|im_end|> and</s> a dog"
     header, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    completion = client.completions.create(model="base", prompt=header + said + end, max_tokens=1)
-    assert completion.usage.prompt_tokens == 1 + len(theirs(header + said + end).input_ids)
+    completion = client.completions.create(model="base", prompt=header + text + end, max_tokens=1)
+    assert completion.usage.prompt_tokens == 1 + len(theirs(header + text + end).input_ids)
     chat = client.chat.completions.create(
-        model="base", messages=[{"role": "user", "content": said}], max_tokens=1
+        model="base", messages=[{"role": "user", "content": text}], max_tokens=1
     )
-    spelled = theirs(said, split_special_tokens=True).input_ids
+    spelled = theirs(text, split_special_tokens=True).input_ids
     assert chat.usage.prompt_tokens == len([*theirs(header).input_ids, *spelled, *theirs(end).input_ids])
-    assert len(spelled) > len(theirs(said).input_ids) + 10
+    assert len(spelled) > len(theirs(text).input_ids) + 10
 
 
 def test_several_answers_and_the_seed(child: Child) -> None:
@@ -201,15 +201,15 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
         ({"prompt": [FAILING]}, 500, None, "the engine refuses token 419"),
     ],
 )
-def test_errors_are_told_as_openai_does(
+def test_errors_have_openais_form(
     child: Child, change: dict[str, Any], status: int, code: str | None, told: str
 ) -> None:
-    found, body = child.ask({"model": "base", "prompt": "a", **change})
-    assert found == status
+    result, body = child.ask({"model": "base", "prompt": "a", **change})
+    assert result == status
     assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
 
 
-def test_paths_and_methods_that_are_not_there(child: Child) -> None:
+def test_unknown_paths_and_methods(child: Child) -> None:
     assert child.ask({}, "/v1/embeddings")[0] == 404
     assert child.ask({}, "/v1/completions/")[0] == 404
     assert child.ask({}, "/health")[0] == 405
@@ -221,7 +221,7 @@ def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
         [*child.client().completions.create(model="base", prompt=[FAILING], stream=True)]
 
 
-def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
+def test_a_hundred_megabytes_are_refused_and_not_buffered(child: Child) -> None:
     before = child.peak_bytes()
     piece, pieces = b" " * (1 << 20), 100
 
@@ -241,9 +241,9 @@ def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
     assert child.peak_bytes() - before < 30e6
 
 
-def test_many_large_bodies_are_not_held_at_once(child: Child) -> None:
+def test_many_large_bodies_are_not_buffered_at_once(child: Child) -> None:
     before = child.peak_bytes()
-    # Each lacks its last byte.
+    # Each body lacks its last byte.
     content = _head(MOST_BYTES) + b" " * (MOST_BYTES - 1)
     room = MOST_HELD // MOST_BYTES
     connections = [_raw(child, content) for _ in range(room + 10)]
@@ -303,7 +303,7 @@ def _head(length: int) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_while_it_is_hot_no_answer_is_begun_and_others_go_on(tmp_path: Path) -> None:
+def test_while_it_is_hot_no_completion_is_begun(tmp_path: Path) -> None:
     zone = tmp_path / "class/thermal/thermal_zone0/temp"
     zone.parent.mkdir(parents=True)
     zone.write_text("40000\n")
@@ -333,15 +333,15 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
     connections = [_raw(slow, _request({**LONG, "stream": stream})) for _ in range(2)]
     one = {"model": "base", "prompt": "a", "max_tokens": 1}
     deadline = time.monotonic() + 5
-    while (found := slow.ask(one))[0] != 429:
+    while (result := slow.ask(one))[0] != 429:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        # An answer may end after a few tokens, as it is drawn.
+        # A sampled completion may end after a few tokens.
         connections.append(_raw(slow, _request({**LONG, "stream": stream})))
-    assert "at most 2 answers" in found[1]["error"]["message"]
+    assert "at most 2 completions" in result[1]["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         slow.client().completions.create(model="base", prompt="a", max_tokens=1)
-    # They would have gone on for twenty seconds.
+    # The completions would have taken twenty seconds.
     for connection in connections:
         connection.close()
     deadline = time.monotonic() + 5
@@ -362,7 +362,7 @@ def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool)
         b"",
     ],
 )
-def test_connections_that_make_no_sense_or_are_cut(child: Child, content: bytes) -> None:
+def test_malformed_and_interrupted_connections(child: Child, content: bytes) -> None:
     for _ in range(5):
         _raw(child, content).close()
     with closing(_raw(child, content)):
@@ -375,14 +375,14 @@ NO_NUMBERS = [-1, 0, -(1 << 31), -(1 << 63), 10**9, 1 << 31, 1 << 63, 1 << 64, 1
 @pytest.mark.parametrize(
     "name", ["n", "best_of", "logprobs", "top_logprobs", "n_discard", "n_keep", "n_probs"]
 )
-def test_numbers_out_of_bounds_are_refused_before_anything_is_made_for_them(child: Child, name: str) -> None:
-    """As negative sizes and unbounded numbers of answers have ended other servers."""
+def test_numbers_out_of_bounds_are_refused_early(child: Child, name: str) -> None:
+    """Negative sizes and unbounded counts have crashed other servers."""
     for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
         for number in NO_NUMBERS:
             begun = time.monotonic()
             body = {"model": "base", "max_tokens": 1, **prompt, name: number}
             status, answer = child.ask(body, f"/v1/{path}")
-            # Python's 1 and 0, which ask for what is done anyway.
+            # Python's 1 and 0 equal True and False, which ask for the default.
             is_same = number is True if name == "best_of" else number == 0 and name.endswith("logprobs")
             assert status == (200 if is_same else 400), (path, number, answer)
             assert time.monotonic() - begun < 5
@@ -398,9 +398,7 @@ def test_numbers_out_of_bounds_are_refused_before_anything_is_made_for_them(chil
         ("seed", (-1, 0, -(1 << 31), -(1 << 63), 1 << 31, 1 << 63, 10**9, 1 << 64, 10**90)),
     ],
 )
-def test_numbers_that_have_no_upper_bound_make_nothing_larger(
-    child: Child, name: str, taken: tuple[int, ...]
-) -> None:
+def test_unbounded_numbers_have_no_effect_on_size(child: Child, name: str, taken: tuple[int, ...]) -> None:
     prompt = [5] * (CONTEXT - 3)
     for number in NO_NUMBERS:
         body = {"model": "base", "messages": HELLO, "max_tokens": 3, "temperature": 0}
@@ -424,7 +422,7 @@ def test_numbers_that_have_no_upper_bound_make_nothing_larger(
         (str(1 << 63),), (str(1 << 64),), (str(10**9),), ("64", "65"), ("0", "64"),
     ],
 )  # fmt: skip
-def test_a_length_that_is_none_or_lies_is_refused_at_once(child: Child, lengths: tuple[str, ...]) -> None:
+def test_invalid_content_lengths_are_refused_at_once(child: Child, lengths: tuple[str, ...]) -> None:
     head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head += [f"Content-Length: {length}" for length in lengths]
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1, "temperature": 0})
@@ -437,7 +435,7 @@ def test_a_length_that_is_none_or_lies_is_refused_at_once(child: Child, lengths:
 
 
 @pytest.mark.parametrize("more", [1, 1000])
-def test_of_a_body_that_is_shorter_than_its_length_nothing_is_made(child: Child, more: int) -> None:
+def test_a_body_shorter_than_its_length_is_not_answered(child: Child, more: int) -> None:
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1}).encode()
     with closing(_raw(child, _head(len(body) + more) + body)) as connection:
         connection.settimeout(5)
@@ -445,23 +443,23 @@ def test_of_a_body_that_is_shorter_than_its_length_nothing_is_made(child: Child,
         assert b'"choices"' not in connection.recv(1 << 16)
 
 
-def test_what_comes_after_a_body_is_another_request_with_its_own_checks(child: Child) -> None:
-    """A length that is too small hides nothing: what follows has no key, no name and no type of its own."""
+def test_bytes_after_a_body_are_checked_as_another_request(child: Child) -> None:
+    """Bytes after a body are checked as a request of their own: they have no key, host or type."""
     body = json.dumps({"model": "base", "prompt": "a", "max_tokens": 1}).encode()
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"
     with closing(_raw(child, _head(len(body)) + body + hidden)) as connection:
         connection.settimeout(5)
-        told = b""
-        while b"wrong_host" not in told:
-            told += connection.recv(1 << 16)
-    assert told.count(b"HTTP/1.1 200 ") == 1 and told.count(b"HTTP/1.1 403 ") == 1
+        output = b""
+        while b"wrong_host" not in output:
+            output += connection.recv(1 << 16)
+    assert output.count(b"HTTP/1.1 200 ") == 1 and output.count(b"HTTP/1.1 403 ") == 1
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     both = _head(4).replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
     with closing(_raw(child, both + chunks)) as connection:
         connection.settimeout(5)
-        told = connection.recv(1 << 16)
-    # Either is refused, or the chunks count; the rest is no request.
-    assert told.count(b"HTTP/1.1 ") == 1
+        output = connection.recv(1 << 16)
+    # Either the request is refused, or the chunks count; the rest is not a request.
+    assert output.count(b"HTTP/1.1 ") == 1
 
 
 INJECTED = [
@@ -481,9 +479,9 @@ def test_a_template_in_a_message_is_text(child: Child, text: str) -> None:
     tokenizer = make_tokenizer()
     for role in ("system", "user", "assistant"):
         messages = [{"role": role, "content": text}, *HELLO]
-        asked = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": messages}
-        status, answer = child.ask(asked, "/v1/chat/completions")
-        # What the template of the test writes, of which only its own names of control tokens are some.
+        body = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": messages}
+        status, answer = child.ask(body, "/v1/chat/completions")
+        # The rendered prompt; only the control tokens of the template itself are control tokens.
         written = [f"{each['role']}\n{each['content']}" for each in messages]
         count = sum(3 + len(tokenizer.encode(each)) for each in written)
         count += 1 + len(tokenizer.encode("assistant\n"))
@@ -493,7 +491,7 @@ def test_a_template_in_a_message_is_text(child: Child, text: str) -> None:
 @pytest.mark.parametrize(
     "name", ["chat_template", "template", "jinja", "documents", "continue_final_message"]
 )
-def test_no_client_brings_a_template(child: Child, name: str) -> None:
+def test_clients_cannot_set_a_template(child: Child, name: str) -> None:
     body = {"model": "base", "messages": HELLO, name: "{{ 7 * 7 }}"}
     status, answer = child.ask(body, "/v1/chat/completions")
     assert status == 400 and answer["error"]["code"] == "unknown_parameter"
@@ -510,7 +508,7 @@ def test_no_client_brings_a_template(child: Child, name: str) -> None:
         {"messages[0]": INJECTED[3]},
     ],
 )
-def test_variables_of_a_template_change_none_of_its_own(child: Child, given: dict[str, Any]) -> None:
+def test_template_variables_cannot_override_its_own(child: Child, given: dict[str, Any]) -> None:
     body = {"model": "base", "messages": HELLO, "max_tokens": 5, "temperature": 0}
     _, plain = child.ask(body, "/v1/chat/completions")
     status, answer = child.ask({**body, "chat_template_kwargs": given}, "/v1/chat/completions")
@@ -520,41 +518,41 @@ def test_variables_of_a_template_change_none_of_its_own(child: Child, given: dic
         assert status == 200 and answer["choices"] == plain["choices"]
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody(child: Child) -> None:
+def test_a_slow_reader_delays_nobody(child: Child) -> None:
     with closing(_raw(child, _request({**LONG, "stream": True}))):
         assert child.ask({"model": "base", "prompt": "a", "max_tokens": 5})[0] == 200
 
 
-def test_a_template_that_never_ends_is_that_clients_problem(child: Child) -> None:
-    asked = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
-    status, answer = child.ask(asked, "/v1/chat/completions")
+def test_an_endless_template_only_affects_its_client(child: Child) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    status, answer = child.ask(body, "/v1/chat/completions")
     assert status == 400 and "chat template takes more than" in answer["error"]["message"]
-    assert child.ask({**asked, "messages": HELLO}, "/v1/chat/completions")[0] == 200
+    assert child.ask({**body, "messages": HELLO}, "/v1/chat/completions")[0] == 200
 
 
-def test_a_slow_template_holds_up_no_completion(child: Child) -> None:
+def test_a_slow_template_delays_no_completion(child: Child) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(child.ask, chat, "/v1/chat/completions") for _ in range(4)]
+        chats = [pool.submit(child.ask, chat, "/v1/chat/completions") for _ in range(4)]
         time.sleep(0.1)
         begun = time.monotonic()
         assert child.ask({"model": "base", "prompt": "a", "max_tokens": 1})[0] == 200
-        assert time.monotonic() - begun < 0.5 and not asked[-1].done()
-        assert [each.result()[0] for each in asked] == [400] * 4
+        assert time.monotonic() - begun < 0.5 and not chats[-1].done()
+        assert [each.result()[0] for each in chats] == [400] * 4
 
 
-def test_who_leaves_while_others_are_read_is_not_read_at_all(child: Child) -> None:
+def test_requests_of_disconnected_clients_are_not_parsed(child: Child) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
     for _ in range(20):
         _raw(child, _request(chat, b"/v1/chat/completions")).close()
     begun = time.monotonic()
     assert child.ask({**chat, "messages": HELLO}, "/v1/chat/completions")[0] == 200
-    # Each of them would have taken half a second.
+    # Each template would have taken half a second.
     assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_what_is_far_too_long_is_refused_before_it_is_read(child: Child, many: bool) -> None:
+def test_far_too_long_prompts_are_refused_before_tokenization(child: Child, many: bool) -> None:
     messages = (
         [{"role": "user", "content": "a"}] * 10_000 if many else [{"role": "user", "content": "a" * 400_000}]
     )
@@ -569,7 +567,7 @@ SYSTEM = [{"role": "system", "content": "a long secret of a client " * 8}]
 
 
 def _cached(server: Child, messages: list[Any], key: str = "none", **fields: Any) -> tuple[int, int, str]:
-    """Tokens of a prompt that weren't computed again, all of them, and the answer."""
+    """Return the cached tokens of a prompt, all of its tokens, and the completion."""
     chat = server.client(key).chat.completions.create(
         model="base", messages=messages, max_tokens=12, temperature=0, extra_body=fields
     )
@@ -581,23 +579,23 @@ def _next_turn(messages: list[Any], answer: str) -> list[Any]:
     return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
 
 
-def test_nobody_is_faster_for_what_another_key_has_asked() -> None:
+def test_cached_prompts_are_not_shared_between_keys() -> None:
     messages = [*SYSTEM, *HELLO]
     with served(key="first,second") as server:
         cached, tokens, answer = _cached(server, messages, "first")
         assert cached == 0 and tokens > 100
         assert _cached(server, messages, "second")[0] == 0
-        # One's own are all there but for the last token, whose logits are the answer's first.
+        # All of one's own tokens are cached, except the last one, whose logits give the first new token.
         assert _cached(server, messages, "first")[0] == tokens - 1
         assert _cached(server, _next_turn(messages, answer), "second")[0] >= tokens
-        # A service with one key for many users names them.
+        # A service that uses one key for many users names the user.
         for name in ("user", "prompt_cache_key", "cache_salt"):
             assert _cached(server, messages, "first", **{name: "ada"})[0] == 0
             assert _cached(server, messages, "first", **{name: "eve"})[0] == 0
             assert _cached(server, messages, "first", **{name: "eve"})[0] == tokens - 1
 
 
-def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else_does(
+def test_without_keys_a_conversation_reuses_only_its_own_tokens(
     child: Child,
 ) -> None:
     messages = [{"role": "system", "content": "another secret " * 12}, *HELLO]
@@ -605,7 +603,7 @@ def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else
     for guess in (messages, [*messages[:1], {"role": "user", "content": "?"}], _next_turn(messages, "no")):
         assert _cached(child, guess)[0] == 0
     _, tokens, answer = _cached(child, messages)
-    # Who has seen the answer repeats it.
+    # A client that has received the answer can repeat it.
     cached, _, second = _cached(child, _next_turn(messages, answer))
     assert cached >= tokens
     assert _cached(child, _next_turn(_next_turn(messages, answer), second))[0] > cached
@@ -615,14 +613,14 @@ def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else
 
 
 @pytest.mark.parametrize("name", ["user", "prompt_cache_key", "cache_salt"])
-def test_a_cache_key_is_a_text(child: Child, name: str) -> None:
+def test_a_cache_key_is_a_string(child: Child, name: str) -> None:
     for value in (3, ["a"], {}):
         status, answer = child.ask({"model": "base", "prompt": "a", name: value})
         assert status == 400 and answer["error"]["param"] == name
     assert child.ask({"model": "base", "prompt": "a", name: "x" * 50_000})[0] == 200
 
 
-def test_a_page_of_the_web_that_calls_itself_this_server(child: Child) -> None:
+def test_a_web_page_with_another_host_name_is_refused(child: Child) -> None:
     with closing(http.client.HTTPConnection(child.host, child.port, timeout=10)) as connection:
         connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
         answer = connection.getresponse()
@@ -635,7 +633,7 @@ def _judged(server: Child, **fields: object) -> tuple[int, str]:
     return status, answer["error"]["message"] if "error" in answer else ""
 
 
-def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
+def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     with served(feedback=path) as server:
         client = server.client()
@@ -650,23 +648,23 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
         assert (first["model"], first["messages"], first["correction"]) == ("tuned", HELLO, "Hello!")
         assert first["answer"] == chat.choices[0].message.content and first["adapter"] != second["adapter"]
         assert (second["prompt"], second["rating"], second["settings"]["seed"]) == ("a cat", "bad", 3)
-        for fields, status, told in (
-            ({"id": chat.id, "rating": "good"}, 409, "was given before"),
-            ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no answer 'chatcmpl-1'"),
+        for fields, status, output in (
+            ({"id": chat.id, "rating": "good"}, 409, "was already given"),
+            ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no completion 'chatcmpl-1'"),
             ({"id": id, "rating": "fine"}, 400, "must be good or bad"),
             ({"id": id, "rating": "good", "correction": "a"}, 400, "one of them"),
             ({"id": id}, 400, "one of them"),
             ({"id": id, "correction": "  "}, 400, "is empty"),
-            ({"id": id, "correction": "a" * 100_000}, 400, "at most 65536 are taken"),
-            ({"id": id, "correction": 5}, 400, "must be a text"),
+            ({"id": id, "correction": "a" * 100_000}, 400, "at most 65536 are allowed"),
+            ({"id": id, "correction": 5}, 400, "must be a string"),
             ({"rating": "good"}, 400, "must be the id"),
-            ({"id": id, "index": -1, "rating": "good"}, 400, "a whole number"),
+            ({"id": id, "index": -1, "rating": "good"}, 400, "an integer"),
             ({"id": id, "file": "/etc/passwd"}, 400, "unknown field"),
         ):
-            found = _judged(server, **fields)
-            assert found[0] == status and told in found[1], found
+            result = _judged(server, **fields)
+            assert result[0] == status and output in result[1], result
         assert len(path.read_text().splitlines()) == 2
-        # The storage refuses: answers go on.
+        # Completions continue if the storage fails.
         path.unlink()
         path.mkdir()
         for _ in range(2):
@@ -675,19 +673,19 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
         path.rmdir()
         assert _judged(server, id=id, rating="good") == (200, "")
         server.process.send_signal(signal.SIGTERM)
-        said = server.process.communicate()[0]
-        assert said.count("feedback can't be kept") == 1
+        output = server.process.communicate()[0]
+        assert output.count("feedback cannot be stored") == 1
 
 
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
-    status, told = _judged(child, id="cmpl-1", rating="good")
-    assert status == 404 and "without --feedback FILE" in told
+    status, output = _judged(child, id="cmpl-1", rating="good")
+    assert status == 404 and "without --feedback FILE" in output
     with pytest.raises(openai.NotFoundError, match="--learn"):
         child.client().get("/adapters", cast_to=object)
     assert child.ask({}, "/v1/adapters/back")[0] == 404
 
 
-def test_a_key_and_an_end_by_a_signal() -> None:
+def test_a_key_and_shutdown_by_a_signal() -> None:
     with served(SLOW, key="secret") as server:
         assert server.health()
         assert [model.id for model in server.client("secret").models.list()] == ["base", "tuned"]
@@ -700,7 +698,7 @@ def test_a_key_and_an_end_by_a_signal() -> None:
         assert server.process.wait(15) == 0
 
 
-def test_a_terminal_that_is_closed_ends_it_in_order() -> None:
+def test_closing_the_terminal_shuts_it_down() -> None:
     with served(SLOW) as server:
         assert server.health()
         server.process.send_signal(signal.SIGHUP)
@@ -711,7 +709,7 @@ def test_executorchs_own_conformance_test(child: Child) -> None:
     import executorch
 
     contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"
-    # It asks for tools, which no server has that doesn't constrain what a model writes.
+    # This example needs tools, which need constrained generation.
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
              f"{contract}::test_tool_call_response_shape", "-k", "not tool_call"]  # fmt: skip
     environment = {**os.environ, "OPENAI_BASE_URL": child.url, "OPENAI_MODEL": "base"}

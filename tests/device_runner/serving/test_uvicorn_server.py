@@ -1,4 +1,4 @@
-"""Clients that don't say what they want: connections without a request, bodies that never come."""
+"""Tests of clients that send no request, or bodies that never end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokeni
 from tests.refusals import raises
 
 
-def test_a_free_port_and_one_that_is_taken() -> None:
+def test_a_free_and_a_used_port() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.format_address(listener)
         port = int(address.removeprefix("127.0.0.1:"))
@@ -37,13 +37,13 @@ Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]
 
 
 def served(*clients: Client) -> list[bytes]:
-    """What each client gets of a server in this process; the clients come one after another, and stay."""
+    """Return what each client receives from a server in this process; clients connect in turn, and stay."""
 
     async def serve() -> list[bytes]:
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
         with listening.listening("127.0.0.1", 0) as listener, worker:
-            made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
-            server = listening.Server(made, worker)
+            application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
+            server = listening.Server(application, worker)
             serving = asyncio.create_task(server.serve([listener]))
             address = listener.getsockname()[:2]
             opened = []
@@ -51,16 +51,16 @@ def served(*clients: Client) -> list[bytes]:
                 reader, writer = await asyncio.open_connection(*address)
                 opened.append(asyncio.create_task(client(reader, writer)))
                 await asyncio.sleep(0.05)
-            found = await asyncio.wait_for(asyncio.gather(*opened), 20)
+            result = await asyncio.wait_for(asyncio.gather(*opened), 20)
             server.should_exit = True
             await serving
-            return found
+            return result
 
     return asyncio.run(serve())
 
 
 def sends(*parts: bytes) -> Client:
-    """A client that sends parts, one after the other, and reads to the end."""
+    """Run a client that sends parts, one after the other, and reads to the end."""
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         with suppress(ConnectionError):
@@ -79,32 +79,32 @@ def test_a_connection_without_a_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, begun: bytes, before: tuple[bytes, ...]
 ) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
-    (found,) = served(sends(*before, begun))
-    assert found == b"reset" or found.count(b"200 OK") == len(before)
+    (result,) = served(sends(*before, begun))
+    assert result == b"reset" or result.count(b"200 OK") == len(before)
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_arrives_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
     drip = [HEALTH[number : number + 1] for number in range(20)]
     assert b"200" not in served(sends(*drip))[0]
 
 
-def test_a_body_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 0.5)
     head = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    (found,) = served(sends(head + b"Content-Length: 999\r\n\r\n", *[b"a"] * 6))
-    assert found == b"reset" or b" 404 " in found
+    (result,) = served(sends(head + b"Content-Length: 999\r\n\r\n", *[b"a"] * 6))
+    assert result == b"reset" or b" 404 " in result
 
 
-def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(listening, "SECONDS_TO_BEGIN", 3)
     waiting = [sends(b"GET /health HTTP/1.1\r\n") for _ in range(5)]
-    *idle, asked = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-    assert b"200 OK" in asked and not any(b"200" in each for each in idle)
+    *idle, answered = served(*waiting, sends(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
+    assert b"200 OK" in answered and not any(b"200" in each for each in idle)
 
 
-def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "SECONDS_TO_READ", 0.3)
     ended = asyncio.Event()
 
@@ -117,8 +117,8 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def stall() -> None:
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
-        made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
-        server = listening.Server(made, worker)
+        application = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
+        server = listening.Server(application, worker)
         connection: Any = server.config.http
         protocol = connection(server.config, server.server_state, {})
         protocol.connection_made(Transport())
@@ -135,23 +135,25 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\r\n\r\n", b"GET /health\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]
 )
-def test_what_is_no_http_is_told_so_as_openai_does(garbage: bytes) -> None:
-    (found,) = served(sends(garbage))
-    head, _, body = found.partition(b"\r\n\r\n")
-    assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is no HTTP request"
+def test_invalid_http_gets_an_error_in_openais_form(garbage: bytes) -> None:
+    (result,) = served(sends(garbage))
+    head, _, body = result.partition(b"\r\n\r\n")
+    assert b" 400 " in head and json.loads(body)["error"]["message"] == "this is not an HTTP request"
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("path", [b"/nothing", b"/v1/completions"])
-def test_garbage_in_a_body_is_the_end(caplog: pytest.LogCaptureFixture, path: bytes, is_late: bool) -> None:
+def test_garbage_in_a_body_closes_the_connection(
+    caplog: pytest.LogCaptureFixture, path: bytes, is_late: bool
+) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
-    (found,) = served(sends(head, b"zz\r\n") if is_late else sends(head + b"zz\r\n"))
-    assert found == b"reset" or b" 400 " in found or b" 404 " in found
+    (result,) = served(sends(head, b"zz\r\n") if is_late else sends(head + b"zz\r\n"))
+    assert result == b"reset" or b" 400 " in result or b" 404 " in result
     assert not caplog.records
 
 
-def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SECONDS", 0.1)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
@@ -170,7 +172,7 @@ def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         served = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         asyncio.run(served(scope, receive, send))
     assert sent[0]["status"] == 408
-    assert "didn't come within" in json.loads(sent[1]["body"])["error"]["message"]
+    assert "did not arrive within" in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def need_ipv6() -> None:
@@ -187,7 +189,7 @@ def test_addresses_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_answers_to(host: str) -> None:
+def test_the_printed_address_of_a_wildcard_is_accepted(host: str) -> None:
     if host == "::":
         need_ipv6()
     with listening.listening(host, 0) as listener:
@@ -195,6 +197,6 @@ def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_ans
         assert listening.format_address(listener) == f"localhost:{port}"
 
 
-def test_an_empty_address_is_none() -> None:
+def test_an_empty_address_is_refused() -> None:
     with pytest.raises(RunError), listening.listening("", 0):
         pass

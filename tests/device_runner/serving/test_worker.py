@@ -1,4 +1,4 @@
-"""The thread that asks the engine: how much it takes in, and what happens to that at its end."""
+"""Tests of the engine's thread: the limit of its queue, and what happens to requests at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.models import Models
-from device_runner.serving.worker import BusyError, Told, Worker
+from device_runner.serving.worker import BusyError, GenerationEvent, Worker
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
@@ -38,87 +38,87 @@ class Broken(NumpyGenerationEngine):
         raise ZeroDivisionError("a mistake")
 
 
-def ended(told: Queue[Told]) -> tuple[str, Ticket]:
-    """All pieces of an answer's text, and its ticket."""
+def ended(told: Queue[GenerationEvent]) -> tuple[str, Ticket]:
+    """Return a completion's whole text, and its ticket."""
     text = ""
     while isinstance(piece := told.get(timeout=10), str):
         text += piece
     return text, piece
 
 
-def test_texts_and_the_ticket_are_told_in_order() -> None:
-    told: Queue[Told] = Queue()
+def test_text_and_the_ticket_arrive_in_order() -> None:
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4) as worker:
         for tokens in ((1, 5), (1, 9)):
-            worker.submit([(request(*tokens), told.put)])
-            text, ticket = ended(told)
+            worker.submit([(request(*tokens), output.put)])
+            text, ticket = ended(output)
             assert ticket.wait(0).text == text
             (alone,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request(*tokens)])
             assert alone.text == text
 
 
-def test_it_takes_all_answers_of_a_request_or_none() -> None:
-    told: Queue[Told] = Queue()
+def test_all_completions_of_a_request_are_accepted_or_none() -> None:
+    output: Queue[GenerationEvent] = Queue()
     worker = Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3)
     with worker:
-        tickets = worker.submit([(request(most=3000), told.put)] * 2)
+        tickets = worker.submit([(request(most=3000), output.put)] * 2)
         with pytest.raises(BusyError, match="3"):
-            worker.submit([(request(), told.put)] * 2)
+            worker.submit([(request(), output.put)] * 2)
         with raises(DataError, "prompt-empty"):
-            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+            worker.submit([(Request(Prompt(()), make_adapter()), output.put)])
         worker.cancel(tickets)
-        assert {ended(told)[1].wait(0).reason for _ in tickets} == {"cancelled"}
-        worker.submit([(request(), told.put)] * 3)
-        assert {ended(told)[1].wait(0).reason for _ in range(3)} == {"length"}
+        assert {ended(output)[1].wait(0).reason for _ in tickets} == {"cancelled"}
+        worker.submit([(request(), output.put)] * 3)
+        assert {ended(output)[1].wait(0).reason for _ in range(3)} == {"length"}
     assert not worker.alive
     with pytest.raises(BusyError):
-        worker.submit([(request(), told.put)])
+        worker.submit([(request(), output.put)])
 
 
-def test_at_its_end_nobody_waits_any_more() -> None:
-    told: Queue[Told] = Queue()
+def test_at_its_end_all_tickets_end() -> None:
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 3) as worker:
-        worker.submit([(request(most=3000), told.put)])
+        worker.submit([(request(most=3000), output.put)])
     with raises(EngineError, "server-ends"):
-        ended(told)[1].wait(0)
+        ended(output)[1].wait(0)
 
 
-def test_a_mistake_ends_it_and_is_not_hidden() -> None:
-    told: Queue[Told] = Queue()
+def test_an_unexpected_error_ends_it_and_is_raised() -> None:
+    output: Queue[GenerationEvent] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
-        worker.submit([(request(), told.put)])
+        worker.submit([(request(), output.put)])
         with raises(EngineError, "server-ends"):
-            ended(told)[1].wait(0)
+            ended(output)[1].wait(0)
         assert not worker.alive
 
 
-def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> None:
+def test_it_reports_when_it_becomes_busy_and_idle() -> None:
     seen: list[bool] = []
-    told: Queue[Told] = Queue()
+    output: Queue[GenerationEvent] = Queue()
     with Worker(Generator(NumpyGenerationEngine(context=4000), TOKENIZER), 4, seen.append) as worker:
-        first = worker.submit([(request(most=3000), told.put)])
-        second = worker.submit([(request(most=3000), told.put)])
+        first = worker.submit([(request(most=3000), output.put)])
+        second = worker.submit([(request(most=3000), output.put)])
         worker.cancel(first)
-        assert ended(told)[1] in first and seen == [True]
+        assert ended(output)[1] in first and seen == [True]
         worker.cancel(second)
-        assert ended(told)[1] in second and seen == [True, False]
+        assert ended(output)[1] in second and seen == [True, False]
         with raises(DataError, "prompt-empty"):
-            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+            worker.submit([(Request(Prompt(()), make_adapter()), output.put)])
         assert seen == [True, False]
-        worker.submit([(request(), told.put)])
-        ended(told)
+        worker.submit([(request(), output.put)])
+        ended(output)
         assert seen == [True, False] * 2
 
 
-def test_what_learns_waits_from_a_request_to_the_end_of_its_answer() -> None:
+def test_learning_is_paused_from_a_request_to_its_completion() -> None:
     seen: list[int] = []
     learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: seen.append(is_answering or -1))
     models = Models({"base": make_adapter()}, TOKENIZER)
     with Worker(Generator(NumpyGenerationEngine(), TOKENIZER), 4, learning.pause) as worker:
         client = TestClient(make_app(models, worker, Access(), learning=learning), "http://localhost")
         for prompt, status in (("a", 200), ("word " * 1000, 400), ("b", 200)):
-            asked = {"model": "base", "prompt": prompt, "max_tokens": 3}
-            assert client.post("/v1/completions", json=asked).status_code == status
+            parsed = {"model": "base", "prompt": prompt, "max_tokens": 3}
+            assert client.post("/v1/completions", json=parsed).status_code == status
     waits = list(accumulate(seen))
-    # Of an answer, twice, until the worker has it, and then once.
+    # Paused twice until the worker has the request, and then once.
     assert waits == [1, 2, 1, 0, 1, 0, 1, 2, 1, 0]

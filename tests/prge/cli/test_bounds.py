@@ -1,4 +1,4 @@
-"""Every number that a verb takes has bounds, and what is outside of them is told with its flag."""
+"""Every numeric setting of a verb has bounds, and errors name the flag of a value out of bounds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from tests.refusals import raises
 
 
 def settings_types() -> Iterator[type[Any]]:
-    """The settings that the modules of the verbs read."""
+    """Yield the settings classes of the verbs' modules."""
     for verb in VERBS.values():
-        for _, kind in inspect.getmembers(importlib.import_module(verb.module), inspect.isclass):
-            if dataclasses.is_dataclass(kind) and kind.__name__.endswith(("Settings", "Config")):
-                yield kind
+        for _, settings_type in inspect.getmembers(importlib.import_module(verb.module), inspect.isclass):
+            if dataclasses.is_dataclass(settings_type) and settings_type.__name__.endswith(
+                ("Settings", "Config")
+            ):
+                yield settings_type
 
 
-def is_number(kind: Any) -> bool:
-    return kind in (int, float) or any(map(is_number, typing.get_args(kind)))
+def is_number(settings_type: Any) -> bool:
+    return settings_type in (int, float) or any(map(is_number, typing.get_args(settings_type)))
 
 
 def test_every_number_of_every_verb_has_bounds() -> None:
     numbers = {
         name
-        for kind in settings_types()
-        for name, hint in typing.get_type_hints(kind).items()
+        for settings_type in settings_types()
+        for name, hint in typing.get_type_hints(settings_type).items()
         if is_number(hint)
     }
     assert len(numbers) > 50
@@ -66,7 +68,7 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--batch-size 1000000000", "--batch-size is 1000000000, must be at most 1048576"),
         (
@@ -84,21 +86,21 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
         ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),
     ],
 )
-def test_numbers_out_of_bounds(words: str, told: str) -> None:
+def test_numbers_out_of_bounds(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_settings(RunSettings, [*REQUIRED, *words.split()], "prge run")
     (problem,) = caught.value.problems
-    assert told in problem
+    assert message in problem
     assert len(problem) < 300
 
 
-def test_settings_that_were_made_without_a_command_line() -> None:
+def test_settings_created_without_a_command_line() -> None:
     with raises(ConfigError, "settings-unusable", saying="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 
 
 def test_the_defaults_are_within_their_bounds() -> None:
-    for kind in settings_types():
-        for item in dataclasses.fields(kind):
+    for settings_type in settings_types():
+        for item in dataclasses.fields(settings_type):
             if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
-                assert not BOUNDS[item.name].problem(item.default), (kind, item.name)
+                assert not BOUNDS[item.name].problem(item.default), (settings_type, item.name)

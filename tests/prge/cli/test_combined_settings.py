@@ -1,4 +1,4 @@
-"""Settings of a verb that runs another verb: the fields of both on one command line."""
+"""Combined settings of a verb that runs another verb."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parsed(*words: str) -> Any:
     return parse_settings(BOTH, words, "prge there")
 
 
-def test_fields_of_both_are_given_together() -> None:
+def test_fields_of_both_parts_share_a_command_line() -> None:
     given = parsed("--bundle", "b", "--prompt", "x", "--wait", "--stop", "a", "c")
     assert shared_values(_Flags, given) == {"folder": "/there", "wait": True}
     own = shared_values(_Verb, given)
@@ -66,12 +66,12 @@ def test_fields_of_both_are_given_together() -> None:
     assert _Verb(**own) == _Verb(Path("b"), prompt="x", stop=["a", "c"])
 
 
-def test_what_types_and_classes_say_of_fields_still_holds() -> None:
+def test_types_and_checks_of_the_parts_hold() -> None:
     assert output_settings(BOTH) == {"json": Output.FILE}
     with pytest.raises(ConfigError) as caught:
         parsed("--port", "2")
-    told = str(caught.value)
-    assert "--port is no flag of this verb" in told and "--bundle is missing: a path" in told
+    message = str(caught.value)
+    assert "--port is no flag of this verb" in message and "--bundle is missing: a path" in message
     with raises(ConfigError, "settings-unusable", saying="--prompt"):
         parsed("--bundle", "b")
 
@@ -79,7 +79,7 @@ def test_what_types_and_classes_say_of_fields_still_holds() -> None:
 def test_help_shows_the_fields_in_the_groups_of_their_classes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
-    told = capsys.readouterr().out
-    assert told.startswith("usage: prge there [flags]\n\nDo it there.\n\nDo it here:\n  --bundle PATH")
-    assert "\nThere:\n  --folder TEXT               The folder there. (default: /there)\n  --wait" in told
-    assert "A folder here" not in told and "--port" not in told
+    message = capsys.readouterr().out
+    assert message.startswith("usage: prge there [flags]\n\nDo it there.\n\nDo it here:\n  --bundle PATH")
+    assert "\nThere:\n  --folder TEXT               The folder there. (default: /there)\n  --wait" in message
+    assert "A folder here" not in message and "--port" not in message

@@ -1,4 +1,4 @@
-"""Tab completion as a real bash asks for it: verbs, flags and values of the settings, and nothing runs."""
+"""Tab completion in a real bash: verbs, flags and values, without running a verb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiers import second_tier
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
 
-# What readline does: the words of the line, the last one begun, and the function that `complete` registered.
+# Does what readline does: passes the words of the line, the last one incomplete, to the registered function.
 _TAB = """
 eval "$(register-python-argcomplete prge)"
 [[ "$(complete -p prge)" == *"-o default"*_python_argcomplete* ]] || exit 9
@@ -29,7 +29,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture
 def tab(tmp_path: Path) -> object:
-    """What a line is completed to, in a folder with a `prge` of this code on the way."""
+    """Return the completions of a line in a bash whose PATH has a `prge` of this code."""
     command = tmp_path / "bin" / "prge"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m prge.cli.main "$@"\n', encoding="utf-8")
@@ -48,7 +48,7 @@ def tab(tmp_path: Path) -> object:
                 "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
             },
         )
-        assert [path.name for path in tmp_path.iterdir()] == ["bin"]  # nothing has run
+        assert [path.name for path in tmp_path.iterdir()] == ["bin"]  # no verb has run
         return set(done.stdout.split())
 
     return press

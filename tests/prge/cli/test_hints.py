@@ -1,4 +1,4 @@
-"""What people type who come from other tools: errors name what it is called here, all of it at once."""
+"""Names of other tools: errors say which setting or verb of prge to use, for all of them at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SETTINGS = (
 )
 
 
-def problems(kind: type[Settings], *words: str, positional: tuple[str, ...] = ()) -> list[str]:
+def problems(settings_type: type[Settings], *words: str, positional: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(kind, words, "prge", positional)
+        parse_settings(settings_type, words, "prge", positional)
     return caught.value.problems
 
 
 @pytest.mark.parametrize(
-    ("word", "ours"),
+    ("word", "actual"),
     [
         ("--lr", "--learning-rate"),
         ("--dataset", "--data"),
@@ -52,13 +52,13 @@ def problems(kind: type[Settings], *words: str, positional: tuple[str, ...] = ()
         ("--LR", "--learning-rate"),
     ],
 )
-def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> None:
-    told = problems(TuneSettings, word, "1", "--data", "d", "--model", "m", "--out", "o")
-    assert told == [f"{word} is no flag of this verb; here it is {ours}"]
+def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -> None:
+    message = problems(TuneSettings, word, "1", "--data", "d", "--model", "m", "--out", "o")
+    assert message == [f"{word} is no flag of this verb; here it is {actual}"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "word", "told"),
+    ("settings_type", "word", "message"),
     [
         (RunSettings, "--dataset", "; here it is --train"),
         (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an optimizer"),
@@ -70,16 +70,16 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> 
         (TuneSettings, "--max_seq_lenght", "; did you mean --sequence-length?"),
         (TuneSettings, "--lerning_rate", "; did you mean --learning-rate?"),
         (ChatSettings, "--max_new_tokens", "; here it is --max-tokens"),
-        (RunSettings, "--model", ": it takes a --bundle, which `prge export` makes of a model"),
+        (RunSettings, "--model", ": this verb takes a --bundle, which `prge export` makes from"),
         (TuneSettings, "--zzzzz", ""),
     ],
 )
-def test_it_depends_on_the_verb(kind: type[RunSettings], word: str, told: str) -> None:
-    (told_first, *_) = problems(kind, word, "3")
-    assert told_first.startswith(f"{word} is no flag of this verb{told}")
+def test_hints_depend_on_the_verb(settings_type: type[RunSettings], word: str, message: str) -> None:
+    (told_first, *_) = problems(settings_type, word, "3")
+    assert told_first.startswith(f"{word} is no flag of this verb{message}")
 
 
-def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_problem() -> None:
+def test_all_problems_are_reported_once_with_missing_settings() -> None:
     words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
     assert problems(TuneSettings, *words.split(), positional=("data",)) == [
         "--lr is no flag of this verb; here it is --learning-rate",
@@ -92,7 +92,7 @@ def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_prob
     ]
 
 
-def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None:
+def test_a_missing_alternative_is_reported_with_required_settings() -> None:
     assert problems(TuneSettings) == [
         "--data is missing: a path or a list of paths",
         "--out is missing: a path",
@@ -102,11 +102,11 @@ def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None
     assert both == ["--model and --bundle: give one of them"]
 
 
-def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
+def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
     file = tmp_path / "axolotl.yaml"
     file.write_text("base_model: m\nlora_r: 8\nsequence_len: 512\n", encoding="utf-8")
-    told = problems(TuneSettings, "--config", str(file), "--data", "d", "--out", "o")
-    assert told == [
+    message = problems(TuneSettings, "--config", str(file), "--data", "d", "--out", "o")
+    assert message == [
         f"{file}: 'base_model' is no setting of this verb; here it is model",
         f"{file}: 'lora_r' is no setting of this verb; here it is rank",
         f"{file}: 'sequence_len' is no setting of this verb; here it is sequence_length",
@@ -114,11 +114,11 @@ def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["--data", "https://example.com/a.jsonl"],
-            "--data is a URL, 'https://example.com/a.jsonl': nothing is",
+            "--data is a URL, 'https://example.com/a.jsonl': prge doesn't",
         ),
         (["--data", "https://huggingface.co/datasets/a/b-c/tree/main"], "give the hub's name, a/b-c"),
         (
@@ -126,14 +126,14 @@ def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
             "--model is a URL, 'https://huggingface.co/a/b': give the hub",
         ),
         (["--data", "file:///x/rows.jsonl"], "give the path, /x/rows.jsonl"),
-        (["--task", "https://huggingface.co/a/b"], "nothing is read from one; download it"),
+        (["--task", "https://huggingface.co/a/b"], "prge doesn't read from URLs; download it"),
         (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
     ],
 )
-def test_a_url_is_refused_as_it_was_typed(words: list[str], told: str) -> None:
+def test_a_url_is_refused_as_it_was_typed(words: list[str], message: str) -> None:
     given = {"--data": "d", "--model": "m", "--out": "o", words[0]: words[1]}
     (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
-    assert told in problem
+    assert message in problem
 
 
 def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,22 +141,26 @@ def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
-def test_the_tables_know_no_name_that_is_no_setting_and_hide_none() -> None:
+def test_the_tables_name_only_settings_and_hide_none() -> None:
     tables = read_yaml(Path(habits.__file__).with_suffix(".yaml"))
     assert tables.keys() == {"settings", "told", "verbs"}
-    ours = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}
-    assert not [name for name in ours if not any(name in kind.__dataclass_fields__ for kind in SETTINGS)]
+    actual = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}
+    assert not [
+        name
+        for name in actual
+        if not any(name in settings_type.__dataclass_fields__ for settings_type in SETTINGS)
+    ]
     assert tables["verbs"].keys() <= VERBS.keys()
-    theirs = {
+    expected = {
         name: [word for words in table.values() for word in words.split()] for name, table in tables.items()
     }
-    assert all(suggest_setting(name, ours, flag)[1] for name in [*theirs["settings"], *theirs["told"]])
-    assert all(len(names) == len(set(names)) for names in theirs.values())
-    assert not set(theirs["verbs"]) & VERBS.keys()
+    assert all(suggest_setting(name, actual, flag)[1] for name in [*expected["settings"], *expected["told"]])
+    assert all(len(names) == len(set(names)) for names in expected.values())
+    assert not set(expected["verbs"]) & VERBS.keys()
 
 
 def test_a_newcomer_sees_the_hint_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--lr", "1e-4", "--dataset", "rows.jsonl", "--push-to-hub"]) == 2
-    out, told = capsys.readouterr()
-    assert out == "" and "Traceback" not in told
-    assert told.startswith("prge tune: error: 5 settings can't be used:\n  - --lr is no flag")
+    out, message = capsys.readouterr()
+    assert out == "" and "Traceback" not in message
+    assert message.startswith("prge tune: error: 5 settings can't be used:\n  - --lr is no flag")

@@ -1,4 +1,4 @@
-"""Settings that name what a verb reads: their types say it."""
+"""Input settings: the type of a setting says what the verb reads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Settings:
     """A number."""
 
 
-def test_a_type_tells_what_is_read() -> None:
+def test_a_type_names_its_input() -> None:
     assert input_settings(_Settings) == {
         "bundle": Input.BUNDLE,
         "train": Input.TRAIN_ROWS,

@@ -1,4 +1,4 @@
-"""Places that a verb writes: declared in its settings, and checked without a change."""
+"""Output settings: paths are checked before a verb begins, without changing anything."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Settings:
     """A file."""
 
 
-def test_a_type_tells_what_is_written() -> None:
+def test_a_type_names_its_output() -> None:
     assert output_settings(_Settings) == {"out": Output.FOLDER, "json": Output.FILE}
 
 
-def test_settings_name_places_that_can_be_written(tmp_path: Path) -> None:
+def test_writable_outputs_pass(tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("old")
     for json in (None, tmp_path / "there.json", tmp_path / "new" / "x.json", Path(os.devnull)):
         check_outputs(_Settings(tmp_path / "a" / "b", json=json))
@@ -53,12 +53,10 @@ def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path
 
 def test_a_pipe_is_not_opened_by_a_check(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    check_outputs(_Settings(tmp_path, json=tmp_path / "pipe"))  # opening it would never end
+    check_outputs(_Settings(tmp_path, json=tmp_path / "pipe"))  # opening it would block
 
 
-def test_settings_are_printed_whatever_their_places_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_does_not_check_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(_Settings, ["--out", str(tmp_path), "--json", str(tmp_path), "--print-config"], "prge")
     assert f"json: {tmp_path}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Settings: one dataclass gives flags, YAML keys and help, and every problem is told at once."""
+"""Settings: one dataclass defines flags, YAML keys and help, and all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.refusals import raises
 
 @dataclass(frozen=True)
 class Sample:
-    """A field of every kind that verbs use."""
+    """Has a field of every type that verbs use."""
 
     bundle: Path
     """Folder of the bundle."""
@@ -71,7 +71,7 @@ def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
     return caught.value.problems
 
 
-def test_flags_of_every_kind() -> None:
+def test_flags_of_every_type() -> None:
     settings = parse(
         *("--bundle", "b", "--learning-rate=1e-2", "--queries", "4", "--estimator", "one-sided"),
         *("--label-words", " terrible", " great", "--overwrite", "--out", "o", "--name", "123"),
@@ -137,12 +137,12 @@ ALONE = "stands alone: which flag does it belong to?"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        # A word after a flag that takes one value is not the bundle if that is given.
-        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote a value with spaces: --out 'o c'"]),
+        # A word after a flag with one value is not taken as the bundle if the bundle is given.
+        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote values with spaces: --out 'o c'"]),
         (["--bundle", "b", "--name", "Once", "upon", "a", "--queries", "3"], [
-            f"'upon' {ALONE} Quote a value with spaces: --name 'Once upon a'", f"'a' {ALONE}",
+            f"'upon' {ALONE} Quote values with spaces: --name 'Once upon a'", f"'a' {ALONE}",
         ]),
         (["b", "--queries", "3", "4"], [f"'4' {ALONE}"]),
         (["--bundle=b", "--", "c"], [f"'c' {ALONE}"]),
@@ -152,12 +152,12 @@ ALONE = "stands alone: which flag does it belong to?"
         (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
     ],
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_lost(words: list[str], told: list[str]) -> None:
-    found = problems(*words, positional=("bundle",))
-    assert [problem for problem in found if "must be" not in problem] == told
+def test_no_word_of_a_command_line_is_lost(words: list[str], message: list[str]) -> None:
+    result = problems(*words, positional=("bundle",))
+    assert [problem for problem in result if "must be" not in problem] == message
 
 
-def test_a_flag_that_is_given_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         parse("--bundle", "b", "--queries", "3", "--queries", "4", "--overwrite", "--no-overwrite").queries
         == 4
@@ -170,13 +170,13 @@ def test_a_flag_that_is_given_again_is_told(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
-def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> None:
+def test_a_list_that_took_the_value_of_another_setting(tmp_path: Path) -> None:
     words = ["--rows", "a.jsonl", str(tmp_path)]
     (problem,) = problems(*words, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
     for word in ("b", "b" * 5000, "b\0"):
-        told = problems("--label-words", "a", word, positional=("bundle",))
-        assert told == ["--bundle is missing: a path"]
+        message = problems("--label-words", "a", word, positional=("bundle",))
+        assert message == ["--bundle is missing: a path"]
 
 
 def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
         "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
         encoding="utf-8",
     )
-    told = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
-    assert told == [
+    message = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
+    assert message == [
         "--quieries is no flag of this verb; did you mean --queries?",
         "--name needs a value: a text",
         f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
@@ -243,7 +243,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"- a\n- b\n", "holds a list, not a mapping of settings"),
         (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
@@ -260,12 +260,12 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"3: x\n", "3 is no setting"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: bytes, told: str) -> None:
+def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
     assert problem.startswith(str(path))
-    assert told in problem
+    assert message in problem
 
 
 def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_checks_across_fields_are_the_dataclass_own() -> None:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """Settings of all kinds that name places."""
+    """Settings of all types that name paths."""
 
     STORED: ClassVar = "config.yaml"
 
@@ -293,8 +293,8 @@ class Everywhere:
     resume: Path | None = None
 
 
-def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are told at once, with what to type; those that the user gives, and those inside, are followed."""
+def test_paths_in_settings_of_a_foreign_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outside paths are reported at once, with what to type; inside paths and the user's own are used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "run"
@@ -305,8 +305,8 @@ def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytes
         f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
     )
     config.write_text(inside)
-    found = parse_settings(Everywhere, words, "prge")
-    assert found.rows == (folder / "a", Path("run/b")) and found.json == folder / "out.json"
+    result = parse_settings(Everywhere, words, "prge")
+    assert result.rows == (folder / "a", Path("run/b")) and result.json == folder / "out.json"
     outside = (
         f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
     )
@@ -343,7 +343,7 @@ def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytes
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What others have too."""
+    """Settings that verbs share."""
 
     threads: int | None = None
     """How many."""
@@ -351,7 +351,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Stored(Shared):
-    """Has presets, and is gone on with."""
+    """Has presets, and can be resumed."""
 
     STORED: ClassVar = "config.yaml"
     PRESETS: ClassVar = Path()
@@ -364,7 +364,7 @@ class Stored(Shared):
 
 def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
-    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is none that is used
+    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is not used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
     assert settings_from_mapping(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
     with raises(RunError, "not-a-run", saying="nowhere"):
@@ -373,7 +373,7 @@ def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Kept(Shared):
-    """Settings whose folder has some, once it was used."""
+    """Settings that are stored in a folder once it was used."""
 
     KEPT: ClassVar = "own.yaml"
 
@@ -387,8 +387,8 @@ def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
     with raises(ConfigError, "settings-unusable", saying="--rows"):
         parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
     write_settings(tmp_path / "own.yaml", "rows: there\nthreads: 2\n")
-    found = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
-    assert found == Kept(tmp_path, Path("there"), threads=3)
+    result = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
+    assert result == Kept(tmp_path, Path("there"), threads=3)
 
 
 def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +410,9 @@ def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.Monk
 def test_shared_settings_are_a_group_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(Stored, ["--help"], "prge stored")
-    told = capsys.readouterr().out
-    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and is gone on with.\n\nsettings:\n")
-    assert "\nWhat others have too:\n  --threads N                 How many.\n" in told
+    message = capsys.readouterr().out
+    assert message.startswith("usage: prge stored [flags]\n\nHas presets, and can be resumed.\n\nsettings:\n")
+    assert "\nSettings that verbs share:\n  --threads N                 How many.\n" in message
 
 
 def test_empty_file_sets_nothing(tmp_path: Path) -> None:
@@ -495,6 +495,6 @@ def test_bytes_may_have_a_unit(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_invalid_numbers_of_bytes(text: str) -> None:
     with raises(ConfigError, "settings-unusable", saying="--memory"):
         parse_settings(Bounded, [f"--memory={text}"], "prge")

@@ -1,4 +1,4 @@
-"""Verbs of a verb: the first word names one, and all are listed without a word."""
+"""Subcommands: the first word selects one, and without a word all are listed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_the_first_word_names_an_action_and_the_others_are_its() -> None:
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
 def test_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_action(words, ACTIONS, "prge phone", "About phones.") == 0
-    told = capsys.readouterr().out
-    assert "usage: prge phone <verb> [flags]" in told and "About phones." in told
-    assert "  push  bring things" in told
+    message = capsys.readouterr().out
+    assert "usage: prge phone <verb> [flags]" in message and "About phones." in message
+    assert "  push  bring things" in message
 
 
 def test_another_word_is_an_error_with_the_nearest() -> None:

@@ -1,4 +1,4 @@
-"""Verbs as steps of one: what becomes of them when the process ends that started them."""
+"""Verbs in child processes: settings files, interrupts, and locks of run folders."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "expected"), [(INTERRUPTED, KeyboardInterrupt), (2, PrgeError), (-9, PrgeError)]
 )
-def test_a_step_that_was_told_to_stop_stops_all(
+def test_an_interrupted_step_interrupts_the_caller(
     monkeypatch: pytest.MonkeyPatch, code: int, expected: type[BaseException]
 ) -> None:
-    """As a run is by its page."""
+    """As a run's page does it."""
     end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    monkeypatch.setattr(starting, "command_of", lambda *words: [sys.executable, "-c", end])
+    monkeypatch.setattr(starting, "verb_command", lambda *words: [sys.executable, "-c", end])
     with pytest.raises(expected):
         run_verb("run")
 
 
-def test_a_folder_that_nobody_holds_is_free(tmp_path: Path) -> None:
+def test_a_folder_that_no_process_locks_is_free(tmp_path: Path) -> None:
     wait_until_free(tmp_path)
     (tmp_path / "run.lock").touch()
     wait_until_free(tmp_path)

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of those that models have."""
+"""Chat templates like those of common models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ a: {% generation %}{{ message.content }}{{ eos_token }}
 a: {% endif %}"""
 
 
-# Of the kinds that don't render a turn as if nothing followed it.
+# Templates that render a turn differently once another follows.
 
 THINKS = """{%- set last = namespace(question=-1) %}
 {%- for message in messages %}
@@ -115,7 +115,7 @@ TAGGED = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# As of models of images and texts: a text is read as parts alone.
+# Like templates of multimodal models, which read contents only as parts.
 OF_PARTS = """{%- for message in messages %}
     {{- message.role ~ ':' }}
     {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}

@@ -1,4 +1,4 @@
-"""Tokenizers and programs that the tests of data share."""
+"""Shared tokenizers and fixtures of the tests of prge.data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def bare_tokenizer() -> Tokenizer:
-    """No special tokens at all."""
+    """A tokenizer without special tokens."""
     return Tokenizer(byte_level_backend())
 
 

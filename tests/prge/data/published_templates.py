@@ -1,6 +1,6 @@
-"""Chat templates that makers of models have published, from packages that carry them, and words of their own.
+"""Published chat templates of models from packages that contain them, and tokenizers for them.
 
-TRL has those of many models as they were published, and variants of some with the `generation` tag.
+TRL contains those of many models, and variants of some with the `generation` tag.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tokenizers import Tokenizer as Backend
 
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 
-# Words between bars or angle brackets that templates write as control tokens.
+# Matches control tokens in templates: words between bars or angle brackets.
 _CONTROL = re.compile(r"<[|｜][^<>\s'\"{}+]*?[|｜]>|</?(?:start_of_turn|end_of_turn|turn)>|\[/?INST\]")
-# Added tokens that are no special ones, as in Qwen's vocabularies.
+# Added tokens that are not special, as in Qwen's vocabularies.
 _ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 def published(name: str) -> str | None:
-    """The source of a template that TRL carries; None where TRL isn't installed."""
+    """Return the source of a template in TRL; None if TRL isn't installed."""
     package = find_spec("trl")
     if package is None or package.origin is None:
         return None
@@ -31,7 +31,7 @@ def published(name: str) -> str | None:
 
 
 def backend_for(source: str) -> Backend:
-    """A byte-level tokenizer that has the control tokens which a template writes."""
+    """Create a byte-level tokenizer with the control tokens of a template."""
     backend = byte_level_backend()
     words = sorted(set(_CONTROL.findall(source)) | {"<|start_header_id|>", "<|end_header_id|>"})
     backend.add_special_tokens([AddedToken(word, normalized=False) for word in words])
@@ -39,8 +39,8 @@ def backend_for(source: str) -> Backend:
     return backend
 
 
-def theirs(source: str) -> Any:
-    """A tokenizer of transformers with the template."""
+def transformers_tokenizer(source: str) -> Any:
+    """Create a transformers tokenizer with the template."""
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""Segments to token ids: they are those of the text, and the mask covers exactly what is trained."""
+"""Tokenizing segments: the ids are those of the text, and the mask covers exactly the trained segments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = st.sampled_from(["the film", " was", " ", "good", "\n", "é", "x1", "", 
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> tuple[Segment, ...]:
-    """A text that is cut anywhere, also inside of words that are one token."""
+    """A text that is split anywhere, even inside words of one token."""
     text = "".join(draw(st.lists(WORDS, max_size=12)))
     cuts = draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
     return tuple(
@@ -45,7 +45,7 @@ def test_ids_of_segments_are_those_of_the_joined_text(segments: tuple[Segment, .
 def test_the_mask_covers_the_tokens_of_trained_segments(
     segments: tuple[Segment, ...], boundary: Boundary
 ) -> None:
-    """A token of two segments is trained as `boundary` says; one without characters never is."""
+    """A token of two segments is trained on as `boundary` says; a token without characters never is."""
     encoded = encode(SegmentedText(segments, boundary, "none"), BARE)
     text = "".join(each.text for each in segments)
     is_trained = [each.is_trained for each in segments for _ in each.text]
@@ -53,18 +53,18 @@ def test_the_mask_covers_the_tokens_of_trained_segments(
     edges = {*accumulate((len(each.text) for each in segments), initial=0)}
     for part in BARE.parts(text):
         for index, (_, start, end) in enumerate(part.tolist()):
-            # Two trained segments side by side are apart, as turns of a conversation are.
+            # A token across two adjacent trained segments, such as two turns, is not trained on.
             crosses = boundary == "untrained" and any(start < edge < end for edge in edges)
             expected = end > start and enough(is_trained[start:end]) and not crosses
             assert encoded.is_trained[index] == expected
 
 
 @given(prompt=TEXTS, completion=TEXTS, append_eos=st.booleans())
-def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
+def test_a_completion_is_trained_on_and_the_prompt_keeps_its_ids(
     prompt: str, completion: str, append_eos: bool
 ) -> None:
     segmenter = Segmenter(TOKENIZER, append_eos)
-    encoded = encode(segmenter.learnt(*segmenter.completed(prompt, completion)), TOKENIZER)
+    encoded = encode(segmenter.trained_text(*segmenter.prompt_and_completion(prompt, completion)), TOKENIZER)
     alone = [*TOKENIZER.begin, *TOKENIZER.encode(prompt)]
     assert encoded.ids[: len(alone)].tolist() == alone
     assert encoded.is_trained.tolist() == [index >= len(alone) for index in range(len(encoded.ids))]
@@ -74,9 +74,9 @@ def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
 
 
 @given(text=TEXTS)
-def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
+def test_a_text_is_trained_on_without_its_begin_tokens(text: str) -> None:
     segmenter = Segmenter(TOKENIZER)
-    encoded = encode(segmenter.learnt(segmenter.text(text)), TOKENIZER)
+    encoded = encode(segmenter.trained_text(segmenter.text(text)), TOKENIZER)
     assert encoded.ids.tolist() == [*TOKENIZER.begin, *TOKENIZER.encode(text), 2]
     assert encoded.targets.tolist() == [*range(1, len(encoded.ids))]
 
@@ -88,7 +88,7 @@ def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
         max_size=6,
     )
 )
-def test_control_tokens_are_read_in_the_segments_that_say_so(parts: list[tuple[str, bool]]) -> None:
+def test_control_tokens_are_read_as_segments_specify(parts: list[tuple[str, bool]]) -> None:
     segments = tuple(Segment(text, False, control) for text, control in parts)
     ids = encode(SegmentedText(segments, "untrained", "none"), BARE).ids.tolist()
     read = sum(BARE.count_control(text).total() for text, control in parts if control)
@@ -97,7 +97,7 @@ def test_control_tokens_are_read_in_the_segments_that_say_so(parts: list[tuple[s
 
 
 def test_the_end_of_sequence_token_is_appended_once() -> None:
-    text = Segmenter(TOKENIZER).learnt(Segment("the film</s>", True, True))
+    text = Segmenter(TOKENIZER).trained_text(Segment("the film</s>", True, True))
     assert encode(text, TOKENIZER).ids.tolist().count(2) == 1
 
 
@@ -109,4 +109,4 @@ def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
     segmenter = Segmenter(TOKENIZER)
     with raises(RowError, "answer-empty", saying="answer"):
-        encode(segmenter.learnt(*segmenter.completed("the film", "", "answer")), TOKENIZER)
+        encode(segmenter.trained_text(*segmenter.prompt_and_completion("the film", "", "answer")), TOKENIZER)

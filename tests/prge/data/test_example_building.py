@@ -1,4 +1,4 @@
-"""Examples of every kind of row: what is learnt, what is cut, what is refused, and the report of it."""
+"""Examples of all forms of rows: targets, truncation, errors, and the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
     return [Row(number, each) for number, each in enumerate(fields, 1)]
 
 
-def learnt(example: Example, tokenizer: Tokenizer) -> str:
+def trained_text(example: Example, tokenizer: Tokenizer) -> str:
     return tokenizer.decode([target.token for each in example.sequences for target in each.targets])
 
 
@@ -58,7 +58,7 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
     return caught.value.problems
 
 
-# Kinds of rows
+# Forms of rows
 
 
 def test_text() -> None:
@@ -96,26 +96,26 @@ def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
 def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     data = rows({"prompt": "It was ", "completion": "great"}, {"prompt": "It was", "completion": " great"})
     examples, report = build_examples(data, TOKENIZER, spec())
-    assert learnt(examples[0], TOKENIZER) == "great</s>"
+    assert trained_text(examples[0], TOKENIZER) == "great</s>"
     assert (
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
         in report.summary()
     )
 
 
-@given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))
+@given(known=st.integers(0, 5), unknown=st.integers(0, 5), unknown_in_prompt=st.integers(0, 3))
 @settings(max_examples=30)
 def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
-    known: int, unknown: int, asked: int
+    known: int, unknown: int, unknown_in_prompt: int
 ) -> None:
     backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    row = {"prompt": "a ? " * asked + "a", "completion": " a" * (1 + known) + " é" * unknown}
+    row = {"prompt": "a ? " * unknown_in_prompt + "a", "completion": " a" * (1 + known) + " é" * unknown}
     _, report = build_examples(rows(row), Tokenizer(backend), spec())
     assert report.unknown == report.counts()["unknown_target_tokens"] == unknown
     share = f"{unknown / (1 + known + unknown):.1%}"
-    told = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
-    assert (told in report.summary()) == bool(unknown)
+    message = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
+    assert (message in report.summary()) == bool(unknown)
 
 
 def test_messages() -> None:
@@ -134,15 +134,15 @@ def test_messages() -> None:
 
 
 def turns(*words: str) -> list[dict[str, str]]:
-    """A chat: questions and answers in turn."""
+    """A chat of alternating questions and answers."""
     return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
 
 
 def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
-    """Every answer is learnt once, after as many of the newest turns as there is room for."""
+    """Every answer is trained on once, after as many of the newest turns as fit."""
     tokenizer = chat_tokenizer(CHATML)
-    told = {"role": "system", "content": "Be kind"}
-    chat = [told, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
+    message = {"role": "system", "content": "Be kind"}
+    chat = [message, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
     whole, _ = build_examples(rows({"messages": chat[:5]}), tokenizer, spec(sequence_length=256))
     room = len(whole[0].sequences[0].tokens)
     small = spec(sequence_length=room)
@@ -150,9 +150,9 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
         rows({"messages": chat}), tokenizer, small, options=BuildOptions("auto")
     )
     texts = [tokenizer.decode(example.sequences[0].tokens) for example in examples]
-    assert [learnt(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
+    assert [trained_text(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
     assert all("Be kind" in text for text in texts) and "q1" in texts[0] and "q1" not in texts[1]
-    assert learnt(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
+    assert trained_text(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
     assert report.dropped == 0
     assert "split between turns into several examples: 1 row (1)" in report.summary()
     cut, report = build_examples(rows({"messages": chat}), tokenizer, small, options=TRUNCATE)
@@ -165,20 +165,20 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert problems_of(rows({"messages": chat}), tokenizer, small)
 
 
-def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
+def test_an_answer_of_weight_0_is_context() -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = turns("q1", "a1", "q2", "a2")
     chat[1]["weight"] = 0  # type: ignore[assignment]
     (example,), report = build_examples(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
-    assert learnt(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
+    assert trained_text(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
         example.sequences[0].tokens
     )
-    # Of a chat that is split, a part with nothing to learn is left out.
+    # Parts of a split chat without targets are left out.
     room = len(example.sequences[0].tokens) - 1
     small = spec(sequence_length=room)
     options = BuildOptions("split")
     (part,), report = build_examples(rows({"messages": chat}), tokenizer, small, options=options)
-    assert learnt(part, tokenizer).startswith("a2") and report.dropped == 0
+    assert trained_text(part, tokenizer).startswith("a2") and report.dropped == 0
     chat[3]["weight"] = 0  # type: ignore[assignment]
     (problem,) = problems_of(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
     assert "every answer has the weight 0, or train false: there is nothing to learn from" in problem
@@ -197,11 +197,11 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
     parts, report = build_examples(
         rows({"messages": chat}), tokenizer, spec(sequence_length=room), options=BuildOptions("auto")
     )
-    wanted, found = (
+    wanted, result = (
         [target.token for each in examples for target in each.sequences[0].targets]
         for examples in ([whole], parts)
     )
-    assert found == wanted and report.dropped == 0
+    assert result == wanted and report.dropped == 0
     assert all(len(each.sequences[0].tokens) <= room for each in parts)
 
 
@@ -233,12 +233,12 @@ def test_messages_of_which_a_template_writes_nothing() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
         problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), spec())
-        assert problems == [f"row 1: has {tokens} tokens and none to learn from"]
+        assert problems == [f"row 1: has {tokens} tokens and none to train on"]
 
 
 def test_messages_without_a_template() -> None:
     assert problems_of(rows({"messages": []}), TOKENIZER, spec()) == [
-        "its rows are messages and the model has no chat template"
+        "its rows are messages, but the model has no chat template"
     ]
 
 
@@ -254,7 +254,7 @@ def test_instructions_of_a_chat_model_are_messages() -> None:
 def test_instructions_of_other_models_have_headings() -> None:
     data = rows({"instruction": "the film", "output": "bad", "id": 7})
     [example], report = build_examples(data, TOKENIZER, spec(sequence_length=128))
-    assert learnt(example, TOKENIZER) == "bad</s>"
+    assert trained_text(example, TOKENIZER) == "bad</s>"
     assert TOKENIZER.decode(example.prompt, special=False).endswith("### Response:\n")
     assert "(Alpaca): 1 rows" in report.summary()
     assert "  columns: instruction, output; not read: id\n" in report.summary()
@@ -305,7 +305,7 @@ def test_completion_objective_trains_the_right_candidate() -> None:
     row = {"premise": "the dog.", "question": "effect", "choice1": "No.", "choice2": "Yes.", "label": 1}
     [trained], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"))
     assert (trained.candidates, trained.label, len(trained.sequences)) == (1, None, 1)
-    assert learnt(trained, TOKENIZER) == " yes."
+    assert trained_text(trained, TOKENIZER) == " yes."
     [scored], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"), training=False)
     assert (scored.candidates, scored.label, len(scored.sequences)) == (2, 1, 2)
     assert scored.choices == ("No.", "Yes.")
@@ -314,7 +314,7 @@ def test_completion_objective_trains_the_right_candidate() -> None:
 def test_answers() -> None:
     row = {"title": "a", "context": "a cat on a mat", "question": "a", "answers": {"text": ["a mat", "mat"]}}
     [example], _ = build_examples(rows(row), TOKENIZER, spec(sequence_length=128), load_task("squad"))
-    assert learnt(example, TOKENIZER) == " a mat</s>"
+    assert trained_text(example, TOKENIZER) == " a mat</s>"
     assert example.answers == ("a mat", "mat")
 
 
@@ -341,10 +341,10 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: To
 def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
     row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
     [problem] = problems_of(rows(row), encoder_tokenizer, spec(readout="pooled"), load_task("copa"))
-    assert problem == "an encoder knows classes only; the task copa has no label_words"
+    assert problem == "an encoder predicts classes only; the task copa has no label_words"
 
 
-# What doesn't fit
+# Rows that don't fit
 
 
 def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
@@ -430,7 +430,10 @@ def test_program_that_is_too_small_for_anything() -> None:
             spec(sequence_length=2),
             options=options,
         )
-        assert problem == "row 1: the bundle takes 2 tokens, too few to learn anything: export a longer one"
+        assert (
+            problem
+            == "row 1: the bundle takes 2 tokens, too few to train on: export with a larger --sequence-length"
+        )
 
 
 # Rows that can't be used
@@ -441,8 +444,8 @@ def test_program_that_is_too_small_for_anything() -> None:
     [
         ({"text": ""}, None, ["row 2: its text is empty: there is nothing to learn from"]),
         ({"text": 3}, None, ["row 2: column 'text' is int, must be a text"]),
-        ({"txt": "a"}, None, ["row 2: is no row of text: its columns are txt"]),
-        ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, the task knows 0, 1"]),
+        ({"txt": "a"}, None, ["row 2: it is no row of text: its columns are txt"]),
+        ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, must be one of 0, 1"]),
         ({"label": 0}, "sst2", ["row 2: column 'sentence' is missing"]),
     ],
 )
@@ -456,7 +459,7 @@ def test_all_problems_are_collected() -> None:
     data = rows(*({"sentence": "a", "label": value} for value in range(60)))
     problems = problems_of(data, TOKENIZER, spec(), load_task("sst2"), source="train.tsv")
     assert len(problems) == 58
-    assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
+    assert problems[0] == "row 3: column 'label' is 2, must be one of 0, 1"
 
 
 @pytest.mark.parametrize(
@@ -471,9 +474,9 @@ def test_all_problems_are_collected() -> None:
         ({}, None, "its columns are none; known are pairs: chosen, rejected;"),
     ],
 )
-def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
-    [told] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
-    assert told.startswith(problem)
+def test_missing_columns_are_reported_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
+    [message] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
+    assert message.startswith(problem)
 
 
 def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
@@ -489,13 +492,13 @@ def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
 def test_candidates_that_are_one_token() -> None:
     same = Task("a", "{t}", choices=("x", "y"))
     assert problems_of(rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), TOKENIZER, spec(), same) == [
-        "row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"
+        "row 1: it has two candidates with the same token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"
     ]
 
 
 def test_tokenizer_of_another_program() -> None:
     [problem] = problems_of(rows(FILM), TOKENIZER, spec(vocabulary_size=310), load_task("sst2"))
-    assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
+    assert problem.endswith("(335), the bundle has 310 tokens: the tokenizer is not this bundle's")
 
 
 # Properties
@@ -520,7 +523,7 @@ def test_texts_teach_each_token_by_the_one_before_it(text: str, length: int, ove
     model, tokens = spec(sequence_length=length), TOKENIZER.encode(text, control=True)
     if not tokens:
         return
-    if len(tokens) != length - 1:  # else there is no room for the end
+    if len(tokens) != length - 1:  # otherwise the end token doesn't fit
         tokens.append(2)
     examples, _ = build_examples(rows({"text": text}), TOKENIZER, model, options=BuildOptions(overflow))
     for example in examples:
@@ -563,7 +566,7 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
             assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
 
 
-# Nothing is left out in silence
+# Dropped targets are reported
 
 LONG = {"text": "a cat on a mat " * 10}
 
@@ -578,7 +581,7 @@ def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> N
         assert build_examples(rows(LONG), TOKENIZER, few, options=harmless)
 
 
-def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
+def test_split_rows_lose_nothing_and_dropped_targets_are_counted() -> None:
     whole = len(TOKENIZER.encode(LONG["text"])) + 1
     few = spec(sequence_length=9)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))
@@ -598,7 +601,7 @@ def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
     assert report.dropped + len(example.sequences[0].targets) == whole
 
 
-def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
+def test_by_default_texts_are_split_and_others_are_truncated() -> None:
     auto, few = BuildOptions("auto"), spec(sequence_length=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=auto)
     assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)
@@ -617,7 +620,7 @@ def test_only_cut_rows_are_marked() -> None:
     assert [example.cut for example in examples] == [False, True]
 
 
-# What it needs
+# Dependencies
 
 
 def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:

@@ -1,4 +1,4 @@
-"""Each row of feedback, however odd, either becomes examples or raises an error that says why not."""
+"""Every row of feedback, however odd, either becomes examples or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def make_examples(template: str | None = TEMPLATE, length: int = 32) -> Feedback
 
 @cache
 def shared_examples() -> FeedbackExamples:
-    """Of all tests that don't end its child process."""
+    """Shared by the tests that don't end its child process."""
     return make_examples()
 
 
 def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
-    """What is learnt of a row, in text."""
+    """Return the trained text of a row."""
     tokenizer = Tokenizer(byte_level_backend())
-    found = []
+    result = []
     for example in examples.build(row):
         (sequence,) = example.sequences
-        found.append(tokenizer.decode([target.token for target in sequence.targets], special=False))
-    return found
+        result.append(tokenizer.decode([target.token for target in sequence.targets], special=False))
+    return result
 
 
-@pytest.mark.parametrize("asked", [{"prompt": "The soup"}, {"messages": HELLO}])
+@pytest.mark.parametrize("prompt_fields", [{"prompt": "The soup"}, {"messages": HELLO}])
 @pytest.mark.parametrize(
-    ("judged", "learnt"),
+    ("judged", "trained_text"),
     [({"rating": "good"}, " was cold"), ({"correction": " was hot"}, " was hot")],
 )
-def test_what_should_be_answered_is_learnt(asked: Any, judged: dict[str, str], learnt: str) -> None:
-    row = AnswerRecord("1", "m", "", asked, " was cold", {}).to_feedback(**judged)
+def test_wanted_answers_are_trained_on(prompt_fields: Any, judged: dict[str, str], trained_text: str) -> None:
+    row = AnswerRecord("1", "m", "", prompt_fields, " was cold", {}).to_feedback(**judged)
     (text,) = learnt_text(shared_examples(), row)
-    assert text.strip() == learnt.strip()
+    assert text.strip() == trained_text.strip()
 
 
 def test_a_bad_answer_is_one_that_is_disliked() -> None:
@@ -66,7 +66,7 @@ def test_a_bad_answer_is_one_that_is_disliked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer", "problem"),
+    ("prompt_fields", "answer", "problem"),
     [
         ({"prompt": "a"}, "", "its completion is empty"),
         ({"messages": [{"role": "user", "content": "raise"}]}, "b", "refuses the messages: no"),
@@ -81,13 +81,13 @@ def test_a_bad_answer_is_one_that_is_disliked() -> None:
     ],
 )
 @pytest.mark.parametrize("rating", ["good", "bad"])
-def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, answer: Any, problem: str, rating: str
+def test_an_unusable_row_does_not_affect_the_next(
+    monkeypatch: pytest.MonkeyPatch, prompt_fields: Any, answer: Any, problem: str, rating: str
 ) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    examples = make_examples() if "loop" in str(asked) else shared_examples()
+    examples = make_examples() if "loop" in str(prompt_fields) else shared_examples()
     with pytest.raises(UnlearnableError) as error:
-        examples.build({**asked, "answer": answer, "rating": rating})
+        examples.build({**prompt_fields, "answer": answer, "rating": rating})
     assert problem in error.value.problem and "\x1b" not in error.value.problem
     row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
     assert examples.build(row)
@@ -97,9 +97,7 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
     ("answer", "correction", "is_refused"),
     [("yes", None, False), ("raise", None, True), ("raise", "yes", False), ("yes", "raise", True)],
 )
-def test_of_a_conversation_what_is_learnt_must_be_rendered(
-    answer: str, correction: str | None, is_refused: bool
-) -> None:
+def test_the_trained_message_must_be_rendered(answer: str, correction: str | None, is_refused: bool) -> None:
     answered = AnswerRecord("a", "m", "", {"messages": HELLO}, answer, {})
     row = answered.to_feedback("good" if correction is None else None, correction)
     if is_refused:
@@ -129,7 +127,7 @@ def test_messages_without_a_template_and_a_bundle_without_room() -> None:
     row = AnswerRecord("1", "m", "", {"messages": HELLO}, "b", {}).to_feedback("good")
     with raises(UnlearnableError, "chat-template-missing"):
         make_examples(None).build(row)
-    # What is long loses its beginning.
+    # Long prompts are cut at the beginning.
     long = AnswerRecord("1", "m", "", {"prompt": "word " * 1000}, " end", {}).to_feedback("good")
     assert learnt_text(shared_examples(), long) == [" end"]
 
@@ -162,11 +160,11 @@ MESSAGES = st.lists(
     )
 )
 def test_any_line_is_no_feedback_or_examples_or_a_problem(row: dict[str, Any]) -> None:
-    found = parse_feedback_line(json.dumps(row).encode())
-    if found is None:
+    result = parse_feedback_line(json.dumps(row).encode())
+    if result is None:
         return
     try:
-        examples = shared_examples().build(found)
+        examples = shared_examples().build(result)
     except UnlearnableError as error:
         assert error.problem
     else:

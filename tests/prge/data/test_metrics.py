@@ -1,4 +1,4 @@
-"""Measures against values worked out by hand."""
+"""Metrics against values computed by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_rouge_l(prediction: str, answers: list[str], value: float) -> None:
 
 
 def _longest(first: list[int], second: list[int]) -> int:
-    """By the definition: the longest of the first's subsequences that the second has too."""
+    """Return the longest common subsequence by its definition."""
     for length in range(len(first), 0, -1):
         for chosen in itertools.combinations(first, length):
             rest = iter(second)

@@ -1,4 +1,4 @@
-"""What a user names as rows: files, folders, data sets of the hub."""
+"""Sources of rows: files, folders, data sets of the hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_names_of_development_rows(write: Write, name: str) -> None:
     assert find_row_file(path.parent, "dev") == path
 
 
-def test_a_folder_with_none_or_several_is_told(write: Write, tmp_path: Path) -> None:
+def test_a_folder_without_one_matching_file_is_refused(write: Write, tmp_path: Path) -> None:
     with raises(DataError, "part-missing", saying="test"):
         read_source(tmp_path, "test")
     write("dev.jsonl", "")
@@ -78,7 +78,7 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
     number = source.rows[1].number
     assert json.loads(json.dumps(number)) == number
     assert str(pickle.loads(pickle.dumps(number))) == str(number)
-    # What identifies them is all of them, in their order.
+    # The hash covers all files in order.
     digests = {read_source(paths).sha256 for paths in ((first, second), (second, first), (first,), (second,))}
     assert len(digests) == 4 and file_sha256(first) in digests
     second.write_text("text\nthree\nFour\n")
@@ -132,7 +132,7 @@ AS_JSON = json.dumps(MESSAGES)
             {"prompt": AS_JSON, "chosen": AS_JSON, "rejected": AS_JSON},
             {"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES},
         ),
-        # A completion that is JSON after a prompt that is none is a text.
+        # A completion that is JSON stays text if the prompt is no JSON.
         ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
         ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
         ({"text": AS_JSON}, {"text": AS_JSON}),
@@ -148,7 +148,7 @@ def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: di
     assert read_source(path, task=load_task("sst2")).rows == [Row(1, fields)]
 
 
-def test_messages_that_are_no_json_are_told(write: Write) -> None:
+def test_messages_that_are_no_json_are_refused(write: Write) -> None:
     path = write(
         "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
     )
@@ -170,7 +170,7 @@ def test_messages_that_are_no_json_are_told(write: Write) -> None:
         (["prompt=question"], "sst2", "'prompt'"),
     ],
 )
-def test_a_name_that_nothing_reads_is_no_column(
+def test_unknown_names_of_columns_are_refused(
     write: Write, columns: list[str], task: str | None, named: str
 ) -> None:
     path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
@@ -179,7 +179,7 @@ def test_a_name_that_nothing_reads_is_no_column(
     assert "before the = stands one of" in caught.value.remedy
 
 
-def test_a_column_that_is_not_there_is_told(write: Write) -> None:
+def test_a_missing_column_is_refused(write: Write) -> None:
     path = write("a.jsonl", '{"question": "q"}\n')
     with raises(DataError, "column-missing", saying="'query'"):
         read_source(path, columns=["prompt=query"])
@@ -226,7 +226,7 @@ def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None
         read_source("nobody/nothing")
 
 
-# What the hub's library is asked, where it isn't installed; huggingface_hub is.
+# A stand-in for the package datasets, if it isn't installed; huggingface_hub is.
 STAND_IN = """
 class DownloadConfig:
     def __init__(self, max_retries):
@@ -241,7 +241,7 @@ def load_dataset(name, configuration, split, download_config):
 
 
 def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
-    """What a process with the stand-in for `datasets` prints, and its seconds."""
+    """Return the output of a process with a fake `datasets`, and its duration in seconds."""
     (tmp_path / "datasets.py").write_text(STAND_IN)
     code = f"from prge.errors import DataError\nfrom prge.data.sources import read_source\n{code}"
     paths = f"{tmp_path}:{ROOT}"
@@ -265,23 +265,23 @@ except DataError as error:
 """
 
 
-def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
-    told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
-    assert "no such data set could be had" in told and "HF_HUB_OFFLINE=1" in told
+def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path) -> None:
+    message, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "the data set could not be loaded" in message and "HF_HUB_OFFLINE=1" in message
     assert seconds < 15
 
 
-def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
+def test_offline_only_the_cache_is_read(tmp_path: Path) -> None:
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
-    told, _ = ask(tmp_path, code, **offline)
-    assert told.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
-    assert "nyu-mll/glue sst2 validation" in told
-    told, _ = ask(tmp_path, TELL.format(part="test"), **offline)
-    assert "it has no test rows: its splits are train, validation" in told
+    message, _ = ask(tmp_path, code, **offline)
+    assert message.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
+    assert "nyu-mll/glue sst2 validation" in message
+    message, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    assert "it has no test rows: its splits are train, validation" in message
 
 
-# A data set of the library's own, as its cache holds one of the hub that was loaded before.
+# A data set in the library's cache, as if it had been loaded from the hub before.
 CACHED = """
 import json, pathlib, shutil
 import datasets
@@ -306,7 +306,7 @@ facts.write_text(facts.read_text().replace('"dataset_name": "json"', '"dataset_n
 def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
 
-    def told(code: str) -> str:
+    def output_of(code: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -317,12 +317,12 @@ def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
         )
         return done.stdout
 
-    told(CACHED)
+    output_of(CACHED)
     ask = "from prge.data.sources import read_source\nsource = read_source({!r}, {!r})\n"
     tell = "print(source.name, [row.fields for row in source.rows])"
-    assert told(ask.format("someone/words", "train") + tell) == (
+    assert output_of(ask.format("someone/words", "train") + tell) == (
         "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
     )
-    assert told(ask.format("someone/words:default", "dev") + tell) == (
+    assert output_of(ask.format("someone/words:default", "dev") + tell) == (
         "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
     )

@@ -1,4 +1,4 @@
-"""Texts and candidates that are longer than the bundle takes: what is kept, cut and reported."""
+"""Truncation of texts and candidates that are too long for the bundle."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def targets(sequences: tuple[EncodedText, ...]) -> list[int]:
 
 
 def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Segments whose words differ, so that a token tells where it is from."""
+    """Segments of distinct words, so that each token identifies its position."""
     count = iter(range(1000))
     return tuple(
         Segment("".join(f" {next(count)}" for _ in each.text.split()), each.is_trained) for each in segments
     )
 
 
-def completed(prompt: int, *answers: int) -> list[SegmentedText]:
-    """Answers of so many words each to one prompt."""
+def candidate_texts(prompt: int, *answers: int) -> list[SegmentedText]:
+    """Answers with the given numbers of words to one prompt."""
     return [
-        SegmentedText(SEGMENTER.completed(" film" * prompt, " was" * answer, "candidate"))
+        SegmentedText(SEGMENTER.prompt_and_completion(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers
     ]
 
@@ -58,14 +58,14 @@ def test_splitting_loses_no_trained_token_and_repeats_none(
     assert (SPLIT in fitted.events) == (len(fitted.sequences) > 1)
     whole = encoded.ids.tolist()
     for each in fitted.sequences:
-        # What a sequence has is a stretch of the text, so every target follows what it followed there.
+        # A sequence is a contiguous part of the text, so every target keeps its predecessor.
         ids = each.ids.tolist()
         assert any(whole[start : start + len(ids)] == ids for start in range(len(whole)))
         assert each.is_trained[-1] and not each.is_trained[0]
 
 
 @given(segments=SEGMENTS, length=LENGTHS)
-def test_what_is_cut_is_counted(segments: tuple[Segment, ...], length: int) -> None:
+def test_dropped_tokens_are_counted(segments: tuple[Segment, ...], length: int) -> None:
     text = SegmentedText(segments, "untrained", "none")
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
@@ -78,7 +78,7 @@ def test_what_is_cut_is_counted(segments: tuple[Segment, ...], length: int) -> N
 
 
 @given(segments=SEGMENTS, length=LENGTHS)
-def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> None:
+def test_fitting_texts_are_unchanged(segments: tuple[Segment, ...], length: int) -> None:
     text = SegmentedText(segments, "untrained", "none")
     encoded = encode(text, TOKENIZER)
     if not len(encoded.targets):
@@ -98,7 +98,7 @@ def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> N
 def test_choices_are_whole_after_the_end_of_their_prompt(
     prompt: int, answers: list[int], length: int
 ) -> None:
-    row = Candidates(tuple(completed(prompt, *answers)), "choices", 0)
+    row = Candidates(tuple(candidate_texts(prompt, *answers)), "choices", 0)
     fitter = SequenceFitter(TOKENIZER, length, "truncate")
     after = 0 if max(answers) == 1 else max(answers)
     if 1 + 1 + after > length:
@@ -118,15 +118,15 @@ def test_choices_are_whole_after_the_end_of_their_prompt(
 def test_answers_keep_one_prompt_and_lose_their_ends_where_it_is_half(
     prompt: int, answers: list[int], length: int
 ) -> None:
-    row = Candidates(tuple(completed(prompt, *answers)), "answers", 0)
+    row = Candidates(tuple(candidate_texts(prompt, *answers)), "answers", 0)
     fitted = SequenceFitter(TOKENIZER, length, "truncate").fit(row)
     contexts = {each.ids[: each.targets[0]].tobytes() for each in fitted.sequences}
     assert len(contexts) == 1 or PROMPT_CUT in fitted.events
-    learnt = [len(each.targets) for each in fitted.sequences]
-    assert sum(learnt) + fitted.dropped == sum(answers)
+    target_counts = [len(each.targets) for each in fitted.sequences]
+    assert sum(target_counts) + fitted.dropped == sum(answers)
     assert all(len(each.ids) <= length for each in fitted.sequences)
     if fitted.dropped:
-        assert END_CUT in fitted.events and max(learnt) >= length // 2 - 1
+        assert END_CUT in fitted.events and max(target_counts) >= length // 2 - 1
 
 
 @given(words=st.integers(1, 30), length=st.integers(3, 20))
@@ -142,20 +142,20 @@ def test_an_encoders_text_loses_its_end_and_keeps_its_special_tokens(words: int,
 
 
 def test_a_text_that_is_divided_by_itself_keeps_that_division() -> None:
-    """Of turns that fit together the newest are the longest part; the fitter asks what fits."""
+    """The newest turns form the longest part; the fitter decides what fits."""
     turns = [Segment(" film was good" * 3, True) for _ in range(4)]
 
     def of(*segments: Segment) -> SegmentedText:
         return SegmentedText((Segment("It", False), *segments), "untrained", "none")
 
-    asked: list[bool] = []
+    fit_results: list[bool] = []
 
     def divide(fits: object) -> list[SegmentedText]:
         assert callable(fits)
-        asked.append(fits(of(*turns)))
+        fit_results.append(fits(of(*turns)))
         return [of(*turns[:2]), of(*turns[2:])]
 
     text = SegmentedText(of(*turns).segments, "untrained", "none", divide=divide)
     fitted: FittedSequences = SequenceFitter(TOKENIZER, 20, "split").fit(Texts((text,)))
-    assert asked == [False] and len(fitted.sequences) == 2
+    assert fit_results == [False] and len(fitted.sequences) == 2
     assert fitted.events == ("chats longer than the bundle takes, split between turns into several examples",)

@@ -36,17 +36,17 @@ def test_a_copy_has_its_own_values() -> None:
 
 
 @pytest.mark.parametrize("values", [np.zeros(3, np.float32), np.zeros(14), np.zeros(28, np.float32)[::2]])
-def test_a_vector_of_another_kind_is_refused(values: np.ndarray) -> None:
+def test_a_vector_of_another_shape_or_dtype_is_refused(values: np.ndarray) -> None:
     with pytest.raises(ValueError, match="float32"):
         Adapter(MODULES, values)
 
 
 def test_views_are_of_every_copy_of_the_values() -> None:
     copies = np.stack([random_adapter(MODULES, seed).values for seed in (1, 2, 3)])
-    found = views(MODULES, copies)
-    assert list(found) == [f"lora_b.{module.name}" for module in MODULES]
+    result = views(MODULES, copies)
+    assert list(result) == [f"lora_b.{module.name}" for module in MODULES]
     for module in MODULES:
-        matrices = found[f"lora_b.{module.name}"]
+        matrices = result[f"lora_b.{module.name}"]
         assert matrices.shape == (3, module.rank, module.out_features)
         assert np.shares_memory(matrices, copies)
         for copy, values in enumerate(copies):
@@ -56,10 +56,10 @@ def test_views_are_of_every_copy_of_the_values() -> None:
 def test_views_of_lora_have_both_matrices_in_their_order() -> None:
     modules = tuple(replace(module, trains_a=True) for module in MODULES)
     values = np.arange(adapter_size(modules), dtype=np.float32)
-    found = views(modules, values)
-    assert list(found) == [f"lora_{letter}.{module.name}" for module in modules for letter in "ab"]
-    assert np.concatenate([matrix.ravel() for matrix in found.values()]).tolist() == values.tolist()
+    result = views(modules, values)
+    assert list(result) == [f"lora_{letter}.{module.name}" for module in modules for letter in "ab"]
+    assert np.concatenate([matrix.ravel() for matrix in result.values()]).tolist() == values.tolist()
     adapter = Adapter(modules, values)
     assert adapter.lora_a is not None
     for module in modules:
-        assert np.array_equal(adapter.lora_a[module.name], found[f"lora_a.{module.name}"])
+        assert np.array_equal(adapter.lora_a[module.name], result[f"lora_a.{module.name}"])

@@ -1,4 +1,4 @@
-"""Reading a bundle: a whole one opens, and whatever is wrong with one is told before anything is loaded."""
+"""Opening bundles: an intact bundle opens; any damage is reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_whole_bundle_opens(folder: Path) -> None:
     assert bundle.sha256 == manifest_sha256(bundle.manifest)
 
 
-def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
+def test_the_hash_of_a_bundle_does_not_depend_on_the_manifest_s_formatting(folder: Path) -> None:
     before = open_bundle(folder).sha256
     manifest = read_manifest(folder)
     rewritten = json.dumps(dict(reversed(manifest.items())), indent=4)
@@ -81,7 +81,7 @@ def _replace_folder_with_link(folder: Path) -> None:
 
 
 def _swap(folder: Path) -> None:
-    """Two files of one size change places."""
+    """Swap two files of the same size."""
     first, second = folder / PROGRAM, folder / f"{ADAPTER}/adapter_model.safetensors"
     assert first.stat().st_size == second.stat().st_size
     first.rename(folder / "aside")
@@ -112,7 +112,7 @@ def _swap(folder: Path) -> None:
         (_replace_folder_with_link, "bundle-file-linked", ADAPTER),
     ],
 )
-def test_damage_is_told(folder: Path, damage: Damage, code: str, value: str) -> None:
+def test_damage_is_reported(folder: Path, damage: Damage, code: str, value: str) -> None:
     damage(folder)
     with raises(BundleError, code, saying=value) as caught:
         open_bundle(folder)
@@ -161,7 +161,7 @@ def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
         (lambda manifest: manifest["chain"]["bounds"].update(copies=0), "chain-not-runnable", "copies"),
     ],
 )
-def test_manifest_that_lies_is_refused(
+def test_an_inconsistent_manifest_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], object], code: str, value: str
 ) -> None:
     manifest = read_manifest(folder)
@@ -171,7 +171,7 @@ def test_manifest_that_lies_is_refused(
         open_bundle(folder)
 
 
-def test_manifest_changed_after_writing_is_told(folder: Path) -> None:
+def test_a_manifest_that_was_changed_after_writing_is_refused(folder: Path) -> None:
     manifest = read_manifest(folder)
     manifest["lora"]["alpha"] = 32.0
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
@@ -180,13 +180,13 @@ def test_manifest_changed_after_writing_is_told(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "adapter/head.safetensors"])
-def test_a_file_that_is_read_and_that_nobody_hashed_is_refused(folder: Path, name: str) -> None:
+def test_a_file_without_a_hash_that_would_be_read_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{{ messages }}")
     with raises(BundleError, "file-not-in-manifest", saying=name):
         open_bundle(folder)
 
 
-def test_a_file_that_no_reader_takes_for_the_bundles_is_left_alone(folder: Path) -> None:
+def test_a_file_without_a_hash_that_is_not_read_is_ignored(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "tokenizer/.DS_Store").write_text("a file manager's")
     assert open_bundle(folder).chain == make_small_chain()

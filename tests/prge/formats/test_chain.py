@@ -1,4 +1,4 @@
-"""What a manifest says of a chain: read whole, or refused in words before anything is loaded."""
+"""The chain of a manifest is read completely, or refused with a message before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Change = Callable[[Json], object]
 
 
 def block_of(**changes: Any) -> Json:
-    """A manifest's block as JSON has it; one of its methods has specs."""
+    """Returns the `chain` block of a manifest; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
     method = block["programs"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
@@ -48,17 +48,17 @@ def test_a_chain_is_read_as_it_was_written() -> None:
         assert Chain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
 
 
-def test_a_bundle_that_answers_among_label_words_says_how_to_export_it_again() -> None:
+def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
     with raises(BundleError, "bundle-of-label-words", saying="--label-words"):
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
-def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all values of a JSON document."""
+def positions(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the paths to all values of a JSON document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
-        yield from places(inner, (*path, key))
+        yield from positions(inner, (*path, key))
 
 
 def at(value: Json, path: tuple[Any, ...]) -> Json:
@@ -67,7 +67,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
     return value
 
 
-PLACES = [*places(block_of())]
+PLACES = [*positions(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
 MAY_LACK = ("chunk", "shared", "shared_in", "past", "experts", "input_specs", "output_specs")
@@ -89,7 +89,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 @pytest.mark.parametrize(
     "spec", ["", "float32", "float32 [8, 4", "float32 [-1]", "float32 [1.5]", "[8]", "float32 [1234567890]"]
 )
-def test_what_is_no_spec_is_refused(spec: str) -> None:
+def test_an_invalid_spec_is_refused(spec: str) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [spec]
     with raises(BundleError, "chain-unreadable", saying="input_specs"):
@@ -97,14 +97,14 @@ def test_what_is_no_spec_is_refused(spec: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0], [LARGEST_SIZE + 1], [1] * 9])
-def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
+def test_a_spec_with_sizes_out_of_bounds_is_refused(sizes: list[int]) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
     with raises(BundleError, "chain-not-runnable", saying="block 0"):
         Chain.from_json(block)
 
 
-def test_a_bundle_that_knows_no_chunks_has_whole_rows() -> None:
+def test_a_bundle_without_chunks_has_whole_rows() -> None:
     block = block_of()
     del block["bounds"]["chunk"]
     bounds = Chain.from_json(block).bounds
@@ -133,7 +133,9 @@ def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     if path[-1] in (MAY_BE_NULL, "trains_a", JVP, BACKWARD, BACKWARD_SAVED):
         Chain.from_json(block)  # as bundles of an earlier version, or with a role less
         return
-    with raises(BundleError, "chain-unreadable", "chain-not-runnable", saying=path[-1]):
+    # Without the forward pass that saves residuals, the backward pass that reads them is refused.
+    named = BACKWARD_SAVED if path[-1] == FORWARD_SAVE else path[-1]
+    with raises(BundleError, "chain-unreadable", "chain-not-runnable", saying=named):
         Chain.from_json(block)
 
 
@@ -154,7 +156,7 @@ def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in PLACES if type(at(block_of(), path)) is int], ids=str)
-def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tuple[Any, ...]) -> None:
+def test_sizes_out_of_bounds_are_refused_without_allocating_memory(path: tuple[Any, ...]) -> None:
     for value in (-1, -(10**30), 10**30, 10**5000):
         block = block_of()
         at(block, path[:-1])[path[-1]] = value
@@ -166,17 +168,17 @@ def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tup
 
 
 @pytest.mark.parametrize("value", [None, [], [1], "chain", 7, {}, {"blocks": []}])
-def test_what_is_no_chain_at_all(value: Json) -> None:
+def test_values_that_are_not_a_chain_are_refused(value: Json) -> None:
     with raises(BundleError, "chain-unreadable"):
         Chain.from_json(value)
 
 
 @settings(deadline=2000, max_examples=300)
 @given(st.data())
-def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) -> None:
+def test_a_mutated_chain_is_read_or_refused_with_a_bundle_error(data: st.DataObject) -> None:
     block = block_of()
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from([*places(block)]))
+        path = data.draw(st.sampled_from([*positions(block)]))
         value = data.draw(st.sampled_from([*OTHERS, "hidden_states", "lora_b.0", *range(20)]))
         change = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
         holder = at(block, path[:-1])
@@ -186,14 +188,14 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
             del holder[path[-1]]
         elif isinstance(holder, list):
             holder.append(holder[path[-1]])
-        if not [*places(block)]:
+        if not [*positions(block)]:
             break
     try:
         chain = Chain.from_json(block)
     except BundleError as error:
         assert str(error).startswith("the manifest")
         return
-    # What was read can be run: nothing below may fail.
+    # A chain that can be read can be run: nothing below may fail.
     assert FORWARD in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
     for role in chain.roles:
         chain.check_role(role)
@@ -203,7 +205,7 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
 
 
 def _adapt_instead(block: Json, number: int) -> None:
-    """Another block has the adapted modules of the first that has any."""
+    """Move the adapted modules of the first adapted block to another block."""
     block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
 
 
@@ -212,8 +214,8 @@ def _adapt_nothing(block: Json) -> None:
         one["modules"] = []
 
 
-def _of(kind: int, role: str) -> Callable[[Json], Json]:
-    return lambda block: block["programs"][kind]["methods"][role]
+def _of(program: int, role: str) -> Callable[[Json], Json]:
+    return lambda block: block["programs"][program]["methods"][role]
 
 
 @pytest.mark.parametrize(
@@ -228,18 +230,18 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b["bounds"].update(tokens=1), "tokens"),
         (lambda b: b["bounds"].update(chunk=4, context=8), "16"),
         (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "16777217"),
-        (lambda b: b["tables"][0].update(kind="alibi"), "alibi"),
+        (lambda b: b["tables"][0].update(type="alibi"), "alibi"),
         (lambda b: b["tables"][0].update(window=0), "window=0"),
         (lambda b: b["tables"][0].update(first=-1), "first=-1"),
-        (lambda b: b["blocks"][1].update(kind=3), "block 1"),
-        (lambda b: b["programs"].append(b["programs"][0]), "kind 3"),
+        (lambda b: b["blocks"][1].update(program=3), "block 1"),
+        (lambda b: b["programs"].append(b["programs"][0]), "program 3"),
         (lambda b: b["blocks"][1].update(tables=[2]), "(2,)"),
         (lambda b: b["blocks"][2].update(modules=[0, 1]), "[0, 0, 1, 1]"),
         (lambda b: b["blocks"][1].update(modules=[0, 0, 1]), "[0, 0, 1, 2, 3]"),
         (lambda b: b["modules"].pop(), "[0, 1, 2, 3]"),
         (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "10000"),
         (lambda b: b["modules"][0].update(rank=0), "rank 0"),
-        (lambda b: b["programs"][1]["methods"].pop("forward"), "role stack"),
+        (lambda b: b["programs"][1]["methods"].pop("forward"), "role forward"),
         (
             lambda b: b["programs"][1]["methods"].update(see=_of(1, FORWARD)(b)),
             "'see'",
@@ -249,18 +251,18 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
             lambda b: _of(0, FORWARD)(b).update(inputs=["hidden_states"]),
             "('hidden_states',)",
         ),
-        (lambda b: _of(1, FORWARD)(b)["inputs"].append("lora_b.2"), "role stack"),
-        (lambda b: _of(1, FORWARD)(b)["inputs"].append("u.0"), "role stack"),
-        (lambda b: _of(1, FORWARD)(b)["inputs"].append("padding_mask"), "role stack"),
-        (lambda b: _of(1, JVP)(b)["inputs"].append("hidden_states"), "role tangent"),
-        (lambda b: _of(1, JVP)(b)["inputs"].remove("tangent_hidden_states"), "role tangent"),
-        (lambda b: _of(1, BACKWARD)(b)["outputs"].remove("grad_lora_b.1"), "role back"),
-        (lambda b: _of(1, BACKWARD)(b)["outputs"].append("grad_hidden_states"), "role back"),
-        (lambda b: b["programs"][1]["methods"].pop(FORWARD_SAVE), "role back_saved"),
-        (lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.3"), "role save"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("lora_b.2"), "role forward"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("u.0"), "role forward"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("padding_mask"), "role forward"),
+        (lambda b: _of(1, JVP)(b)["inputs"].append("hidden_states"), "role jvp"),
+        (lambda b: _of(1, JVP)(b)["inputs"].remove("tangent_hidden_states"), "role jvp"),
+        (lambda b: _of(1, BACKWARD)(b)["outputs"].remove("grad_lora_b.1"), "role backward"),
+        (lambda b: _of(1, BACKWARD)(b)["outputs"].append("grad_hidden_states"), "role backward"),
+        (lambda b: b["programs"][1]["methods"].pop(FORWARD_SAVE), "role backward_saved"),
+        (lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.3"), "role forward_save"),
         (
             lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.2"),
-            "role back_saved",
+            "role backward_saved",
         ),
         (
             lambda b: _of(2, FORWARD_SAVE)(b)["outputs"].extend(f"residual.{n}" for n in range(1, 10**5)),
@@ -309,7 +311,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
         without.check_role(BACKWARD)
 
 
-def test_a_block_saves_what_its_way_back_takes() -> None:
+def test_a_block_saves_the_residuals_that_its_backward_pass_reads() -> None:
     chain = make_chain()
     assert [len(chain.residuals(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
@@ -321,7 +323,7 @@ def test_a_block_saves_what_its_way_back_takes() -> None:
     assert before.roles == chain.roles and not any(map(before.residuals, range(4)))
 
 
-def test_a_chain_tells_callers_of_its_model() -> None:
+def test_a_chain_describes_its_model() -> None:
     chain = make_chain()
     model = chain.model
     assert (model.readout, model.is_encoder) == ("logprobs", False)

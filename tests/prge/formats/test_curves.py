@@ -1,4 +1,4 @@
-"""Curves of runs: points of their metrics, smoothed, and names that tell the runs apart."""
+"""Curves of runs: points of their metrics, smoothing, and unique names of the runs."""
 
 from __future__ import annotations
 

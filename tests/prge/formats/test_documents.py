@@ -1,4 +1,4 @@
-"""Documents from elsewhere: plain values within bounds, and an error in words for everything else."""
+"""Untrusted documents: plain values within bounds, and a DocumentError for everything else."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_yaml_that_is_refused(content: bytes, code: str, value: str) -> None:
         parse_yaml(content)
 
 
-def test_half_of_a_character_is_refused_by_the_parser_or_after_it() -> None:
+def test_an_unpaired_surrogate_is_refused() -> None:
     with raises(DocumentError, "yaml-malformed", "half-character"):
         parse_yaml(b'a: "\\ud800"\n')
 
 
-def test_dates_of_yaml_are_texts() -> None:
+def test_yaml_dates_are_strings() -> None:
     assert parse_yaml("2020-01-01: 2020-99-99\n") == {"2020-01-01": "2020-99-99"}
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_reading_does_not_block_on_what_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
     path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
     if kind == "pipe":
         os.mkfifo(path)
@@ -158,12 +158,12 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
     path = tmp_path / "document"
     path.write_text(WORST[name])
     reader = "read_yaml" if name.startswith("yaml") else "read_json"
-    found = measure_program(
+    result = measure_program(
         f"import contextlib, pathlib\nfrom prge.formats.documents import DocumentError, {reader}",
         f"with contextlib.suppress(DocumentError):\n    {reader}(pathlib.Path({str(path)!r}))",
     )
-    assert found.seconds < 1
-    assert found.peak_bytes < 200e6
+    assert result.seconds < 1
+    assert result.peak_bytes < 200e6
 
 
 @pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
@@ -181,5 +181,5 @@ def test_a_key_that_json_has_twice_is_refused(content: str) -> None:
         *(("10", 10), ("1_000", 1000), ("0x10", 16), ("0.5", 0.5), (".5", 0.5), ("1.0e-3", 0.001)),
     ],
 )
-def test_numbers_of_yaml_are_what_they_look_like(text: str, value: object) -> None:
+def test_yaml_numbers_are_decimal(text: str, value: object) -> None:
     assert parse_yaml(f"a: {text}") == {"a": value}

@@ -1,4 +1,4 @@
-"""Bundles of version 0.2 open: their manifest's chain is read in the words of this version."""
+"""Bundles of version 0.2 open: their manifest's chain is translated to the current names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prge.formats.signatures import ALL_ROLES, BACKWARD, BACKWARD_SAVED, FORWARD
 OLD = json.loads(Path(__file__).with_name("chain_of_0_2.json").read_text(encoding="utf-8"))
 
 
-def test_every_role_has_a_name_of_today() -> None:
+def test_every_role_has_a_current_name() -> None:
     assert sorted(ROLES.values()) == sorted(ALL_ROLES)
 
 
@@ -56,6 +56,6 @@ def test_a_chain_of_version_0_2_is_read_with_the_names_of_its_programs_methods()
 
 
 @pytest.mark.parametrize("damaged", [None, [], {}, {"kinds": 3}, {"kinds": [3], "blocks": []}])
-def test_what_is_no_chain_is_refused_by_its_reader(damaged: Any) -> None:
+def test_an_invalid_chain_is_refused(damaged: Any) -> None:
     with pytest.raises(BundleError):
         Chain.from_json(chain_of_format_3(damaged))

@@ -47,7 +47,7 @@ def test_reads_back_exactly(tmp_path: Path) -> None:
     assert journal.first("start") == RECORDS[0]
 
 
-def test_torn_at_any_byte_it_goes_on(tmp_path: Path) -> None:
+def test_a_journal_that_was_cut_at_any_byte_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
     for length in range(len(whole)):
@@ -75,7 +75,7 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
 
 
 def _signed(content: str) -> bytes:
-    """A line whose checksum is right, whatever it says."""
+    """Returns a line with a valid checksum, whatever its content is."""
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
 
 
@@ -112,7 +112,7 @@ def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[
 
 
 def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
-    """A limit on file size takes a part of a line and refuses the rest; a torn line before it is gone."""
+    """A limit on the file size accepts a part of a line; an earlier incomplete line is removed."""
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
     path.write_bytes(whole[:-5])
@@ -178,7 +178,7 @@ def test_a_torn_line_that_cannot_be_taken_back_goes_before_the_next_one(
         assert journal.records == [*before, {"kind": "step", "step": 8}]
 
 
-def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:
+def test_reading_ignores_a_line_that_is_being_written(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     whole = _write(path)
     path.write_bytes(whole[:-5])
@@ -189,7 +189,7 @@ def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:
     assert path.read_bytes() == whole[:-5]
 
 
-def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+def test_infinite_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         Journal(tmp_path / "journal.jsonl").append({"kind": "step", "step": 0, "loss": float("nan")})
 
@@ -200,7 +200,7 @@ def test_arrays_survive_exactly(values: list[float]) -> None:
     assert decode_array(encode_array(array)).tobytes() == array.tobytes()
 
 
-def test_it_forgets_gradients_and_goes_on(tmp_path: Path) -> None:
+def test_gradients_are_removed_and_the_journal_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     gradient = encode_array(np.linspace(-1, 1, 1000, dtype=np.float32))
     journal = Journal(path)
@@ -218,7 +218,9 @@ def test_it_forgets_gradients_and_goes_on(tmp_path: Path) -> None:
     assert ["gradient" in record for record in records] == [False, False, False, True]
 
 
-def test_where_it_cant_forget_it_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_gradients_cannot_be_removed_the_journal_stays_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     journal.append({"kind": "step", "step": 0, "gradient": "AAAA"})

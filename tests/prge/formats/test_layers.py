@@ -1,4 +1,4 @@
-"""`layers.json`: codes are read back as they lie in the weights files; a hostile table is refused."""
+"""`layers.json`: codes are read as the weights files store them; a hostile table is refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def bundle_with(folder: Path, table: object, size: int = 1000) -> Bundle:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    place = {"file": "weights/000.ptd", "codes": 16, "scales": 128, "shape": [*SHAPE]}
-    return {"bits": 4, "sensitivity": 0.1, **place, **changes}
+    position = {"file": "weights/000.ptd", "codes": 16, "scales": 128, "shape": [*SHAPE]}
+    return {"bits": 4, "sensitivity": 0.1, **position, **changes}
 
 
 def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
     content = b"\0" * 16 + packed.tobytes() + b"\0" * 16 + halfwords.tobytes()
     (tmp_path / "weights" / "000.ptd").write_bytes(content)
     bundle = bundle_with(tmp_path, {"a": entry(), "b": {"bits": 8, "sensitivity": 1.0}}, len(content))
-    found = stored_layers(bundle)
-    assert list(read_layers(tmp_path, bundle.manifest)) == ["a", "b"] and list(found) == ["a"]
-    read_codes, read_scales = found["a"].read(tmp_path)
+    result = stored_layers(bundle)
+    assert list(read_layers(tmp_path, bundle.manifest)) == ["a", "b"] and list(result) == ["a"]
+    read_codes, read_scales = result["a"].read(tmp_path)
     assert np.array_equal(read_codes, codes) and np.array_equal(read_scales, scales)
-    assert StoredLayer.from_json(found["a"].to_json(), bundle.manifest["files"]) == found["a"]
+    assert StoredLayer.from_json(result["a"].to_json(), bundle.manifest["files"]) == result["a"]
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
         {"shape": None},
     ],
 )
-def test_a_layer_that_does_not_lie_in_the_bundle_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_layer_outside_of_the_bundle_s_files_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with raises(BundleError, "layers-unusable", saying="'a'"):
         stored_layers(bundle_with(tmp_path, {"a": entry(**changes)}))
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_table_is_refused(tmp_path: Path) -> None:
     with raises(BundleError, "layers-unusable"):
         stored_layers(bundle_with(tmp_path, {"a": 1}))
     bundle = bundle_with(tmp_path, {})

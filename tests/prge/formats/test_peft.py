@@ -1,4 +1,4 @@
-"""PEFT folders in and out, whole or not at all; read and written as PEFT itself does."""
+"""PEFT folders are read and written as PEFT does, and written atomically."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_same_arrays_give_the_same_bytes(tmp_path: Path, template: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "a/b", "adapter_model.safetensors", "hashes.json"])
-def test_an_extra_file_can_take_no_other_place(tmp_path: Path, template: Path, name: str) -> None:
+def test_an_extra_file_cannot_replace_another_file(tmp_path: Path, template: Path, name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         write_peft(tmp_path / "out", some_adapter(), template, {name: {}})
     assert not (tmp_path / "out").exists()
@@ -148,9 +148,7 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 6
 
 
-def test_an_adapter_of_another_lora_a_or_scale_is_generated_with_alone(
-    tmp_path: Path, template: Path
-) -> None:
+def test_an_adapter_of_another_lora_a_or_scale_can_only_generate(tmp_path: Path, template: Path) -> None:
     """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
     for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
         other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
@@ -166,18 +164,18 @@ def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, templa
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)
     folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
-    found = read_compatible_adapter(folder, modules, template)
+    result = read_compatible_adapter(folder, modules, template)
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
-    assert found.lora_a is not None
+    assert result.lora_a is not None
     # The bundle's scale is 4 / 2.
-    product = 2 * found.lora_a[module.name].T @ found.lora_b[module.name]
+    product = 2 * result.lora_a[module.name].T @ result.lora_b[module.name]
     np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
     own = {name: tensors()[f"{PREFIX}{name}.lora_A.weight"] for name in (module.name, other.name)}
-    assert np.array_equal(found.lora_a[module.name][1], own[module.name][1])
-    assert np.array_equal(found.lora_a[other.name], own[other.name])
-    assert not found.lora_b[module.name][1].any() and not found.lora_b[other.name].any()
+    assert np.array_equal(result.lora_a[module.name][1], own[module.name][1])
+    assert np.array_equal(result.lora_a[other.name], own[other.name])
+    assert not result.lora_b[module.name][1].any() and not result.lora_b[other.name].any()
     # They are what a step moves.
-    assert np.shares_memory(found.lora_a[other.name], found.values)
+    assert np.shares_memory(result.lora_a[other.name], result.values)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, templa
         ((None, None), ("model@sha256:12", None), False),
     ],
 )
-def test_an_adapter_of_another_base_model_is_refused_where_hash_or_commit_tell(
+def test_an_adapter_of_another_base_model_is_refused_by_hash_or_commit(
     tmp_path: Path,
     named: tuple[str | None, str | None],
     expected: tuple[str | None, str | None],
@@ -309,7 +307,7 @@ def test_a_killed_writer_leaves_the_old_or_the_new_folder(tmp_path: Path, templa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "template"]
 
 
-def test_a_folder_that_someone_is_writing_is_left_alone(tmp_path: Path, template: Path) -> None:
+def test_a_folder_that_another_process_is_writing_is_ignored(tmp_path: Path, template: Path) -> None:
     other = tmp_path / f".out.{os.getppid()}-abc.partial"
     other.mkdir()
     write_peft(tmp_path / "out", some_adapter(), template)
@@ -317,7 +315,7 @@ def test_a_folder_that_someone_is_writing_is_left_alone(tmp_path: Path, template
 
 
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> None:
-    """A limit on the size of files stands for it."""
+    """Simulated by a limit on the size of files."""
     write_peft(tmp_path / "out", some_adapter(1), template)
     code = textwrap.dedent(f"""
         import resource, sys
@@ -336,7 +334,7 @@ def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "template"]
 
 
-def test_a_place_that_refuses_says_so(tmp_path: Path, template: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, template: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises(RunError, "write-failed"):
         write_peft(tmp_path / "file/out", some_adapter(), template)
@@ -352,7 +350,7 @@ def small_model(seed: int = 0) -> Any:
 
 
 def written_by_peft(folder: Path, dtype: str = "float32", **settings: Any) -> Any:
-    """A folder of the real package with random matrices; returns its model."""
+    """Write a folder with PEFT, with random matrices; returns its model."""
     import peft
     import torch
 
@@ -395,7 +393,7 @@ def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
     np.testing.assert_allclose(scaled["0.v_proj"], 2.5 * adapter.lora_a["0.v_proj"])
 
 
-def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> None:
+def test_an_adapter_with_different_ranks_is_written_and_read(tmp_path: Path) -> None:
     written_by_peft(tmp_path / "start", rank_pattern={"0.q_proj": 1})
     modules = read_lora(tmp_path / "start").modules
     trained = random_adapter(modules, 2)
@@ -470,7 +468,7 @@ def test_settings_that_a_program_cannot_compute_are_refused(
     assert problem in "\n".join(caught.value.problems)
 
 
-def test_matrices_that_are_no_pair_are_refused(tmp_path: Path) -> None:
+def test_matrices_that_do_not_form_pairs_are_refused(tmp_path: Path) -> None:
     arrays: dict[str, np.ndarray] = tensors()
     q, v = (f"{PREFIX}{module.name}" for module in MODULES)
     del arrays[f"{q}.lora_A.weight"]
@@ -524,7 +522,7 @@ def test_an_adapter_that_is_not_finite_is_never_written(tmp_path: Path, template
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "hashes.json"])
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{", b"[]", b"[" * 100_000, b" " * (3 << 20)])
-def test_damaged_documents_are_refused_in_words(template: Path, name: str, content: bytes) -> None:
+def test_damaged_documents_are_refused_with_a_message(template: Path, name: str, content: bytes) -> None:
     (template / name).write_bytes(content)
     with raises(AdapterError, "adapter-damaged", "adapter-changed", "not-an-adapter") as caught:
         read_peft(template, MODULES)
@@ -534,27 +532,27 @@ def test_damaged_documents_are_refused_in_words(template: Path, name: str, conte
 def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "run", adapter, template)
-    found = read_compatible_adapter(tmp_path / "run", MODULES, template)
-    assert found.lora_a is None
-    assert found.values.tobytes() == adapter.values.tobytes()
+    result = read_compatible_adapter(tmp_path / "run", MODULES, template)
+    assert result.lora_a is None
+    assert result.values.tobytes() == adapter.values.tobytes()
 
 
-def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, template: Path) -> None:
+def test_an_adapter_of_another_program_has_its_own_lora_a(tmp_path: Path, template: Path) -> None:
     """Scaled by its own alpha and rank; the lora_b of what it lacks are 0: of a rank, and of a module."""
     (module, other) = MODULES
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)
     folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
-    found = read_compatible_adapter(folder, MODULES, template, generates=True)
-    assert found.lora_a is not None
+    result = read_compatible_adapter(folder, MODULES, template, generates=True)
+    assert result.lora_a is not None
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
-    product = found.lora_a[module.name].T @ found.lora_b[module.name]
+    product = result.lora_a[module.name].T @ result.lora_b[module.name]
     np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
-    assert found.lora_a[module.name].shape == (2, 5) and not found.lora_b[other.name].any()
+    assert result.lora_a[module.name].shape == (2, 5) and not result.lora_b[other.name].any()
 
 
 @pytest.mark.parametrize(
-    ("modules", "told"),
+    ("modules", "message"),
     [
         ((AdaptedModule(MODULES[0].name, 3, 5, 3),), "q_proj has rank 3, the bundle has 2"),
         (
@@ -565,9 +563,9 @@ def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, templat
     ],
 )
 def test_an_adapter_that_doesnt_fit_is_refused(
-    tmp_path: Path, template: Path, modules: tuple[AdaptedModule, ...], told: str
+    tmp_path: Path, template: Path, modules: tuple[AdaptedModule, ...], message: str
 ) -> None:
     folder = write_folder(tmp_path / "elsewhere", tensors(modules), r=modules[0].rank)
     with pytest.raises(AdapterError) as error:
         read_compatible_adapter(folder, MODULES, template)
-    assert told in str(error.value)
+    assert message in str(error.value)

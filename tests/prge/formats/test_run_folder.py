@@ -39,7 +39,7 @@ def step(n: int, **more: Any) -> dict[str, Any]:
     return {"event": "step", "step": n, "loss": 1 / (n + 1), **more}
 
 
-def test_metrics_are_one_json_object_a_line_at_once(tmp_path: Path) -> None:
+def test_every_metric_is_written_at_once_as_a_line_of_json(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run")
     log.metric(step(0))
     log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "rows": np.int64(8)})
@@ -52,13 +52,13 @@ def test_metrics_are_one_json_object_a_line_at_once(tmp_path: Path) -> None:
     log.close()
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_infinite_numbers_and_nan_become_null(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.metric({"event": "step", "step": 0, "loss": float("nan"), "scalars": np.array([np.inf, 1.0])})
     assert read_metrics(tmp_path) == [{"event": "step", "step": 0, "loss": None, "scalars": [None, 1.0]}]
 
 
-def test_resume_drops_a_torn_line_and_what_lies_beyond_the_step(tmp_path: Path) -> None:
+def test_a_resume_drops_an_incomplete_line_and_records_after_the_step(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for n in range(5):
             log.metric(step(n))
@@ -73,7 +73,7 @@ def test_resume_drops_a_torn_line_and_what_lies_beyond_the_step(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("torn", ["{", '{"event": "step", "step": 1}', "3\n", "\n"])
-def test_torn_last_line(tmp_path: Path, torn: str) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path, torn: str) -> None:
     (tmp_path / METRICS).write_text(json.dumps(step(0)) + "\n" + torn, encoding="utf-8")
     assert read_metrics(tmp_path) == [step(0)]
     with RunLog(tmp_path) as log:
@@ -97,7 +97,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda line: line[:40])
-def test_an_odd_record_is_told_to_who_draws_and_stops_no_resume(tmp_path: Path, odd: str) -> None:
+def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path: Path, odd: str) -> None:
     first, last = json.dumps(step(0)), json.dumps(step(1))
     (tmp_path / METRICS).write_text(f"{first}\n{odd}\n{last}\n", encoding="utf-8")
     with raises(RunError, "metrics-damaged", saying="line 2"):
@@ -111,9 +111,7 @@ def test_an_odd_record_is_told_to_who_draws_and_stops_no_resume(tmp_path: Path, 
 @pytest.mark.parametrize("name", [METRICS, LOG, LOCK])
 @pytest.mark.parametrize("kind", ["link", "pipe", "device"])
 @pytest.mark.timeout(10)
-def test_links_pipes_and_devices_are_neither_followed_nor_waited_for(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_links_pipes_and_devices_are_refused_without_blocking(tmp_path: Path, name: str, kind: str) -> None:
     target, folder = tmp_path / "target", tmp_path / "run"
     target.write_bytes(b"kept")
     folder.mkdir()
@@ -132,8 +130,8 @@ def test_links_pipes_and_devices_are_neither_followed_nor_waited_for(
             read_metrics(folder)
 
 
-def test_a_run_folder_is_its_users_alone(tmp_path: Path) -> None:
-    """Its log shows a row, and its journal has what came of rows."""
+def test_a_run_folder_is_private(tmp_path: Path) -> None:
+    """Its log quotes rows, and its journal has values computed from rows."""
     RunLog(tmp_path / "run").close()
     with run_lock(tmp_path / "other"):
         pass
@@ -151,8 +149,8 @@ def test_log_lines_begin_with_the_time(tmp_path: Path) -> None:
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", lines[0])
 
 
-def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path) -> None:
-    """A limit on file size takes a part of a line and refuses the rest, as a full disk does."""
+def test_a_full_disk_is_reported_with_the_folder_and_keeps_complete_lines(tmp_path: Path) -> None:
+    """A limit on the file size simulates a full disk: it accepts a part of a line."""
     code = (
         "import resource, signal, sys; from pathlib import Path; from prge.formats.run_folder import RunLog\n"
         "from prge.errors import RunError\n"
@@ -181,7 +179,7 @@ def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path)
         (errno.EROFS, "write-refused"),
     ],
 )
-def test_refused_writes_are_told_with_a_remedy(code: int, problem: str) -> None:
+def test_failed_writes_are_reported_with_a_remedy(code: int, problem: str) -> None:
     with raises(RunError, problem, saying="runs/a/log.txt"), as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code), "runs/a/log.txt")
     with raises(RunError, problem, saying=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
@@ -189,7 +187,7 @@ def test_refused_writes_are_told_with_a_remedy(code: int, problem: str) -> None:
     assert "runs/a" in caught.value.what and caught.value.remedy
 
 
-def test_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with raises(RunError, "write-failed"):
         RunLog(tmp_path / "run")
@@ -220,7 +218,7 @@ def test_failed_summary_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
 
 
-def test_environment_tells_versions_without_importing() -> None:
+def test_environment_has_versions_without_importing() -> None:
     code = (
         "import sys; from prge.formats.run_folder import environment; found = environment(); "
         "assert not {'torch', 'numpy', 'executorch'} & set(sys.modules); print(found['versions']['numpy'])"
@@ -229,15 +227,15 @@ def test_environment_tells_versions_without_importing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert child.stdout.strip() == np.__version__
-    found = environment()
-    assert found["python"] == sys.version.split()[0]
-    assert found["cpu"]["count"] == os.cpu_count()
-    assert found["cpu"]["model"]
+    result = environment()
+    assert result["python"] == sys.version.split()[0]
+    assert result["cpu"]["count"] == os.cpu_count()
+    assert result["cpu"]["model"]
 
 
 @contextmanager
 def owner(folder: Path, first: str = "pass") -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds a run folder, once it has done something."""
+    """Start another process that locks a run folder."""
     code = (
         "import os, sys, time; from pathlib import Path; from prge.formats.run_folder import run_lock\n"
         f"with run_lock(Path(sys.argv[1])):\n    {first}\n    print('held', flush=True); sys.stdin.read()"
@@ -249,7 +247,7 @@ def owner(folder: Path, first: str = "pass") -> Iterator[subprocess.Popen[str]]:
         yield holder
 
 
-def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
+def test_only_one_process_can_lock_a_run_folder(tmp_path: Path) -> None:
     with owner(tmp_path) as holder:
         with (
             raises(RunError, "run-in-use", saying=str(holder.pid)) as caught,
@@ -259,13 +257,13 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
         assert caught.value.remedy
         holder.kill()
         holder.wait()
-    # The killed owner's lock is gone, and the file tells the new one.
+    # The killed owner's lock is released, and the file names the new owner.
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text(encoding="ascii") == f"{os.getpid()}\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_of_an_owner_that_was_killed_is_waited_for(tmp_path: Path) -> None:
+def test_locking_waits_for_a_child_of_a_killed_owner(tmp_path: Path) -> None:
     with owner(tmp_path, "if os.fork() == 0: time.sleep(0.5); os._exit(0)") as holder:
         holder.kill()
         holder.wait()
@@ -274,7 +272,7 @@ def test_a_child_of_an_owner_that_was_killed_is_waited_for(tmp_path: Path) -> No
             assert is_held(tmp_path)
 
 
-def test_a_file_that_is_no_lock_is_refused_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_lock_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("yarn lockfile v1")
     with raises(RunError, "lock-foreign"), run_lock(tmp_path):
         pass
@@ -285,7 +283,7 @@ def test_a_file_that_is_no_lock_is_refused_as_it_is(tmp_path: Path) -> None:
             assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
-def test_a_run_begins_where_nothing_has_a_name_of_its_files(tmp_path: Path) -> None:
+def test_a_new_run_needs_a_folder_without_files_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").touch()
     (tmp_path / LOCK).touch()
     check_new_run(tmp_path)
@@ -295,7 +293,7 @@ def test_a_run_begins_where_nothing_has_a_name_of_its_files(tmp_path: Path) -> N
         check_new_run(tmp_path)
 
 
-def test_a_block_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_block_leaves_no_lock_and_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a/b/run"
     for error in (RunError("no"), KeyboardInterrupt()):
         with pytest.raises(type(error)), run_lock(folder):
@@ -309,7 +307,7 @@ def test_a_block_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-def test_a_lock_stays_where_it_was_or_something_was_made(tmp_path: Path) -> None:
+def test_a_lock_file_stays_if_it_existed_or_the_block_created_files(tmp_path: Path) -> None:
     with pytest.raises(RunError), run_lock(tmp_path / "run"):
         (tmp_path / "run/journal.jsonl").write_text("")
         raise RunError("no")
@@ -323,8 +321,8 @@ def test_a_lock_stays_where_it_was_or_something_was_made(tmp_path: Path) -> None
     assert (tmp_path / "other" / LOCK).is_file()
 
 
-def test_while_locks_are_removed_one_process_at_most_holds_a_folder(tmp_path: Path) -> None:
-    """Each marks that it is inside; the mark is another process's where two are."""
+def test_while_locks_are_removed_at_most_one_process_holds_a_folder(tmp_path: Path) -> None:
+    """Each process writes a mark while it holds the lock; two holders would see each other's mark."""
     script = (
         "import os, sys; from pathlib import Path\n"
         "from prge.errors import RunError; from prge.formats.run_folder import run_lock\n"
@@ -340,6 +338,6 @@ def test_while_locks_are_removed_one_process_at_most_holds_a_folder(tmp_path: Pa
     words = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
     processes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 0, told
+        _, message = process.communicate(timeout=120)
+        assert process.returncode == 0, message
     assert not (tmp_path / "mark").exists()

@@ -1,4 +1,4 @@
-"""Signatures follow from what a block has and from a role: names, shapes, and what has derivatives."""
+"""Signatures follow from a block's ports and a role: names, shapes, and which values have derivatives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES |= {"rank": 4, "in": 11, "out": 6, "sequences": 2, "states": 9, "words": 3
 SIZES |= {"heads": 2, "key": 8, "value": 9, "members": 3, "past": 17, "high": 5, "wide": 4}
 SIZES |= {"residual": 20, "shared_in": 21, "shared_out": 22}
 
-# Values that a block takes from another, with those that are keys and values of its attention.
+# Shared values that a block uses, including keys and values of its attention.
 SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
 BLOCKS = st.builds(
     lambda shared, **ports: BlockPorts(shared_in=shared[0], past=shared[1], **ports),
@@ -50,19 +50,19 @@ BLOCKS = st.builds(
 
 
 @given(BLOCKS, st.sampled_from(ALL_ROLES))
-def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
-    found = signature(block, ROLE_OF[role])
-    for ports in (found.inputs, found.outputs):
+def test_every_port_has_a_unique_name_and_a_shape(block: BlockPorts, role: str) -> None:
+    result = signature(block, ROLE_OF[role])
+    for ports in (result.inputs, result.outputs):
         assert len({port.name for port in ports}) == len(ports)
         assert all(number > 0 for port in ports for number in port.shape(SIZES))
         assert {port.name for port in ports if port.dtype == "int64"} <= {"tokens", "targets"}
 
 
 @given(BLOCKS, st.sampled_from([View.BATCH, View.CHUNK]))
-def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mode(
+def test_differentiable_values_have_a_tangent_in_jvp_and_a_gradient_in_backward(
     block: BlockPorts, view: View
 ) -> None:
-    """So a block's derivatives fit each other, whatever it has."""
+    """So the derivatives of consecutive blocks fit each other."""
     by_derivative = {
         role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }
@@ -142,43 +142,46 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
     role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
 ) -> None:
-    found = signature(BlockPorts(modules=1, attends=True, residuals=1), ROLE_OF[role])
+    result = signature(BlockPorts(modules=1, attends=True, residuals=1), ROLE_OF[role])
     for name, shape in inputs.items():
-        assert found.port(name).shape(SIZES) == shape
+        assert result.port(name).shape(SIZES) == shape
     for name, shape in outputs.items():
-        assert found.port(name, is_output=True).shape(SIZES) == shape
+        assert result.port(name, is_output=True).shape(SIZES) == shape
 
 
 @pytest.mark.parametrize("role", ALL_ROLES)
-def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
+def test_only_differentiable_shared_values_have_derivatives(role: str) -> None:
     is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
-    found = signature(
+    result = signature(
         BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
     )
-    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.required_inputs
-    assert ("shared_out.0" in found.output_names) == (not is_back)
-    assert ("tangent_shared_in.1" in found.required_inputs, "tangent_shared_out.0" in found.output_names) == (
+    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < result.required_inputs
+    assert ("shared_out.0" in result.output_names) == (not is_back)
+    assert (
+        "tangent_shared_in.1" in result.required_inputs,
+        "tangent_shared_out.0" in result.output_names,
+    ) == (
         is_tangent,
         is_tangent,
     )
-    assert ("grad_shared_out.0" in found.required_inputs, "grad_shared_in.2" in found.output_names) == (
+    assert ("grad_shared_out.0" in result.required_inputs, "grad_shared_in.2" in result.output_names) == (
         is_back,
         is_back,
     )
     assert not {"tangent_shared_in.0", "grad_shared_in.0", "grad_keys", "keys"} & {
-        *found.required_inputs,
-        *found.output_names,
+        *result.required_inputs,
+        *result.output_names,
     }
 
 
-def test_a_past_that_doesnt_change_has_no_derivative() -> None:
+def test_a_past_that_adapters_do_not_affect_has_no_derivative() -> None:
     block = BlockPorts(attends=True, shared_in=(False, False), past=(0, 1))
     tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
     assert "past_keys" in tangent.required_inputs & back.required_inputs
     assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.required_inputs, *back.output_names}
 
 
-def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
+def test_adapter_inputs_are_optional() -> None:
     back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
     assert back.required_inputs == {"hidden_states", "grad_hidden_states"} and back.allowed_inputs >= {
         "lora_b.0",
@@ -188,12 +191,12 @@ def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
     assert back.output_names == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
 
 
-def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
+def test_lora_a_is_an_input_if_it_is_trained_and_in_text_generation() -> None:
     for role in ALL_ROLES:
         has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed_inputs
         assert has_a == (role in (PREFILL, DECODE))
-    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
-    assert found.output_names == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
+    result = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
+    assert result.output_names == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
@@ -210,7 +213,7 @@ def test_only_a_block_with_attention_has_a_past() -> None:
     assert signature(BlockPorts(attends=True), ROLE_OF[FORWARD]) == signature(BlockPorts(), ROLE_OF[FORWARD])
 
 
-def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
+def test_a_head_returns_parts_or_logits_and_has_no_chunk_roles() -> None:
     head = BlockPorts(is_head=True, residuals=1)
     answers = [signature(head, ROLE_OF[role]).output_names for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
     assert answers == [

@@ -1,4 +1,4 @@
-"""Which paths in a folder's settings are followed, and how prge recognizes settings that it wrote itself."""
+"""Which paths in a folder's settings are trusted, and how prge recognizes settings that it wrote."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_what_was_written_is_known_and_nothing_else(tmp_path: Path) -> None:
+def test_only_unchanged_settings_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_settings(path, TEXT)
     content = path.read_bytes()
@@ -54,7 +54,7 @@ def test_what_was_written_is_known_and_nothing_else(tmp_path: Path) -> None:
     assert not is_own(content, "device.yaml")
 
 
-def test_the_key_is_its_owners_alone_and_made_once(own_home: Path) -> None:
+def test_the_key_is_private_and_created_once(own_home: Path) -> None:
     assert not is_own(TEXT.encode(), "a") and not key_path().exists()
     first = sign(TEXT, "a")
     assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
@@ -65,7 +65,7 @@ def test_the_key_is_its_owners_alone_and_made_once(own_home: Path) -> None:
 
 
 def is_own_in_another_process(path: Path, **environment: str) -> bool:
-    """Whether another process of the same user, or of one with another environment, knows a file."""
+    """Whether another process, with this or another environment, recognizes a file."""
     script = (
         "import pathlib, sys; from prge.formats.stored_settings import is_own;"
         "print(is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
@@ -75,14 +75,14 @@ def is_own_in_another_process(path: Path, **environment: str) -> bool:
     return said.strip() == "True"
 
 
-def test_another_process_knows_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
+def test_another_process_recognizes_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(sign(TEXT, "a"))
     assert is_own_in_another_process(tmp_path / "a")
     assert not is_own_in_another_process(tmp_path / "a", XDG_CONFIG_HOME=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("damage", ["no home", "no folder", "no key", "link"])
-def test_without_a_key_a_process_knows_its_own(
+def test_without_a_key_a_process_recognizes_its_own_settings(
     damage: str, monkeypatch: pytest.MonkeyPatch, own_home: Path, tmp_path: Path
 ) -> None:
     key_path().parent.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_without_a_key_a_process_knows_its_own(
     assert not is_own_in_another_process(tmp_path / "a", HOME=str(tmp_path))
 
 
-def test_without_hard_links_a_key_is_made_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_created_without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -111,7 +111,7 @@ def test_without_hard_links_a_key_is_made_too(monkeypatch: pytest.MonkeyPatch) -
     assert parse_key(key_path().read_bytes()) and is_own(content, "a")
 
 
-def test_a_key_of_elsewhere_signs_for_there() -> None:
+def test_settings_can_be_signed_for_another_machine() -> None:
     key = new_key()
     content = sign(TEXT, "a", key)
     assert not is_own(content, "a")
@@ -120,7 +120,7 @@ def test_a_key_of_elsewhere_signs_for_there() -> None:
     assert is_own(content, "a")
 
 
-def test_which_values_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_values_are_outside_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     (folder / "rows").mkdir(parents=True)
     (folder / "rows/train.jsonl").write_text("{}")
@@ -167,7 +167,7 @@ def test_a_snapshot_of_the_hub_has_links_to_its_own_files(tmp_path: Path) -> Non
         check_links(snapshot)
 
 
-def test_links_out_of_a_folder(tmp_path: Path) -> None:
+def test_links_to_the_outside_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "a/b").mkdir(parents=True)
     (folder / "a/file").write_text("")

@@ -1,4 +1,4 @@
-"""What is meant by a folder of `prge tune` where a bundle, an adapter or a run is asked for."""
+"""Folders of `prge tune` given in place of a bundle, an adapter or a run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def tuning(folder: Path, *parts: str, config: str = "bundle: null\n") -> Path:
     return folder
 
 
-def test_its_own_bundle_its_run_and_its_adapter(tmp_path: Path) -> None:
+def test_a_tuning_has_a_bundle_a_run_and_an_adapter(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", "bundle", "run/final")
     (folder / "run/final/adapter_config.json").write_text("{}")
     assert resolve_bundle(folder) == folder / "bundle" and resolve_run(folder) == folder / "run"
     assert find_adapter(folder) == folder / "run/final"
-    found = find_tuning(folder)
-    assert found is not None and found.name == "mine"
+    result = find_tuning(folder)
+    assert result is not None and result.name == "mine"
 
 
-def test_a_bundle_that_it_was_given(tmp_path: Path) -> None:
+def test_a_tuning_of_an_existing_bundle(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config=f"bundle: {tmp_path / 'other'}\n")
     assert resolve_bundle(folder) == tmp_path / "other"
     with raises(BundleError, "not-a-bundle", saying="other"):
         open_bundle(folder)
 
 
-def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
+def test_what_an_unfinished_tuning_lacks(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
     finish = f"finish it with `prge tune --resume {folder}`"
     for ask, what in ((resolve_bundle, "bundle"), (open_bundle, "bundle"), (resolve_run, "run")):
@@ -52,13 +52,13 @@ def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
     assert caught.value.remedy == finish
 
 
-def test_damaged_settings_are_told(tmp_path: Path) -> None:
+def test_damaged_settings_are_reported(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config="bundle: [")
     with raises(RunError, "settings-unreadable", saying="config.yaml"):
         resolve_bundle(folder)
 
 
-def test_other_folders_are_what_they_are(tmp_path: Path) -> None:
+def test_other_folders_are_not_tunings(tmp_path: Path) -> None:
     assert resolve_bundle(tmp_path) == resolve_run(tmp_path) == tmp_path and find_tuning(tmp_path) is None
     run = tuning(tmp_path / "run")
     (run / "journal.jsonl").write_text("{}\n")
@@ -67,7 +67,7 @@ def test_other_folders_are_what_they_are(tmp_path: Path) -> None:
         find_adapter(tmp_path)
 
 
-def test_a_strangers_bundle_elsewhere_and_links_are_refused(tmp_path: Path) -> None:
+def test_paths_outside_of_a_foreign_tuning_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     text = f"bundle: {other}\n"

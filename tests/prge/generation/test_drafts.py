@@ -1,4 +1,4 @@
-"""A draft is what stood behind the same tokens before; drafts that are wrong come less and less often."""
+"""Drafts are the tokens that followed the same n-gram before; wrong drafts make them rarer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prge.generation.drafts import Lookup
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def test_a_draft_is_what_stood_behind_the_same_tokens() -> None:
+def test_a_draft_is_what_followed_the_same_tokens() -> None:
     assert Lookup([5, 6, 7, 8, 9, 1, 5, 6, 7]).draft(8) == [8, 9]
 
 
-def test_the_last_place_counts_and_longer_likeness_before_it() -> None:
+def test_the_longest_n_gram_and_then_its_latest_occurrence_decide() -> None:
     assert Lookup([9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).draft(1) == [4]
     trusted = Lookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2])
     trusted.note(2, 2)
@@ -29,17 +29,17 @@ def test_two_tokens_are_enough_after_a_draft_that_was_right() -> None:
     assert lookup.draft(1) == [3]
 
 
-def test_a_repetition_goes_on_beyond_what_is_written() -> None:
+def test_a_draft_can_repeat_its_own_tokens() -> None:
     assert Lookup([1, 2, 1, 2, 1]).draft(2) == [2, 1]
     assert Lookup([7, 7, 7, 7]).draft(2) == [7, 7]
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_nothing_is_drafted_of_what_did_not_stand_before(tokens: list[int]) -> None:
+def test_there_is_no_draft_without_an_earlier_occurrence(tokens: list[int]) -> None:
     assert Lookup(tokens).draft(8) == []
 
 
-def test_drafts_that_are_right_grow() -> None:
+def test_drafts_grow_while_they_are_right() -> None:
     lookup, sizes = Lookup([1, 2] * 20), []
     for _ in range(5):
         sizes.append(len(lookup.draft(100)))
@@ -48,7 +48,7 @@ def test_drafts_that_are_right_grow() -> None:
     assert len(lookup.draft(3)) == 3
 
 
-def test_drafts_that_are_wrong_pause_longer_each_time() -> None:
+def test_wrong_drafts_pause_longer_each_time() -> None:
     lookup, pauses = Lookup([1, 2] * 20), []
     for _ in range(6):
         pause = 0
@@ -64,7 +64,7 @@ def test_drafts_that_are_wrong_pause_longer_each_time() -> None:
 
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
-def test_it_does_not_matter_when_tokens_come(first: list[int], more: list[int], most: int) -> None:
+def test_prompt_and_pushed_tokens_are_treated_alike(first: list[int], more: list[int], most: int) -> None:
     grown = Lookup(first)
     for token in more:
         grown.push(token)

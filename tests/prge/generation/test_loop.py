@@ -1,4 +1,4 @@
-"""Many answers at once: each is what it would be alone, whoever else comes, goes, or was there before."""
+"""Continuous batching: each completion is the same as alone, whatever other requests there are or were."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def make_request(
     return Request(prompt, adapter, GenerationSettings(max_tokens, **given))
 
 
-def alone(request: Request, **speaker: Any) -> list[int]:
-    """The tokens of an answer by the definition: one token after the other, in a fresh sequence."""
-    model = NumpyGenerationEngine(**{"context": 4096, **speaker})
+def alone(request: Request, **engine: Any) -> list[int]:
+    """Returns the tokens of a completion by definition: one token after the other, in a new sequence."""
+    model = NumpyGenerationEngine(**{"context": 4096, **engine})
     sequence = model.open(request.adapter)
     choice = TokenSampler(request.settings.sampling)
     history = list(request.prompt.tokens)
@@ -57,7 +57,7 @@ def finished(generator: Generator) -> None:
         pass
 
 
-def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -> None:
+def test_a_completion_has_the_engine_s_tokens_and_their_text() -> None:
     request = make_request()
     (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([request])
     assert list(answer.tokens) == alone(request)
@@ -83,29 +83,31 @@ def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -
     slots=st.integers(1, 4),
 )
 @settings(max_examples=60)
-def test_answers_in_a_batch_are_those_of_each_request_alone(requests: list[Request], slots: int) -> None:
-    speaker = NumpyGenerationEngine(slots=slots)
-    answers = Generator(speaker, TOKENIZER).generate(requests)
+def test_completions_in_a_batch_equal_those_of_each_request_alone(
+    requests: list[Request], slots: int
+) -> None:
+    engine = NumpyGenerationEngine(slots=slots)
+    answers = Generator(engine, TOKENIZER).generate(requests)
     assert [list(answer.tokens) for answer in answers] == [alone(request) for request in requests]
-    assert speaker.open_count <= slots
+    assert engine.open_count <= slots
 
 
-def test_the_adapter_changes_the_answer() -> None:
+def test_the_adapter_changes_the_completion() -> None:
     answers = Generator(NumpyGenerationEngine(), TOKENIZER).generate(
         [make_request(), make_request(adapter=TUNED)]
     )
     assert answers[0].tokens != answers[1].tokens
 
 
-def test_every_round_steps_all_answers_together() -> None:
-    speaker = NumpyGenerationEngine(slots=3)
-    Generator(speaker, TOKENIZER).generate([make_request([1, each]) for each in (5, 6, 7)])
-    assert speaker.calls == [[1, 5], [1, 6], [1, 7], *[[1, 2, 3]] * 11]
+def test_every_round_steps_all_completions_together() -> None:
+    engine = NumpyGenerationEngine(slots=3)
+    Generator(engine, TOKENIZER).generate([make_request([1, each]) for each in (5, 6, 7)])
+    assert engine.calls == [[1, 5], [1, 6], [1, 7], *[[1, 2, 3]] * 11]
 
 
 def test_a_request_that_comes_later_joins_the_others() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     first = generator.submit(make_request())
     for _ in range(4):
         assert generator.work()
@@ -113,33 +115,33 @@ def test_a_request_that_comes_later_joins_the_others() -> None:
     finished(generator)
     assert list(first.wait(0).tokens) == alone(first.request)
     assert list(second.wait(0).tokens) == alone(second.request)
-    assert [1, 2] in speaker.calls
+    assert [1, 2] in engine.calls
 
 
-def test_a_long_prompt_is_fed_in_pieces_while_others_go_on() -> None:
-    speaker = NumpyGenerationEngine(context=4096)
-    generator = Generator(speaker, TOKENIZER)
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_continue() -> None:
+    engine = NumpyGenerationEngine(context=4096)
+    generator = Generator(engine, TOKENIZER)
     short = generator.submit(make_request(max_tokens=50))
     generator.work()
     long = generator.submit(make_request([1, *[7] * (2 * FED_AT_ONCE)]))
     finished(generator)
-    lengths = [len(call) for call in speaker.calls]
+    lengths = [len(call) for call in engine.calls]
     assert lengths[:7] == [3, FED_AT_ONCE, 1, FED_AT_ONCE, 1, 1, 1]
     assert list(long.wait(0).tokens) == alone(long.request)
     assert list(short.wait(0).tokens) == alone(short.request)
 
 
 def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
-    told: list[Any] = []
+    message: list[Any] = []
     generator = Generator(NumpyGenerationEngine(), TOKENIZER)
-    ticket = generator.submit(make_request(max_tokens=30), told.append, told.append)
+    ticket = generator.submit(make_request(max_tokens=30), message.append, message.append)
     finished(generator)
-    assert told.pop() is ticket
-    assert "".join(told) == ticket.wait(0).text != ""
-    assert len(told) > 5
+    assert message.pop() is ticket
+    assert "".join(message) == ticket.wait(0).text != ""
+    assert len(message) > 5
 
 
-def test_an_end_token_ends_the_answer_and_is_not_part_of_it() -> None:
+def test_an_end_token_ends_the_completion_and_is_not_part_of_it() -> None:
     tokens = alone(make_request())
     for ends, stop in ((frozenset({tokens[3]}), ()), (frozenset(), ())):
         tokenizer = TOKENIZER if ends else Tokenizer(byte_level_backend(), eos_id=2, stop_ids=[tokens[3]])
@@ -149,7 +151,7 @@ def test_an_end_token_ends_the_answer_and_is_not_part_of_it() -> None:
         assert (list(answer.tokens), answer.reason) == (tokens[: tokens.index(tokens[3])], "stop")
 
 
-def test_a_stop_word_ends_the_answer_before_it() -> None:
+def test_a_stop_word_ends_the_completion_before_it() -> None:
     whole = Generator(NumpyGenerationEngine(), TOKENIZER).generate([make_request()])[0].text
     word = whole[4:7]
     (answer,) = Generator(NumpyGenerationEngine(), TOKENIZER).generate([make_request(stop=(word,))])
@@ -162,38 +164,38 @@ def test_a_stop_word_ends_the_answer_before_it() -> None:
     )
 
 
-def test_a_control_token_given_as_a_stop_word_ends_the_answer_at_that_token() -> None:
-    speaker = NumpyGenerationEngine()
-    speaker.head[:, 4] = 100 * speaker.head[:, 4]
-    generator = Generator(speaker, TOKENIZER)
+def test_a_control_token_as_a_stop_word_ends_the_completion_at_that_token() -> None:
+    engine = NumpyGenerationEngine()
+    engine.head[:, 4] = 100 * engine.head[:, 4]
+    generator = Generator(engine, TOKENIZER)
     plain, stopped = generator.generate([make_request(), make_request(stop=("<|im_end|>",))])
     assert 4 in plain.tokens
     assert stopped.reason == "stop"
     assert stopped.tokens == plain.tokens[: plain.tokens.index(4)]
 
 
-def test_prompt_and_answer_fill_the_context_and_no_more() -> None:
+def test_prompt_and_completion_fill_the_context_and_no_more() -> None:
     (answer,) = Generator(NumpyGenerationEngine(context=10), TOKENIZER).generate(
         [make_request(max_tokens=99)]
     )
     assert (len(answer.tokens), answer.reason) == (7, "context")
 
 
-def test_a_prompt_without_room_for_an_answer_names_both_lengths() -> None:
+def test_a_prompt_without_room_for_a_completion_names_both_lengths() -> None:
     generator = Generator(NumpyGenerationEngine(context=10), TOKENIZER)
     with raises(DataError, "prompt-too-long", saying="10"):
         generator.submit(make_request([1] * 10))
     assert not generator.work()
 
 
-def test_truncation_keeps_begin_and_the_end_of_the_prompt_and_leaves_room_for_the_answer() -> None:
-    speaker = NumpyGenerationEngine(context=20)
+def test_truncation_keeps_both_ends_of_the_prompt_and_leaves_room_for_the_completion() -> None:
+    engine = NumpyGenerationEngine(context=20)
     long = make_request([1, *range(5, 35)], max_tokens=6, overflow="truncate")
-    (answer,) = Generator(speaker, TOKENIZER).generate([long])
-    assert speaker.calls[0] == [1, *range(22, 35)]
+    (answer,) = Generator(engine, TOKENIZER).generate([long])
+    assert engine.calls[0] == [1, *range(22, 35)]
     assert (answer.prompt_tokens, answer.cut_tokens, answer.reason) == (14, 17, "length")
     longer = make_request([1, *range(5, 35)], max_tokens=60, overflow="truncate")
-    (answer,) = Generator(speaker, TOKENIZER).generate([longer])
+    (answer,) = Generator(engine, TOKENIZER).generate([longer])
     assert (answer.prompt_tokens, len(answer.tokens), answer.reason) == (10, 10, "context")
 
 
@@ -212,37 +214,37 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         GenerationSettings(stop=("",))
 
 
-def test_the_next_turn_feeds_only_what_is_new() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+def test_the_next_turn_computes_only_its_new_tokens() -> None:
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     (first,) = generator.generate([make_request([1, 5, 6], max_tokens=4)])
-    speaker.calls.clear()
+    engine.calls.clear()
     turn = [1, 5, 6, *first.tokens, 9, 10]
     request = make_request(turn, max_tokens=4)
     (second,) = generator.generate([request])
-    assert speaker.calls[0] == [first.tokens[-1], 9, 10]
+    assert engine.calls[0] == [first.tokens[-1], 9, 10]
     assert (second.prompt_tokens, second.fed_tokens) == (9, 3)
     assert list(second.tokens) == alone(request)
 
 
-def test_a_turn_that_was_edited_is_rewound_to_where_it_parts() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+def test_an_edited_turn_is_rewound_to_the_common_prefix() -> None:
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     generator.generate([make_request([1, *range(5, 25)], max_tokens=4)])
-    speaker.calls.clear()
+    engine.calls.clear()
     request = make_request([1, *range(5, 20), 40, 41], max_tokens=4)
     (answer,) = generator.generate([request])
-    assert speaker.calls[0] == [40, 41]
+    assert engine.calls[0] == [40, 41]
     assert list(answer.tokens) == alone(request)
 
 
 def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     first = generator.generate([make_request()])[0]
-    speaker.calls.clear()
+    engine.calls.clear()
     again = generator.generate([make_request()])[0]
-    assert speaker.calls[0] == [6]
+    assert engine.calls[0] == [6]
     assert again.tokens == first.tokens
 
 
@@ -255,7 +257,7 @@ def test_nothing_is_shared_between_groups() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20])
-def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> None:
+def test_with_needs_answer_only_a_request_that_repeats_the_completion_shares_its_prefix(most: int) -> None:
     prompt = [1, *range(5, 25)]
     sharing = Sharing(needs_answer=True)
 
@@ -267,15 +269,15 @@ def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> No
 
     first = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
     (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
-    # The last token that was chosen isn't held.
+    # The sequence doesn't hold the last token that was sampled.
     held = len(answer.tokens) - 1
     needed = max(held // 2, min(held, 8))
     for repeated in range(len(answer.tokens)):
         generator = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
         fed(prompt, generator)
-        asked = [*prompt, *answer.tokens[:repeated], 400, 401]
+        requested = [*prompt, *answer.tokens[:repeated], 400, 401]
         is_known = repeated >= needed > 0
-        assert fed(asked, generator) == (2 if is_known else len(asked)), (repeated, needed)
+        assert fed(requested, generator) == (2 if is_known else len(requested)), (repeated, needed)
     assert fed(prompt, first) == len(prompt) and fed(prompt[:-1], first) == len(prompt) - 1
 
 
@@ -299,10 +301,10 @@ def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> No
         *("nothing", "space", "more", "another", "another and its beginning"),
     ],
 )
-def test_an_answer_that_is_repeated_as_text_is_known_by_it(
+def test_a_completion_that_is_repeated_as_text_is_recognized(
     said: Callable[[str], str], is_known: bool
 ) -> None:
-    """What a client sends back need not become the same tokens, nor begin with what was thought."""
+    """A client may send back other tokens of the same text, or leave out the reasoning at its beginning."""
     prompt = [1, *range(5, 25)]
     generator = Generator(NumpyGenerationEngine(slots=1, context=128), TOKENIZER)
     sharing = Sharing(needs_answer=True)
@@ -314,15 +316,15 @@ def test_an_answer_that_is_repeated_as_text_is_known_by_it(
 
 
 def test_nothing_is_shared_between_adapters() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     generator.generate([make_request()])
     (answer,) = generator.generate([make_request(adapter=TUNED)])
     assert answer.fed_tokens == 3
     assert list(answer.tokens) == alone(make_request(adapter=TUNED))
 
 
-def test_conversations_that_take_turns_keep_their_sequences() -> None:
+def test_alternating_conversations_keep_their_sequences() -> None:
     generator = Generator(NumpyGenerationEngine(slots=2), TOKENIZER)
     ours, theirs = [1, *range(5, 15)], [1, *range(40, 50)]
     for _ in range(3):
@@ -332,7 +334,7 @@ def test_conversations_that_take_turns_keep_their_sequences() -> None:
     assert answer.fed_tokens == 2
 
 
-def test_cancelling_ends_an_answer_with_what_there_is_of_it_and_not_the_others() -> None:
+def test_cancelling_ends_one_completion_with_the_text_so_far() -> None:
     generator = Generator(NumpyGenerationEngine(slots=1), TOKENIZER)
     running, waiting, last = (generator.submit(make_request([1, each])) for each in (5, 6, 7))
     for _ in range(4):
@@ -349,26 +351,26 @@ def test_cancelling_ends_an_answer_with_what_there_is_of_it_and_not_the_others()
     assert last.wait(0).reason == "length"
 
 
-def test_a_failing_engine_ends_its_answer_and_not_the_others() -> None:
-    speaker = NumpyGenerationEngine()
-    speaker.failing = {77}
-    generator = Generator(speaker, TOKENIZER)
+def test_an_engine_error_ends_one_completion_only() -> None:
+    engine = NumpyGenerationEngine()
+    engine.failing = {77}
+    generator = Generator(engine, TOKENIZER)
     bad, good = generator.submit(make_request([1, 77])), generator.submit(make_request())
     finished(generator)
     assert list(good.wait(0).tokens) == alone(good.request)
     assert isinstance(bad.error, EngineError)
     with raises(EngineError, "token-refused", saying="77"):
         bad.wait(0)
-    assert speaker.open_count == 1
+    assert engine.open_count == 1
     with raises(EngineError, "token-refused", saying="77"):
         generator.generate([make_request([1, 77])])
 
 
-def test_logits_that_are_no_numbers_end_the_answer() -> None:
-    speaker = NumpyGenerationEngine()
-    speaker.embedding[5] = float("nan")
+def test_logits_that_are_nan_end_the_completion() -> None:
+    engine = NumpyGenerationEngine()
+    engine.embedding[5] = float("nan")
     with raises(EngineError, "logits-not-finite", saying="nan"):
-        Generator(speaker, TOKENIZER).generate([make_request()])
+        Generator(engine, TOKENIZER).generate([make_request()])
 
 
 def test_a_callback_that_raises_loses_nothing() -> None:
@@ -389,13 +391,13 @@ def test_a_callback_that_raises_loses_nothing() -> None:
     assert list(other.wait(0).tokens) == alone(other.request)
 
 
-def test_closing_forgets_what_was_kept() -> None:
-    speaker = NumpyGenerationEngine()
-    generator = Generator(speaker, TOKENIZER)
+def test_close_closes_idle_sequences() -> None:
+    engine = NumpyGenerationEngine()
+    generator = Generator(engine, TOKENIZER)
     generator.generate([make_request()])
-    assert speaker.open_count == 1
+    assert engine.open_count == 1
     generator.close()
-    assert speaker.open_count == 0
+    assert engine.open_count == 0
 
 
 def test_threads_submit_and_cancel_while_one_works() -> None:
@@ -453,11 +455,11 @@ def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float
     small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
     answers = []
     for draft in ("off", "lookup"):
-        speaker = NumpyGenerationEngine(**small)
-        generator = Generator(speaker, TOKENIZER)
+        engine = NumpyGenerationEngine(**small)
+        generator = Generator(engine, TOKENIZER)
         request = make_request(prompt, max_tokens=most, sampling=choice, draft=draft)
         answers += generator.generate([request, request][:1])
-        # What the sequence holds is what was answered: who goes on from there gets what a fresh one gets.
+        # The sequence holds the completion: a request that continues it gets the same tokens as in a new one.
         following = make_request([*prompt, *answers[-1].tokens, 3], max_tokens=4, sampling=choice)
         if len(following.prompt.tokens) < context:
             (more,) = generator.generate([following])
@@ -469,36 +471,36 @@ def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float
 
 
 def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
-    speaker = NumpyGenerationEngine(vocabulary_size=10)
-    (answer,) = Generator(speaker, TOKENIZER).generate(
+    engine = NumpyGenerationEngine(vocabulary_size=10)
+    (answer,) = Generator(engine, TOKENIZER).generate(
         [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")]
     )
     assert answer.drafted > 10
-    assert len(speaker.calls) == 1 + answer.steps - answer.drafted
+    assert len(engine.calls) == 1 + answer.steps - answer.drafted
 
 
-def test_a_speaker_that_cannot_go_back_is_given_no_drafts() -> None:
-    speaker = NumpyGenerationEngine(vocabulary_size=10)
-    speaker.most_checked = 0
+def test_an_engine_that_cannot_rewind_gets_no_drafts() -> None:
+    engine = NumpyGenerationEngine(vocabulary_size=10)
+    engine.most_checked = 0
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
-    (answer,) = Generator(speaker, TOKENIZER).generate([request])
+    (answer,) = Generator(engine, TOKENIZER).generate([request])
     assert answer.drafted == 0
 
 
-def test_answers_that_are_made_together_are_given_no_drafts() -> None:
-    speaker = NumpyGenerationEngine(vocabulary_size=10)
+def test_several_completions_get_no_drafts() -> None:
+    engine = NumpyGenerationEngine(vocabulary_size=10)
     requests = [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")] * 2
-    assert [answer.drafted for answer in Generator(speaker, TOKENIZER).generate(requests)] == [0, 0]
+    assert [answer.drafted for answer in Generator(engine, TOKENIZER).generate(requests)] == [0, 0]
 
 
-def test_an_engine_that_fails_at_a_draft_ends_the_answer() -> None:
-    speaker = NumpyGenerationEngine(vocabulary_size=10)
-    generator = Generator(speaker, TOKENIZER)
+def test_an_engine_error_at_a_draft_ends_the_completion() -> None:
+    engine = NumpyGenerationEngine(vocabulary_size=10)
+    generator = Generator(engine, TOKENIZER)
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
     ticket = generator.submit(request)
     generator.work()
-    speaker.failing = set(range(10))
+    engine.failing = set(range(10))
     finished(generator)
     with raises(EngineError, "token-refused"):
         ticket.wait(0)
-    assert speaker.open_count == 0
+    assert engine.open_count == 0

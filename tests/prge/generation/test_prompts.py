@@ -1,4 +1,4 @@
-"""Texts and conversations as tokens that an answer follows."""
+"""Prompts: texts and conversations as tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_text_begins_as_the_models_texts_begin_and_is_gone_on_from() -> None:
     assert 2 not in Prompts(make_tokenizer(), control_tokens="text").encode_text("the film</s>").tokens
 
 
-def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_template_says() -> None:
+def test_messages_end_where_the_assistant_begins_and_the_template_determines_its_end() -> None:
     tokenizer = make_tokenizer(TEMPLATE)
     prompt = Prompts(tokenizer).encode_messages(MESSAGES)
     assert tokenizer.decode(prompt.tokens) == (
@@ -38,7 +38,7 @@ def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_templa
     assert prompt.ends == {4}  # <|im_end|>
 
 
-def test_an_end_of_turn_in_words_is_a_stop_word() -> None:
+def test_an_end_of_turn_without_control_tokens_is_a_stop_word() -> None:
     template = "{% for message in messages %}{{ message.content }}\nUser: {% endfor %}"
     prompt = Prompts(make_tokenizer(template)).encode_messages(MESSAGES)
     assert prompt.stop == ("\nUser:",) and not prompt.ends

@@ -17,7 +17,7 @@ from prge.generation.sampling import SamplingSettings, TokenSampler
 from tests.refusals import raises
 
 VOCABULARY = 40
-# Few different values, so that many are equal.
+# Few distinct values, so that many are equal.
 LOGITS = st.lists(st.integers(-8, 8), min_size=VOCABULARY, max_size=VOCABULARY).map(
     lambda values: np.array(values, np.float32) / 2
 )
@@ -36,7 +36,7 @@ def logits_of(*values: float) -> FloatArray:
     return np.array(values, np.float32)
 
 
-def drawn(logits: FloatArray, history: list[int], count: int = 200, **given: Any) -> list[int]:
+def sampled(logits: FloatArray, history: list[int], count: int = 200, **given: Any) -> list[int]:
     choice = TokenSampler(SamplingSettings(**{"temperature": 1.0, "seed": 1, **given}))
     return [choice.sample(logits, history) for _ in range(count)]
 
@@ -71,20 +71,20 @@ def test_without_temperature_the_most_likely_token_and_of_equal_ones_the_lowest_
     assert choice.sample(logits_of(-1, -1), []) == 0
 
 
-def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
-    # Five of them are rare one by one; together they come once in five draws.
+def test_rare_tokens_are_sampled_only_without_min_p() -> None:
+    # Each of the five is rare; together they are sampled once in five times.
     logits = np.log(np.array([0.8, *[0.04 * 0.99] * 5], np.float32))
-    assert set(drawn(logits, [], 300, temperature=1.0)) == {0}
-    assert len(set(drawn(logits, [], 300, temperature=1.0, min_p=0.0))) == 6
+    assert set(sampled(logits, [], 300, temperature=1.0)) == {0}
+    assert len(set(sampled(logits, [], 300, temperature=1.0, min_p=0.0))) == 6
 
 
 @given(logits=LOGITS, history=st.lists(st.integers(0, VOCABULARY - 1), max_size=5), filters=FILTERS)
 @settings(max_examples=100)
-def test_only_tokens_that_the_filters_leave_are_drawn(
+def test_only_tokens_that_pass_the_filters_are_sampled(
     logits: FloatArray, history: list[int], filters: dict[str, Any]
 ) -> None:
     expected = allowed(logits, history, SamplingSettings(**filters))
-    tokens = drawn(logits, history, 40, **filters)
+    tokens = sampled(logits, history, 40, **filters)
     assert set(tokens) <= set(expected)
     likely = [token for token, probability in expected.items() if probability > 0.3]
     assert set(likely) <= set(tokens)
@@ -122,38 +122,38 @@ def test_filters_leave_the_tokens_that_transformers_leaves(filters: dict[str, An
     left = steps(torch.tensor([history]), torch.tensor(logits)[None])[0]
     probabilities = torch.softmax(left.double(), 0).numpy()
     count = 20_000
-    found = np.bincount(drawn(logits, history, count, **chosen), minlength=50) / count
-    assert set(np.flatnonzero(found)) <= set(np.flatnonzero(probabilities))
-    assert np.abs(found - probabilities).max() < 0.015
+    result = np.bincount(sampled(logits, history, count, **chosen), minlength=50) / count
+    assert set(np.flatnonzero(result)) <= set(np.flatnonzero(probabilities))
+    assert np.abs(result - probabilities).max() < 0.015
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    assert drawn(logits, [], seed=7) == drawn(logits, [], seed=7) != drawn(logits, [], seed=8)
+    assert sampled(logits, [], seed=7) == sampled(logits, [], seed=7) != sampled(logits, [], seed=8)
     # For other machines and versions of numpy to compare with.
-    assert drawn(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
+    assert sampled(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
 
 
-def test_without_a_seed_every_answer_differs() -> None:
+def test_without_a_seed_every_completion_differs() -> None:
     logits = np.zeros(1000, np.float32)
-    assert drawn(logits, [], 20, seed=None) != drawn(logits, [], 20, seed=None)
+    assert sampled(logits, [], 20, seed=None) != sampled(logits, [], 20, seed=None)
 
 
 def test_logits_stay_as_they_are() -> None:
     logits = logits_of(2, 1, -1)
-    drawn(logits, [0, 2], 3, repetition_penalty=2.0, top_p=0.5)
+    sampled(logits, [0, 2], 3, repetition_penalty=2.0, top_p=0.5)
     assert logits.tolist() == [2, 1, -1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
+def test_logits_that_are_nan_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
         with raises(EngineError, "logits-not-finite", saying=str(bad)):
             TokenSampler(SamplingSettings(temperature)).sample(logits_of(0, bad, 1), [])
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"temperature": -0.5}, "--temperature is -0.5, must be at least 0"),
         ({"temperature": float("nan")}, "--temperature is nan, must be a finite number"),
@@ -167,10 +167,10 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
         ({"seed": -1}, "--seed is -1, must be at least 0"),
     ],
 )
-def test_bad_settings_are_told(given: dict[str, Any], told: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingSettings(**given)
-    assert caught.value.problems == [told]
+    assert caught.value.problems == [message]
 
 
 def test_a_large_vocabulary_is_no_burden() -> None:

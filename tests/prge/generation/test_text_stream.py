@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece: the text of the whole, in whole characters, without stop words."""
+"""Incremental decoding: the text of all tokens, in whole characters, without stop words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizers() -> dict[str, Tokenizer]:
     }
 
 
-def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+def parts(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
@@ -43,7 +43,7 @@ def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
     tokenizer = tokenizers()[kind]
     tokens = tokenizer.encode(text)
     stream = TextStream(tokenizer)
-    shown = pieces(stream, tokens)
+    shown = parts(stream, tokens)
     assert "".join(shown) == stream.text == tokenizer.decode(tokens, special=False)
     assert REPLACEMENT not in stream.text or kind == "prefixed"
 
@@ -54,16 +54,16 @@ def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
 def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, before: str, text: str) -> None:
     tokenizer = tokenizers()[kind]
     prompt, tokens = tokenizer.encode(before), tokenizer.encode(text)
-    shown = pieces(TextStream(tokenizer, before=[1, *prompt]), tokens)
+    shown = parts(TextStream(tokenizer, before=[1, *prompt]), tokens)
     whole = tokenizer.decode([*prompt, *tokens], special=False)
     assert tokenizer.decode(prompt, special=False) + "".join(shown) == whole
 
 
-def test_a_sentencepiece_answer_keeps_the_space_after_its_prompt_and_loses_it_alone() -> None:
+def test_a_sentencepiece_completion_has_its_first_space_only_after_a_prompt() -> None:
     tokenizer = tokenizers()["prefixed"]
     prompt, answer = tokenizer.encode("the film"), tokenizer.encode("was bad")
-    assert pieces(TextStream(tokenizer, before=prompt), answer)[0].startswith(" ")
-    assert "".join(pieces(TextStream(tokenizer), answer)) == "was bad"
+    assert parts(TextStream(tokenizer, before=prompt), answer)[0].startswith(" ")
+    assert "".join(parts(TextStream(tokenizer), answer)) == "was bad"
 
 
 def test_a_character_is_held_back_until_it_is_whole() -> None:
@@ -77,7 +77,7 @@ def test_a_character_is_held_back_until_it_is_whole() -> None:
 def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(kind: str) -> None:
     tokenizer = tokenizers()[kind]
     tokens = tokenizer.encode("a你😀")[:-1]
-    shown = pieces(TextStream(tokenizer), tokens)
+    shown = parts(TextStream(tokenizer), tokens)
     assert "".join(shown) == "a你" + REPLACEMENT
     assert REPLACEMENT not in "".join(shown[:-1])
 
@@ -92,13 +92,13 @@ def test_bytes_that_are_no_text_are_shown_after_a_while() -> None:
 
 def test_a_real_replacement_character_is_text() -> None:
     tokenizer = tokenizers()["byte-level"]
-    assert "".join(pieces(TextStream(tokenizer), tokenizer.encode("a\ufffdb"))) == "a\ufffdb"
+    assert "".join(parts(TextStream(tokenizer), tokenizer.encode("a\ufffdb"))) == "a\ufffdb"
 
 
 def test_special_tokens_are_not_shown() -> None:
     tokenizer = tokenizers()["byte-level"]
     tokens = [1, *tokenizer.encode("the film"), 4, *tokenizer.encode(" was"), 2]
-    assert "".join(pieces(TextStream(tokenizer), tokens)) == "the film was"
+    assert "".join(parts(TextStream(tokenizer), tokens)) == "the film was"
 
 
 def test_added_tokens_that_are_not_special_are_shown() -> None:
@@ -107,7 +107,7 @@ def test_added_tokens_that_are_not_special_are_shown() -> None:
     tokenizer = Tokenizer(backend)
     tokens = tokenizer.encode("<think>the")
     assert len(tokens) == 2
-    assert "".join(pieces(TextStream(tokenizer), tokens)) == "<think>the"
+    assert "".join(parts(TextStream(tokenizer), tokens)) == "<think>the"
 
 
 def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> None:
@@ -122,12 +122,12 @@ def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> 
 
 
 @pytest.mark.parametrize("kind", tokenizers())
-def test_a_text_of_its_own_begins_with_no_space(kind: str) -> None:
+def test_a_text_without_a_prompt_begins_without_a_space(kind: str) -> None:
     tokenizer = tokenizers()[kind]
     stream = TextStream(tokenizer, ["\nUser:"], None)
-    assert "".join(pieces(stream, tokenizer.encode("  a cat "))) == "a cat "
+    assert "".join(parts(stream, tokenizer.encode("  a cat "))) == "a cat "
     ended = TextStream(tokenizer, ["\nb:"], None)
-    assert "".join(pieces(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
+    assert "".join(parts(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
 
 
 def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
@@ -150,7 +150,7 @@ def test_where_a_text_stops_does_not_depend_on_its_tokens(text: str, words: list
     fine, coarse = tokenizers()["byte fallback"], tokenizers()["byte-level"]
     for tokenizer, tokens in ((fine, byte_tokens(text.encode())), (coarse, coarse.encode(text))):
         stream = TextStream(tokenizer, words)
-        assert "".join(pieces(stream, tokens)) == stream.text == expected
+        assert "".join(parts(stream, tokens)) == stream.text == expected
         assert stream.stopped == bool(ends)
 
 

@@ -27,7 +27,7 @@ ALL = slice(None)
         (104_729, 4096, 1),  # a prime: there is no cut
     ],
 )
-def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, width: int, shards: int) -> None:
+def test_a_vocabulary_is_divided_evenly_into_few_shards(words: int, width: int, shards: int) -> None:
     assert count_shards(words, width) == shards
 
 
@@ -38,7 +38,7 @@ def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
 
 
 class Shards:
-    """A head that answers in float32, as an engine does, and counts how often it was asked."""
+    """An output head in float32, as an engine's, that counts its calls."""
 
     def __init__(self, logits: FloatArray, words: int, tangents: FloatArray | None = None) -> None:
         self.logits, self.words, self.tangents, self.calls = logits, words, tangents, 0
@@ -60,8 +60,8 @@ class Shards:
                 if self.tangents is None:
                     return answer, None
                 moved = self.tangents[..., mine]  # noqa: B023
-                places = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
-                at = np.take_along_axis(moved, places, 2)[..., 0]
+                positions = np.broadcast_to(index[:, None], (*moved.shape[:2], 1))  # noqa: B023
+                at = np.take_along_axis(moved, positions, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)
 
             reading.add(shard, ALL, *reading.compute_shifted(ALL, parts))
@@ -98,14 +98,14 @@ def test_a_log_probability_may_be_less_than_that_of_the_least_float() -> None:
 
 
 @pytest.mark.parametrize(("middle", "calls"), [(0.0, 3), (-60.0, 3), (70.0, 3), (-100.0, 4), (170.0, 5)])
-def test_only_a_first_piece_far_from_0_is_asked_again(middle: float, calls: int) -> None:
+def test_only_a_first_shard_with_logits_far_from_0_is_computed_again(middle: float, calls: int) -> None:
     shards = Shards(np.full((2, 9), middle), 3)
     np.testing.assert_allclose(shards.read(np.array([0, 8])).logprobs, -np.log(9), rtol=1e-5)
     assert shards.calls == calls
 
 
 @pytest.mark.parametrize("strange", [np.nan, np.inf, 1e30])
-def test_logits_that_are_no_numbers_end_and_are_none(strange: float) -> None:
+def test_logits_that_are_nan_give_nan(strange: float) -> None:
     with np.errstate(invalid="ignore"):
         reading = Shards(np.array([[0.0, strange]]), 2).read(np.array([0]))
     assert not np.isfinite(reading.logprobs).any()

@@ -34,7 +34,7 @@ def test_stays_finite_with_fewer_rows_than_features() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("rows", [4, 16])
-def test_states_that_are_all_equal_tell_how_many_rows_a_class_has(rows: int) -> None:
+def test_identical_states_give_the_class_frequencies(rows: int) -> None:
     head = fit_head(np.ones((rows, 8), np.float32), np.arange(rows) % 4 // 3, 2)
     scores = head.scores(np.ones((1, 8), np.float32))
     assert scores[0, 0] - scores[0, 1] == pytest.approx(np.log(3), rel=0.4)
@@ -77,7 +77,7 @@ def test_is_never_surer_than_its_rows_allow() -> None:
     scores = fit_head(states, labels, 3).scores(states)
     confidence = np.exp(scores.max(-1)) / np.exp(scores).sum(-1)
     assert (scores.argmax(-1) == labels).all()
-    # On its own rows it is a little surer than on those that were left out.
+    # On its own rows, it is slightly more confident than on rows that were left out.
     np.testing.assert_allclose(-np.log(confidence).mean(), 1 / 33, rtol=0.3)
 
 
@@ -89,14 +89,14 @@ def test_the_scale_of_the_states_does_not_matter() -> None:
     np.testing.assert_allclose(small.scores(states), large.scores(states * 1000), rtol=1e-3, atol=1e-3)
 
 
-def test_more_rows_than_numbers_are_fitted_by_another_way_to_the_same_head() -> None:
-    """Numbers that are always zero change nothing but the way: fewer rows than numbers have another."""
+def test_more_rows_than_features_give_the_same_head_by_another_algorithm() -> None:
+    """Features that are always zero change only the algorithm, which depends on rows and features."""
     random = np.random.default_rng(6)
     labels = random.integers(0, 3, 90)
     states = (random.normal(size=(90, 12)) @ random.normal(size=(12, 12)) + np.eye(3, 12)[labels]).astype(
         np.float32
     )
-    states[:, 11] = states[:, 0]  # one that says nothing new
+    states[:, 11] = states[:, 0]  # a redundant feature
     wide = np.concatenate([states, np.zeros((90, 100), np.float32)], 1)
     short, long = fit_head(states, labels, 3), fit_head(wide, labels, 3)
     np.testing.assert_allclose(short.weight, long.weight[:, :12], rtol=1e-4, atol=1e-6)
@@ -109,13 +109,13 @@ def test_a_cross_fitted_head_never_saw_the_row_it_scores() -> None:
     labels = random.integers(0, 2, 60)
     states = random.normal(size=(60, 8)).astype(np.float32)
     heads = fit_cross_fitted(states, labels, rows, 2, folds=5)
-    found = heads.scores(np.stack([states, 2 * states]), rows)
-    assert found.shape == (2, 60, 2)
+    result = heads.scores(np.stack([states, 2 * states]), rows)
+    assert result.shape == (2, 60, 2)
     for i, row in enumerate(rows):
         others = [j for j, other in enumerate(rows) if other % 5 != row % 5]
         alone = fit_head(states[others], labels[others], 2)
-        np.testing.assert_allclose(found[0, i], alone.scores(states[i]))
-        np.testing.assert_allclose(found[1, i], alone.scores(2 * states[i]))
+        np.testing.assert_allclose(result[0, i], alone.scores(states[i]))
+        np.testing.assert_allclose(result[1, i], alone.scores(2 * states[i]))
 
 
 def test_one_head_scores_all_rows_alike() -> None:

@@ -1,4 +1,4 @@
-"""Examples in parts."""
+"""Microbatches and counts of examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [
 
 
 @given(st.lists(st.sampled_from(ROWS), max_size=20), st.integers(1, 60))
-def test_microbatches_are_whole_and_small(examples: list[Example], tokens: int) -> None:
+def test_microbatches_have_all_examples_and_are_small(examples: list[Example], tokens: int) -> None:
     parts = [*microbatches(examples, tokens)]
     assert [example for part in parts for example in part] == examples
     assert all(len(part) == 1 or (part and token_count(part) <= tokens) for part in parts)
@@ -26,7 +26,7 @@ def test_microbatches_are_whole_and_small(examples: list[Example], tokens: int) 
         assert token_count([*part, after[0]]) > tokens
 
 
-def test_what_is_counted_of_examples() -> None:
+def test_counts_of_examples() -> None:
     examples = [completion(1, [1, 2, 3, 4], 2), long_choice(2, [1, 2], [[3], [4, 5, 6]], 1)]
     assert [sequence.tokens for sequence in sequences_of(examples)] == [
         (1, 2, 3, 4),

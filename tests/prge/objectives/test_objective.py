@@ -36,7 +36,7 @@ def test_completion_loss_is_the_mean_negative_log_likelihood() -> None:
 def test_candidate_loss_is_cross_entropy_over_the_candidates_alone() -> None:
     examples = [choice(1, [1, 2], [7, 8, 9], 2), choice(2, [3], [7, 8], 0)]
     logprobs = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32) - 5
-    found = Loss(examples, logprobs).losses
+    result = Loss(examples, logprobs).losses
     by_hand = torch.tensor(logprobs).double()
     for copy in range(2):
         three, two = by_hand[copy, :3], by_hand[copy, 3:]
@@ -44,7 +44,7 @@ def test_candidate_loss_is_cross_entropy_over_the_candidates_alone() -> None:
             torch.nn.functional.cross_entropy(three, torch.tensor(2)),
             torch.nn.functional.cross_entropy(two, torch.tensor(0)),
         ]
-        np.testing.assert_allclose(found[copy], expected, rtol=1e-12)
+        np.testing.assert_allclose(result[copy], expected, rtol=1e-12)
 
 
 def test_the_vocabulary_normalizer_cancels() -> None:
@@ -61,11 +61,11 @@ def test_longer_candidates_score_their_mean_token() -> None:
     np.testing.assert_allclose(Loss(examples, logprobs).scores, [[[-1, -4]]])
 
 
-def test_an_example_with_fewer_candidates_has_scores_of_minus_infinity_behind_them() -> None:
+def test_an_example_with_fewer_candidates_has_scores_of_minus_infinity_after_them() -> None:
     examples = [choice(1, [1], [7, 8, 9], 2), completion(2, [1, 2, 3], 1)]
-    found = Loss(examples, np.array([[-1, -2, -3, -4, -6]], np.float32))
-    np.testing.assert_array_equal(found.scores, [[[-1, -2, -3], [-5, -np.inf, -np.inf]]])
-    assert np.isfinite(found.losses).all() and not found.by_score[0, 1, 1:].any()
+    result = Loss(examples, np.array([[-1, -2, -3, -4, -6]], np.float32))
+    np.testing.assert_array_equal(result.scores, [[[-1, -2, -3], [-5, -np.inf, -np.inf]]])
+    assert np.isfinite(result.losses).all() and not result.grad_scores[0, 1, 1:].any()
 
 
 def test_derivative_by_scores_matches_autograd() -> None:
@@ -81,7 +81,7 @@ def test_derivative_by_scores_matches_autograd() -> None:
     loss.backward()
     scores = table.detach().numpy()
     np.testing.assert_allclose(CROSS_ENTROPY.losses(scores, examples).sum(), loss.item(), rtol=1e-12)
-    np.testing.assert_allclose(CROSS_ENTROPY.slopes(scores, examples), table.grad, atol=1e-12)
+    np.testing.assert_allclose(CROSS_ENTROPY.gradients(scores, examples), table.grad, atol=1e-12)
 
 
 def test_head_gradient_matches_autograd() -> None:
@@ -91,7 +91,7 @@ def test_head_gradient_matches_autograd() -> None:
     examples = [classification(row, [row], 3, int(label)) for row, label in enumerate(labels, 1)]
     head = Head(3, 6)
     head.values[:] = random.normal(size=head.size)
-    found = Loss(examples, pooled, head=head).by_head(head)
+    result = Loss(examples, pooled, head=head).head_gradient(head)
     weight = torch.tensor(head.weight, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(head.bias, dtype=torch.float64, requires_grad=True)
     answers = torch.tensor(pooled, dtype=torch.float64) @ weight.T + bias
@@ -99,7 +99,7 @@ def test_head_gradient_matches_autograd() -> None:
         answers.reshape(-1, 3), torch.tensor(labels).repeat(2), reduction="sum"
     ).backward()
     assert weight.grad is not None and bias.grad is not None
-    np.testing.assert_allclose(found, np.concatenate([weight.grad.ravel(), bias.grad]), rtol=1e-9)
+    np.testing.assert_allclose(result, np.concatenate([weight.grad.ravel(), bias.grad]), rtol=1e-9)
 
 
 MIXED = [
@@ -112,7 +112,7 @@ MIXED = [
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("folds", [1, 2])
 def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) -> None:
-    """By the outputs, and along directions of them: both are slopes of the losses, by central differences."""
+    """Gradients of the outputs and derivatives along directions equal central differences of the losses."""
     random = np.random.default_rng(0)
     examples = [classification(row, [row], 3, row % 3) for row in (1, 2, 3)] if encoder else MIXED
     heads = [Head(3, 6) for _ in range(folds)]
@@ -128,7 +128,7 @@ def test_the_chain_rule_between_outputs_and_losses(encoder: bool, folds: int) ->
         for scale in (length, -length)
     )
     expected = (np.stack(above) - np.stack(below)) / (2 * length)
-    np.testing.assert_allclose(loss.along(along), expected, atol=1e-8)
+    np.testing.assert_allclose(loss.jvp(along), expected, atol=1e-8)
     assert loss.grad_outputs.shape == outputs.shape[1:]
     whole = (loss.grad_outputs * along).reshape(5, -1).sum(1)
     np.testing.assert_allclose(whole, expected.sum(1), atol=1e-8)
@@ -145,7 +145,7 @@ RAGGED = [
 
 
 def by_torch(logprobs: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """The losses of one copy, target after target."""
+    """Returns the losses of one copy, computed target by target."""
     left, losses = iter(logprobs), []
     for example in examples:
         scores = [torch.zeros((), dtype=torch.float64)] * example.candidates
@@ -166,9 +166,9 @@ def by_torch(logprobs: torch.Tensor, examples: Sequence[Example]) -> torch.Tenso
 def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed: int) -> None:
     random = np.random.default_rng(seed)
     outputs = random.normal(-3, 2, (3, target_count(examples)))
-    found = Loss(examples, outputs)
-    assert found.losses.shape == (3, len(examples))
-    for copy, losses in zip(outputs, found.losses, strict=True):
+    result = Loss(examples, outputs)
+    assert result.losses.shape == (3, len(examples))
+    for copy, losses in zip(outputs, result.losses, strict=True):
         np.testing.assert_allclose(losses, by_torch(torch.tensor(copy), examples), rtol=1e-12)
 
     alone = Loss(examples, outputs[:1])
@@ -180,7 +180,7 @@ def test_losses_of_ragged_examples_match_autograd(examples: list[Example], seed:
     jacobian = torch.autograd.functional.jacobian(lambda given: by_torch(given, examples), logprobs)
     ways = random.normal(size=(4, outputs.shape[1]))
     expected = ways @ jacobian.numpy().T
-    np.testing.assert_allclose(alone.along(ways), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(alone.jvp(ways), expected, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)
@@ -202,9 +202,9 @@ def test_losses_of_an_encoder_match_autograd(rows: list[int], seed: int) -> None
         losses.append(example.weight * cross_entropy)
     torch.stack(losses).sum().backward()
     assert states.grad is not None
-    found = Loss(examples, pooled, head=CrossFittedHeads(heads))
-    np.testing.assert_allclose(found.losses[0], torch.stack(losses).detach(), rtol=1e-9)
-    np.testing.assert_allclose(found.grad_outputs, states.grad, rtol=1e-9, atol=1e-12)
+    result = Loss(examples, pooled, head=CrossFittedHeads(heads))
+    np.testing.assert_allclose(result.losses[0], torch.stack(losses).detach(), rtol=1e-9)
+    np.testing.assert_allclose(result.grad_outputs, states.grad, rtol=1e-9, atol=1e-12)
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/extend.md"
@@ -220,7 +220,7 @@ def margin() -> Any:
 
 
 @pytest.mark.parametrize("name", ["differences", "tangents", "exact"])
-def test_a_loss_of_ones_own_trains_by_every_estimator(name: str) -> None:
+def test_a_custom_loss_can_be_trained_with_every_estimator(name: str) -> None:
     rows = [choice(row, [row % 7, row % 5], [1, 3, 8], row % 3) for row in range(1, 25)]
     engine = NumpyEngine()
     estimators: dict[str, Estimator] = {
@@ -238,6 +238,6 @@ def test_a_loss_of_ones_own_trains_by_every_estimator(name: str) -> None:
     before = loss()
     for number in range(60):
         step = Step(adapter, sampler.batch(number), 1, number, objective=objective)
-        learnt = estimator.measure(engine, step).learnt
-        adapter.values -= 0.1 * estimator.gradient(learnt, 1, number, adapter.modules)
+        fields = estimator.measure(engine, step).journal_fields
+        adapter.values -= 0.1 * estimator.gradient(fields, 1, number, adapter.modules)
     assert loss() < 0.6 * before

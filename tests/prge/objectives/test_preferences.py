@@ -1,4 +1,4 @@
-"""Losses of preferences and their slopes, against torch's autograd in float64, and with every estimator."""
+"""Preference losses and their gradients, against torch's autograd in float64 and with every estimator."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ OBJECTIVES: dict[str, Preference] = {
 def pairs(count: int, seed: int = 0) -> list[Example]:
     """Pairs of answers of different lengths; every other row is liked."""
     random = np.random.default_rng(seed)
-    found = []
+    result = []
     for row in range(1, count + 1):
         answers = [random.integers(0, 11, size).tolist() for size in (2, 1 + row % 3)]
         example = long_choice(row, random.integers(0, 11, 2).tolist(), answers, 0)
-        found.append(
+        result.append(
             replace(example, liked=row % 2 == 0, reference=tuple(random.normal(-2, 0.3, 2).tolist()))
         )
-    return found
+    return result
 
 
 def by_torch(name: str, scores: torch.Tensor, examples: list[Example]) -> torch.Tensor:
-    """The losses as the papers write them, of one copy."""
+    """Returns the losses of one copy by the formulas of the papers."""
     objective: Any = OBJECTIVES[name]
     beta, reference = objective.beta, torch.tensor([each.reference for each in examples], dtype=torch.float64)
     lengths = torch.tensor([[len(s.targets) for s in each.sequences] for each in examples])
@@ -85,7 +85,7 @@ def by_torch(name: str, scores: torch.Tensor, examples: list[Example]) -> torch.
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("level", [-2.0, -0.05, -9.0])
-def test_losses_and_slopes_match_autograd(name: str, level: float) -> None:
+def test_losses_and_gradients_match_autograd(name: str, level: float) -> None:
     examples = pairs(8)
     table = np.minimum(np.random.default_rng(1).normal(level, abs(level) / 4, (1, 8, 2)), -1e-4)
     scores = torch.tensor(table[0], dtype=torch.float64, requires_grad=True)
@@ -94,7 +94,7 @@ def test_losses_and_slopes_match_autograd(name: str, level: float) -> None:
     assert scores.grad is not None
     np.testing.assert_allclose(OBJECTIVES[name].losses(table, examples)[0], expected.detach(), rtol=1e-12)
     np.testing.assert_allclose(
-        OBJECTIVES[name].slopes(table, examples)[0], scores.grad, rtol=1e-9, atol=1e-13
+        OBJECTIVES[name].gradients(table, examples)[0], scores.grad, rtol=1e-9, atol=1e-13
     )
 
 
@@ -103,7 +103,7 @@ def test_losses_far_from_the_start_stay_finite() -> None:
     table = np.array([[[-1e5, -1e-9], [-1e-9, -1e5], [0.0, 0.0], [-700.0, -1.0]]])
     for name, objective in OBJECTIVES.items():
         assert np.isfinite(objective.losses(table, examples)).all(), name
-        assert np.isfinite(objective.slopes(table, examples)).all(), name
+        assert np.isfinite(objective.gradients(table, examples)).all(), name
 
 
 def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative() -> None:
@@ -111,16 +111,16 @@ def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative
     references = np.array([each.reference for each in examples])
     table = np.stack([references, references])
     table[0, :, 1] += 1.0
-    found = KTO(0.3).losses(table, examples)
-    np.testing.assert_array_equal(found[0], found[1])
+    result = KTO(0.3).losses(table, examples)
+    np.testing.assert_array_equal(result[0], result[1])
     away = 0.3 * np.mean([len(each.sequences[1].targets) for each in examples]) / 2
-    np.testing.assert_allclose(found[0, 0], 1 / (1 + np.exp(away)), rtol=1e-12)
+    np.testing.assert_allclose(result[0, 0], 1 / (1 + np.exp(away)), rtol=1e-12)
     table[0, :, 1] -= 9.0
     np.testing.assert_allclose(KTO(0.3).losses(table, examples), 0.5)
 
 
 def _step(name: str, engine: NumpyEngine) -> Step:
-    """A step on four pairs, away from their reference."""
+    """A step on four pairs whose scores differ from their reference."""
     adapter = Adapter.zeros(engine.model.modules)
     examples = with_reference_scores(engine, adapter, pairs(4))
     adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
@@ -133,15 +133,15 @@ def test_tangents_are_the_exact_gradient_along_a_direction(name: str) -> None:
     step = _step(name, engine)
     exact = Exact().measure(engine, step)
     tangents = TangentEstimator(4, shared=True)
-    found = tangents.measure(engine, step)
+    result = tangents.measure(engine, step)
     assert exact.gradient is not None
-    assert exact.loss == pytest.approx(found.loss, rel=1e-5)
+    assert exact.loss == pytest.approx(result.loss, rel=1e-5)
     for query in range(4):
-        alone = np.zeros(found.projected_gradients.shape)
+        alone = np.zeros(result.projected_gradients.shape)
         alone[query] = 4.0
         along = tangents.gradient({"scalars": alone}, 1, 0, step.adapter.modules)
         expected = float(exact.gradient @ along)
-        assert found.projected_gradients[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert result.projected_gradients[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -150,15 +150,15 @@ def test_differences_are_derivatives(name: str) -> None:
     step = _step(name, engine)
     gradient = Exact().measure(engine, step).gradient
     assert gradient is not None
-    found = Differences(Antithetic(4, 1e-2)).measure(engine, step).projected_gradients
+    result = Differences(Antithetic(4, 1e-2)).measure(engine, step).projected_gradients
     for query in range(4):
         along = DirectionSampler(1, 0, step.adapter.size)(query)
-        assert found[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
+        assert result[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
-    """Whether a step may be computed in parts: losses and slopes of some are those among all."""
+    """Separable losses: the losses and gradients of some examples are the same as among all."""
     objective, examples = OBJECTIVES[name], pairs(6)
     # Above their references, so that KTO's mean counts.
     table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
@@ -170,7 +170,7 @@ def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str)
             rtol=1e-12,
             atol=0,
         )
-        for whole in (objective.losses, objective.slopes)
+        for whole in (objective.losses, objective.gradients)
     )
     assert same == objective.is_separable == (name != "kto")
 
@@ -194,18 +194,18 @@ def test_every_objective_trains_by_every_estimator(name: str, estimator: str) ->
     before = score(engine, adapter, rows, objective=objective).loss
     for number in range(40):
         step = Step(adapter, sampler.batch(number), 1, number, objective=objective)
-        learnt = method.measure(engine, step).learnt
+        fields = method.measure(engine, step).journal_fields
         steep = 0.1 if name == "ipo" else 1.0
-        adapter.values -= steep * rate * method.gradient(learnt, 1, number, adapter.modules)
+        adapter.values -= steep * rate * method.gradient(fields, 1, number, adapter.modules)
     assert score(engine, adapter, rows, objective=objective).loss < before
 
 
-def test_a_weight_multiplies_loss_and_slope() -> None:
+def test_a_weight_multiplies_loss_and_gradient() -> None:
     rows = [completion(1, [1, 2, 3], 1), replace(completion(2, [4, 5], 1), weight=3.0)]
-    found = Loss(rows, np.array([[-1.0, -2, -5]]))
-    np.testing.assert_allclose(found.losses, [[1.5, 15]])
-    np.testing.assert_allclose(found.by_score, [[[-1], [-3]]])
-    np.testing.assert_allclose(found.grad_outputs, [-0.5, -0.5, -3])
+    result = Loss(rows, np.array([[-1.0, -2, -5]]))
+    np.testing.assert_allclose(result.losses, [[1.5, 15]])
+    np.testing.assert_allclose(result.grad_scores, [[[-1], [-3]]])
+    np.testing.assert_allclose(result.grad_outputs, [-0.5, -0.5, -3])
 
 
 def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> None:
@@ -230,22 +230,22 @@ def test_figures_of_an_evaluation(name: str) -> None:
     assert record["value"] == -scored.loss
     if name != "orpo":
         assert (record["pairs_right"], record["margin"]) == (0.5, 0)
-    # All answers less likely by half a nat a token, but for the rejected ones, by a whole one.
+    # Chosen answers become less likely by half a nat per token, rejected ones by one nat.
     moved = [
         replace(
             each, reference=tuple(value + fall for value, fall in zip(each.reference, (0.5, 1), strict=True))
         )
         for each in rows
     ]
-    found, _ = evaluate(engine, adapter, moved, None, objective=OBJECTIVES[name])
-    assert found["value"] == pytest.approx(-found["loss"] - 0.5)
+    result, _ = evaluate(engine, adapter, moved, None, objective=OBJECTIVES[name])
+    assert result["value"] == pytest.approx(-result["loss"] - 0.5)
     chosen = [each for each in moved if each.liked is not False]
     lengths = np.array([len(each.sequences[0].targets) for each in chosen])
-    assert found["chosen_change"] == pytest.approx(-0.5 * lengths.mean())
-    assert displacement(found)
+    assert result["chosen_change"] == pytest.approx(-0.5 * lengths.mean())
+    assert displacement(result)
 
 
-def test_what_is_said_of_chosen_rows_that_fell() -> None:
+def test_a_warning_for_chosen_rows_that_became_less_likely() -> None:
     assert displacement({"chosen_change": 0.0, "rejected_change": -9.0}) == ""
     assert displacement({}) == ""
     aside = displacement({"chosen_change": -1.0, "rejected_change": -9.0})

@@ -1,4 +1,4 @@
-"""Scoring examples with one adapter."""
+"""Scores of examples with one adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rows import choice, classification, long_choice, random_completions
 
 
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 8), (12, 4), (512, 1)])
-def test_what_is_scored_at_once_only_changes_how_many_calls_it_takes(
+def test_the_size_of_calls_does_not_change_scores(
     tokens: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = [
@@ -25,9 +25,9 @@ def test_what_is_scored_at_once_only_changes_how_many_calls_it_takes(
     reference = [score(NumpyEngine(), adapter, [example]) for example in examples]
     engine = NumpyEngine()
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", tokens)
-    found = score(engine, adapter, examples)
-    np.testing.assert_allclose(found.losses, [each.losses[0] for each in reference], rtol=1e-9)
-    assert found.predictions.tolist() == [each.predictions[0] for each in reference]
+    result = score(engine, adapter, examples)
+    np.testing.assert_allclose(result.losses, [each.losses[0] for each in reference], rtol=1e-9)
+    assert result.predictions.tolist() == [each.predictions[0] for each in reference]
     assert engine.calls == calls
 
 
@@ -37,10 +37,10 @@ def test_an_example_may_have_more_candidates_than_are_scored_at_once(monkeypatch
     whole = score(NumpyEngine(), adapter, [example])
     engine = NumpyEngine()
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 7)
-    found = score(engine, adapter, [example])
+    result = score(engine, adapter, [example])
     assert [len(sequences) for sequences in engine.computed] == [2, 2, 2, 2, 1]
-    np.testing.assert_allclose(found.scores[0], whole.scores[0], rtol=1e-9)
-    assert found.scores[0].shape == (9,)
+    np.testing.assert_allclose(result.scores[0], whole.scores[0], rtol=1e-9)
+    assert result.scores[0].shape == (9,)
 
 
 def test_encoder_with_a_fitted_head() -> None:
@@ -48,12 +48,12 @@ def test_encoder_with_a_fitted_head() -> None:
     examples = [classification(row, [row % 3, row % 3, row % 5], 3, row % 3) for row in range(1, 31)]
     states = pooled_states(engine, make_nonzero_adapter(engine), examples)
     head = fit_head(states, np.array([e.label for e in examples]), 3)
-    found = score(engine, make_nonzero_adapter(engine), examples, head)
-    assert (found.predictions == [e.label for e in examples]).mean() > 0.9
+    result = score(engine, make_nonzero_adapter(engine), examples, head)
+    assert (result.predictions == [e.label for e in examples]).mean() > 0.9
     assert score(engine, make_nonzero_adapter(engine), examples, Head(3, 6)).loss == pytest.approx(np.log(3))
 
 
-def test_rows_of_about_one_length_go_together_and_answers_come_in_order(
+def test_rows_of_similar_length_are_computed_together_and_results_are_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(evaluation, "SCORED_TOKENS", 13)
@@ -79,9 +79,9 @@ def test_progress_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done == [2, 4, 5]
 
 
-def test_a_reference_is_what_the_adapter_scores() -> None:
+def test_reference_scores_are_those_of_the_adapter() -> None:
     examples = [long_choice(row, [row], [[2, 3], [4, 5, 6]], 0) for row in range(1, 4)]
     engine = NumpyEngine()
-    found = with_reference_scores(engine, make_nonzero_adapter(engine), examples)
+    result = with_reference_scores(engine, make_nonzero_adapter(engine), examples)
     scores = score(engine, make_nonzero_adapter(engine), examples).scores
-    assert [each.reference for each in found] == [tuple(values.tolist()) for values in scores]
+    assert [each.reference for each in result] == [tuple(values.tolist()) for values in scores]

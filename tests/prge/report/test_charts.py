@@ -1,4 +1,4 @@
-"""Charts: well-formed SVG whose points lie inside, whatever the numbers are."""
+"""Charts are well-formed SVG whose points lie inside, for all numbers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ finite = st.floats(-1e300, 1e300)
 points = st.lists(st.tuples(finite, finite), min_size=1, max_size=30)
 
 
-def places(svg: str) -> list[tuple[float, float]]:
-    found = [each.get("points", "") for each in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
-    return [(float(x), float(y)) for text in found for x, y in re.findall(r"([^ ,]+),([^ ,]+)", text)]
+def coordinates(svg: str) -> list[tuple[float, float]]:
+    result = [each.get("points", "") for each in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
+    return [(float(x), float(y)) for text in result for x, y in re.findall(r"([^ ,]+),([^ ,]+)", text)]
 
 
 @given(st.lists(points, min_size=1, max_size=3))
 def test_all_points_lie_inside_the_picture(lines: list[list[tuple[float, float]]]) -> None:
     svg = line_chart([Line(f"line {n}", line, n) for n, line in enumerate(lines)], "steps", "loss")
     width, height = (float(each) for each in ElementTree.fromstring(svg).get("viewBox", "").split()[2:])
-    assert all(0 <= x <= width and 0 <= y <= height for x, y in places(svg))
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in coordinates(svg))
 
 
 def test_a_lower_loss_lies_lower_and_a_later_step_further_right() -> None:
-    (first, second) = places(line_chart([Line("", [(0, 2.0), (10, 1.0)])], "steps", "loss"))
+    (first, second) = coordinates(line_chart([Line("", [(0, 2.0), (10, 1.0)])], "steps", "loss"))
     assert first[0] < second[0] and first[1] < second[1]
 
 
@@ -58,7 +58,7 @@ def test_logarithmic_pictures_hold_lines_bands_and_levels(
     )
     tree = ElementTree.fromstring(svg)
     width, height = (float(each) for each in tree.get("viewBox", "").split()[2:])
-    assert all(0 <= x <= width and 0 <= y <= height for x, y in places(svg))
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in coordinates(svg))
     assert "<target>" in [each.text for each in tree.iter(f"{SVG}text")]
 
 
@@ -77,7 +77,7 @@ def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> Non
     assert " ".join(map(str, texts[texts.index("0.8") + 1 :])).startswith(ticks)
 
 
-def test_charts_beside_each_other_are_one_file() -> None:
+def test_arranged_charts_are_one_file() -> None:
     one, two = (line_chart([Line("", [(0, 1.0)])], "x", label) for label in ("y", "z"))
     both = standalone_svg(arrange_charts([one, "", two]))
     assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3

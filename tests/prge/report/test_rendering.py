@@ -1,4 +1,4 @@
-"""Blocks as markup: texts of strangers keep their lines and never become markup themselves."""
+"""Rendering of blocks: untrusted texts keep their lines and never become markup."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from prge.report.rendering import to_html, to_markdown
 from tests.pages import Page
 
 
-def test_what_a_model_wrote_keeps_its_lines() -> None:
+def test_quotes_keep_their_lines() -> None:
     quote = Quote("one <b>\n  two *")
     assert '<blockquote dir="auto">one &lt;b&gt;\n  two *</blockquote>' in to_html([quote])
     assert to_markdown([quote], "figures") == "> one \\<b\\>\n> two \\*\n"
 
 
 @pytest.mark.parametrize("placeholder", ["{{ body }}", "{{ title }}", "</title><script>"])
-def test_a_text_is_no_placeholder_of_the_page(placeholder: str) -> None:
+def test_texts_are_not_expanded_as_placeholders(placeholder: str) -> None:
     page = Page(to_html([Heading(placeholder, 1), Paragraph(placeholder)]))
     assert page.headings == [placeholder]
     assert "script" not in page.names

@@ -1,4 +1,4 @@
-"""Folders and files that are whole or absent."""
+"""Atomic files and folders, and checks of paths to write."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def test_a_folder_has_the_modes_that_the_user_wants(
         assert stat.S_IMODE(path.stat().st_mode) == (folder_mode if path.is_dir() else file_mode)
 
 
-def test_a_place_that_cant_be_written_is_refused_and_nothing_stays(tmp_path: Path) -> None:
-    check_writable_folder(tmp_path / "a" / "b", needed=1000)
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    check_writable_folder(tmp_path / "a" / "b", required_bytes=1000)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
     with raises(RunError, "write-failed", saying=os.strerror(errno.ENOTDIR)):
         check_writable_folder(tmp_path / "file" / "out")
     with raises(RunError, "storage-full", saying="1,000,000,000,000"):
-        check_writable_folder(tmp_path / "out", needed=10**18)
+        check_writable_folder(tmp_path / "out", required_bytes=10**18)
 
 
-def test_a_place_on_a_read_only_file_system_is_refused() -> None:
-    """/proc takes no files, whoever asks."""
+def test_a_folder_on_a_read_only_file_system_is_refused() -> None:
+    """/proc refuses new files, even from root."""
     with raises(RunError, "write-failed", "write-refused"):
         check_writable_folder(Path("/proc/self/out"))
 
@@ -69,12 +69,12 @@ def test_a_file_that_cant_be_written_is_refused(tmp_path: Path, monkeypatch: pyt
     for path, reason in ((tmp_path, errno.EISDIR), (tmp_path / "file" / "x", errno.ENOTDIR)):
         with raises(RunError, "write-failed", saying=os.strerror(reason)):
             check_file(path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever is root may write all
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
     with raises(RunError, "write-refused"):
         check_file(tmp_path / "file")
 
 
-def test_what_a_user_named_is_written_through_links_and_keeps_its_mode(tmp_path: Path) -> None:
+def test_an_output_is_written_through_links_and_keeps_its_mode(tmp_path: Path) -> None:
     private, link = tmp_path / "private.json", tmp_path / "link.json"
     private.write_bytes(b"old, and longer")
     private.chmod(0o600)
@@ -89,7 +89,7 @@ def test_what_a_user_named_is_written_through_links_and_keeps_its_mode(tmp_path:
         write_output(tmp_path, b"new")
 
 
-def test_a_pipe_takes_what_a_user_sends_into_it(tmp_path: Path) -> None:
+def test_an_output_may_be_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the work once, and whoever called prge has it back afterwards."""
+"""Ctrl-C ends the work once, and the caller's handler is restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prge.system.interrupts import ignore_interrupts, single_interrupt
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Ctrl-C as a terminal's process has it: one that a shell started in the background ignores it."""
+    """Install the default handler, since a process in a shell's background ignores Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -43,7 +43,7 @@ def test_after_the_work_none_counts() -> None:
         interrupt()
 
 
-def test_who_ignores_it_goes_on_ignoring_it() -> None:
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with single_interrupt(restored=True):
@@ -53,7 +53,7 @@ def test_who_ignores_it_goes_on_ignoring_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_the_command_line_tells_of_an_interrupt_whatever_follows(
+def test_the_command_line_reports_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def impatient(_: object) -> int:
@@ -68,13 +68,13 @@ def test_the_command_line_tells_of_an_interrupt_whatever_follows(
     assert capsys.readouterr().err == "prge doctor: interrupted\n"
 
 
-def test_the_command_line_tells_of_one_that_comes_before_a_verb_begins(
+def test_the_command_line_reports_an_interrupt_before_a_verb_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def open_slowly() -> None:
         interrupt()
 
-    monkeypatch.setattr("prge.cli.open_standard_files", open_slowly)
+    monkeypatch.setattr("prge.cli.main.open_standard_files", open_slowly)
     monkeypatch.delenv("PRGE_DEBUG", raising=False)
     assert main(["doctor"]) == INTERRUPTED
     assert capsys.readouterr().err == "prge: interrupted\n"

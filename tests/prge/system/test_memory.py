@@ -1,4 +1,4 @@
-"""Peak memory counts what was swapped out; memory that ran out is recognised in what is said of it."""
+"""Peak memory includes swap; out-of-memory errors are recognised by their messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prge.system.memory import (
 STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
 
 
-def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
+def test_peak_memory_includes_swap(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text(STATUS.format(rss=400, swap=0), encoding="utf-8")
     memory = PeakMemory(status)
@@ -33,7 +33,7 @@ def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("peak", "beyond"), [(500, None), (700, 250 * 1024)])
-def test_memory_beyond_what_is_loaded(tmp_path: Path, peak: int, beyond: int | None) -> None:
+def test_memory_beyond_the_loaded_model(tmp_path: Path, peak: int, beyond: int | None) -> None:
     status = tmp_path / "status"
     status.write_text(STATUS.format(rss=400, swap=50) + "RssAnon:\t 300 kB\n", encoding="utf-8")
     memory = PeakMemory(status)
@@ -43,7 +43,7 @@ def test_memory_beyond_what_is_loaded(tmp_path: Path, peak: int, beyond: int | N
     assert memory.report()["beyond_loaded_bytes"] == beyond
 
 
-def test_present_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
+def test_present_memory_includes_swap(tmp_path: Path) -> None:
     status = tmp_path / "status"
     assert resident_bytes(status) is None
     status.write_text("VmSwap:\t 3 kB\n", encoding="utf-8")
@@ -110,7 +110,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(
-    ("place", "most", "expected"),
+    ("group", "most", "expected"),
     [
         (None, "", 9_000),
         ("user/run", "1000", 1000 - 800 + 300),
@@ -120,15 +120,15 @@ LINES = {
         ("user/run", "max", 9_000),
     ],
 )
-def test_available_memory_is_the_machines_or_what_a_control_group_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, place: str | None, most: str, expected: int
+def test_available_memory_respects_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, group: str | None, most: str, expected: int
 ) -> None:
-    """Pages of files that nobody reads count as free."""
+    """Inactive pages of files count as free."""
     monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 9_000})
     process = tmp_path / "cgroup"
     process.write_text(f"{line}\n", encoding="utf-8")
-    if place is not None:
-        folder = tmp_path / "groups" / ("memory" if "memory" in line else "") / place
+    if group is not None:
+        folder = tmp_path / "groups" / ("memory" if "memory" in line else "") / group
         folder.mkdir(parents=True)
         limit, used, files = LINES[line]
         (folder / limit).write_text(f"{most}\n")
@@ -137,6 +137,6 @@ def test_available_memory_is_the_machines_or_what_a_control_group_leaves(
     assert available_memory(tmp_path / "groups", process) == expected
 
 
-def test_memory_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_info", dict)
     assert available_memory(tmp_path, tmp_path / "none") == 0

@@ -1,4 +1,4 @@
-"""Commands that install packages: they work where no index has prge, in any shell."""
+"""Commands that install packages work in any shell, without prge on an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process ends with the one that started it, on Linux and where a thread has to look for that."""
+"""A process ends with its parent, on Linux and where a thread polls for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from prge.system.parents import environment_of_child, python_command
 
-# A parent that starts a child, says its number and waits; the child says when it is bound to its parent.
+# A parent that starts a child, prints its id and waits; the child prints when it is bound to its parent.
 PARENT = """
 import subprocess, sys, time
 from prge.system.parents import environment_of_child
@@ -49,7 +49,7 @@ def parent(child_code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def is_there(process: int) -> bool:
-    """Whether a process is there and no zombie that nobody has asked for."""
+    """Whether a process exists and isn't a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -75,7 +75,7 @@ def test_a_child_ends_with_its_parent(parent: subprocess.Popen[str], how: signal
 
 
 def test_a_parent_that_has_ended_before_takes_its_child_along(child_code: str) -> None:
-    """The child asks the system too late: its parent is gone already, and it is another's."""
+    """The parent ends before the child calls the kernel, so the child already has another parent."""
     environment = {**os.environ, "PRGE_STARTER": str(os.getppid())}
     done = subprocess.run(
         [sys.executable, "-c", child_code], env=environment, capture_output=True, timeout=30, check=False
@@ -83,7 +83,7 @@ def test_a_parent_that_has_ended_before_takes_its_child_along(child_code: str) -
     assert done.returncode == -signal.SIGKILL and not done.stdout
 
 
-def test_who_was_started_by_a_person_ends_with_nobody() -> None:
+def test_a_process_without_a_starter_keeps_running() -> None:
     code = CHILD.format(platform=sys.platform).replace("time.sleep(60)", "")
     assert environment_of_child()["PRGE_STARTER"] == str(os.getpid())
     subprocess.run([sys.executable, "-c", code], timeout=30, check=True)

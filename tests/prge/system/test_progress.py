@@ -1,4 +1,4 @@
-"""Progress: lines without a terminal, a bar on one, and how long the rest takes."""
+"""Progress: lines without a terminal, a bar on one, and the time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.terminals import Terminal
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that advances on demand."""
 
     now = 0.0
 
@@ -47,7 +47,7 @@ def test_steps_of_an_earlier_process_do_not_count_for_the_time_left() -> None:
 def test_evaluations_count_for_the_time_left_and_pauses_do_not() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream=stream, clock=clock, every_seconds=0)
-    clock.now = 30  # an evaluation before the first step tells nothing of those to come
+    clock.now = 30  # an evaluation before the first step doesn't count as recurring
     progress.exclude(30)
     clock.now += 5
     progress.update(1, tokens=1000, memory="9 MB")
@@ -61,7 +61,7 @@ def test_evaluations_count_for_the_time_left_and_pauses_do_not() -> None:
     ]
 
 
-def test_quiet_progress_says_nothing() -> None:
+def test_quiet_progress_prints_nothing() -> None:
     stream = io.StringIO()
     with Progress(2, quiet=True, stream=stream, every_seconds=0) as progress:
         progress.update(1, loss=1.0)
@@ -90,7 +90,7 @@ def test_duration(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words
 
 
-def test_what_ends_soon_says_nothing_and_what_takes_long_ends_with_a_line() -> None:
+def test_only_long_work_prints_lines() -> None:
     stream, clock = io.StringIO(), Clock()
     for seconds in (1, 6):
         progress = Progress(3, unit="row", only_if_long=True, stream=stream, clock=clock, every_seconds=10)
@@ -100,7 +100,7 @@ def test_what_ends_soon_says_nothing_and_what_takes_long_ends_with_a_line() -> N
     assert stream.getvalue().splitlines() == ["row 2/3  6 s left", "row 3/3  0 s left"]
 
 
-def test_the_rest_takes_as_long_as_what_was_measured() -> None:
+def test_time_left() -> None:
     left = TimeLeft(100)
     assert left.count(20) == ""  # by an earlier process
     assert left.count(10, seconds=30) == "at most 3 min 30 s left"

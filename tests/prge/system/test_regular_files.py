@@ -1,4 +1,4 @@
-"""Only regular files are opened: no link is followed, no pipe waited for, no device touched."""
+"""Only regular files are opened: links, pipes and devices are refused without waiting."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("mode", ["rb", "wb", "ab", "a+b"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, mode: str) -> None:
+@pytest.mark.parametrize("variant", OTHERS)
+def test_other_types_of_files_are_refused_at_once(tmp_path: Path, variant: str, mode: str) -> None:
     (tmp_path / "target").write_bytes(b"kept")
-    OTHERS[kind](tmp_path / "name")
-    with pytest.raises(OSError, match=kind):
+    OTHERS[variant](tmp_path / "name")
+    with pytest.raises(OSError, match=variant):
         open_regular(tmp_path / "name", mode)
     assert (tmp_path / "target").read_bytes() == b"kept"
 
@@ -43,7 +43,7 @@ def test_devices_are_refused_through_a_link_that_may_be_followed_too(tmp_path: P
             open_regular(path, mode, follow=True)
 
 
-def test_a_link_to_a_file_is_followed_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_followed_on_request(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"content")
     (tmp_path / "name").symlink_to("target")
     assert read_regular(tmp_path / "name", follow=True) == b"content"

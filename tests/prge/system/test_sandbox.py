@@ -1,4 +1,4 @@
-"""A child for programs of strangers can compute and answer, and nothing else."""
+"""A sandboxed child can compute and answer requests, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="these are right
 
 @pytest.fixture(params=["limits", "landlock"])
 def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of the means that take rights away, without the other."""
+    """Use only one of the mechanisms that restrict the child."""
     if request.param == "landlock":
         need_landlock()
         monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
@@ -39,7 +39,7 @@ def need_landlock() -> None:
 
 
 def outcome(attempt: Callable[[], object]) -> str:
-    """What happens to an attempt in the child: "done", or the name of its error."""
+    """Return the result of an attempt in the child: "done", or the name of its error."""
 
     def serve(_: bytes) -> bytes:
         try:
@@ -96,7 +96,7 @@ def test_it_signals_no_other_process() -> None:
 
 
 def test_it_knows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zone's file is read before files are out of reach."""
+    """The time zone's file is read before the child loses access to files."""
     with monkeypatch.context() as context:
         context.setenv("TZ", "America/St_Johns")
         child = BoundedChild(lambda _: time.strftime("%Z").encode(), 5.0, 1 << 28)

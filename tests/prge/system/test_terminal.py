@@ -1,4 +1,4 @@
-"""Standard files that are closed, full or unread end no work, and no other file gets their numbers."""
+"""Closed, full or unread standard streams don't end the work, and their descriptors aren't reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from prge.system.terminal import write_text
 from tests.terminals import Terminal
 
-# Tells on both streams, opens a file, and reports its number in it.
+# Writes to both streams, opens a file, and writes the file's descriptor to it.
 WORK = """
 import os, sys
 from pathlib import Path
@@ -67,14 +67,14 @@ def test_the_work_goes_on_and_its_exit_code_stays(tmp_path: Path, refuse: Callab
     assert rest == " done"
 
 
-def test_names_that_the_terminal_lacks_are_spelled_out() -> None:
+def test_characters_that_the_terminal_lacks_are_escaped() -> None:
     code = "from prge.system.terminal import open_standard_files as f; f(); print('gr\\u00fcn\\udc80')"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
     assert done.stdout == b"gr\\xfcn\\udc80\n"
 
 
-def test_control_characters_are_spelled_out_in_a_terminal_alone() -> None:
+def test_control_characters_are_escaped_only_on_a_terminal() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         write_text(stream, "a\x1b[2J\tb\r\n\x9b")

@@ -1,4 +1,4 @@
-"""How threads of libraries wait."""
+"""Wait policy of the threads of numerical libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.verbs import REPOSITORY
 
-# What a verb has set by the time that it fails for want of a model, before torch was imported.
+# Prints the policy that a verb has set when it fails for a missing model, before importing torch.
 SCRIPT = """
 import os, sys
 from prge.cli.main import main

@@ -1,4 +1,4 @@
-"""Folders of the cache are their user's alone."""
+"""Folders of the cache are private to their user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mode(path: Path) -> int:
 
 
 def planted(folder: Path, folder_mode: int) -> Path:
-    """A file in a folder of the cache that has a mode."""
+    """Create a file in a folder of the cache with a given mode."""
     path = folder / NATIVE / "hash" / "library.so"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"code")
@@ -52,7 +52,7 @@ def test_one_that_others_could_only_read_is_closed_and_kept(cache: Path) -> None
 
 
 @pytest.mark.parametrize("open_mode", [0o775, 0o757, 0o777])
-def test_what_lies_in_one_that_others_could_write_to_is_made_again(cache: Path, open_mode: int) -> None:
+def test_untrusted_content_is_removed(cache: Path, open_mode: int) -> None:
     path = planted(cache, open_mode)
     user_cache(NATIVE)
     assert not path.exists() and mode(cache / NATIVE) == 0o700
@@ -81,14 +81,14 @@ def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.
 
 
 @as_root
-def test_one_of_root_will_do_and_is_left_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image may bring a filled cache."""
+def test_a_folder_of_root_is_used_unchanged(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container image may contain a filled cache."""
     path = planted(cache, 0o755)
     cache.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert user_cache(NATIVE) == path.parents[1] and mode(path.parents[1]) == 0o755
 
 
-def test_a_place_that_can_not_be_made_is_for_the_caller_to_tell(cache: Path) -> None:
+def test_an_uncreatable_folder_is_reported_by_its_user(cache: Path) -> None:
     cache.parent.joinpath("prge").write_text("a file")
     assert user_cache(NATIVE) == cache / NATIVE

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or passed over, kept by one rule, and nothing else in their folder is touched."""
+"""Checkpoints are intact or skipped, kept by one rule, and nothing else in their folder is touched."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_saved_is_loaded(checkpoints: Path) -> None:
     np.testing.assert_array_equal(state.adapter.values, 10)
 
 
-def test_folders_of_other_names_are_left_alone(checkpoints: Path, template: Path) -> None:
+def test_folders_with_other_names_are_ignored(checkpoints: Path, template: Path) -> None:
     for name in FOREIGN:
         shutil.copytree(checkpoint_folder(checkpoints, 10), checkpoints / name)
     assert saved_steps(checkpoints) == [5, 10]
@@ -86,14 +86,14 @@ def test_steps_are_ordered_by_number(checkpoints: Path, template: Path) -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 30), st.integers(-1, 200))
-def test_what_stays_follows_from_the_step_alone(step: int, every: int, best: int) -> None:
+def test_which_checkpoints_are_kept_depends_on_the_step_alone(step: int, every: int, best: int) -> None:
     kept = kept_steps(TrainingProgress(step=step, best_step=best), every)
     due = {number for number in range(1, step) if every and number % every == 0}
     assert kept == {step, best} | ({max(due)} if due else set())
 
 
 def _rehashed(folder: Path, name: str, content: bytes) -> None:
-    """Change a file, as somebody would who means harm: its hash is right."""
+    """Change a file and its hash, as an attacker would."""
     (folder / name).write_bytes(content)
     (folder / HASHES).unlink()
 
@@ -142,7 +142,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.timeout(10)
-def test_a_damaged_checkpoint_is_passed_over_and_written_again(
+def test_a_damaged_checkpoint_is_skipped_and_written_again(
     checkpoints: Path, template: Path, damage: str
 ) -> None:
     DAMAGE[damage](checkpoint_folder(checkpoints, 10))
@@ -156,13 +156,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(
     assert state.step == 10
 
 
-def test_a_whole_checkpoint_stays_as_it_is(checkpoints: Path, template: Path) -> None:
+def test_an_intact_checkpoint_is_not_written_again(checkpoints: Path, template: Path) -> None:
     before = checkpoint_folder(checkpoints, 10).stat().st_ino
     save_checkpoint(checkpoints, _state(10), template)
     assert checkpoint_folder(checkpoints, 10).stat().st_ino == before
 
 
-def test_what_a_killed_process_left_of_any_checkpoint_goes_with_the_next_pruning(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_of_killed_processes_are_pruned(tmp_path: Path) -> None:
     for name in (".step-000003.8314-f8enbrgv.partial", ".step-000003 (mine).1-a.partial", "step-000002"):
         (tmp_path / name).mkdir()
     prune_checkpoints(tmp_path, {2})
@@ -180,12 +180,12 @@ def test_of_equal_values_the_lower_loss_is_the_best() -> None:
     assert (progress.best_step, progress.best_value, progress.best_loss) == (4, -0.1, 0.4)
     # Patience ends where the value doesn't rise.
     assert progress.evaluations_since_best == 3
-    # Resumed, and judged again, it is the same.
+    # Recording an evaluation again after a resume changes nothing.
     again = TrainingProgress(**json.loads(json.dumps(asdict(progress))))
     assert again.judge({"step": 4, "value": -0.1, "loss": 0.4}) and again == progress
 
 
-def test_a_checkpoint_of_before_keeps_its_best_step_among_equals() -> None:
+def test_a_checkpoint_of_an_earlier_version_keeps_its_best_step_among_equal_values() -> None:
     progress = TrainingProgress(step=2, judged=2, best_step=2, best_value=-0.1)
     assert not progress.judge({"step": 4, "value": -0.1, "loss": 0.01})
     assert progress.judge({"step": 6, "value": -0.05, "loss": 0.9})

@@ -1,4 +1,4 @@
-"""The arithmetic of costs: sizes that follow from shapes, work that follows from rows."""
+"""Estimates of sizes and memory from shapes."""
 
 from __future__ import annotations
 
@@ -63,31 +63,31 @@ def test_weights_take_four_bytes_one_or_half_of_one_and_their_scales() -> None:
     assert estimate_weight_bytes(OUTLINE, "8da4w", True, ["forward"]).layers == int4_layers + int8_head
 
 
-def test_layers_that_groups_do_not_divide_take_a_byte_a_number() -> None:
+def test_layers_that_cannot_be_grouped_take_a_byte_per_weight() -> None:
     odd = replace(OUTLINE, layers=(LayerShape(48, 10, 3),), head=None)
     assert estimate_weight_bytes(odd, "8da4w", True, ["forward"]).layers == 3 * 10 * (48 + 4)
 
 
-def test_the_way_back_has_its_weights_transposed_in_int8_at_least() -> None:
+def test_the_backward_pass_has_transposed_weights_in_at_least_int8() -> None:
     assert estimate_weight_bytes(OUTLINE, "fp32", False, ["forward", "jvp"]).transposed == 0
     assert WEIGHTS.transposed == WEIGHTS.layers
     inputs = 8 * 64 + 4 * 64 + 2 * 128 + 64
     assert (
         estimate_weight_bytes(OUTLINE, "8da4w", True, ROLES).transposed == LAYER_NUMBERS + 64_000 + 4 * inputs
     )
-    # Nothing goes back below the first adapter.
+    # Below the first adapter, there is no backward pass.
     upper = replace(OUTLINE, blocks_below=1, layers=(*LAYERS, LayerShape(64, 64, 8, below=True)))
     assert estimate_weight_bytes(upper, "fp32", False, ROLES).transposed == WEIGHTS.transposed
 
 
-def test_the_engine_packs_sums_and_biases_beside_the_weights() -> None:
-    found = estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"])
+def test_the_engine_packs_sums_and_biases_with_the_weights() -> None:
+    result = estimate_weight_bytes(OUTLINE, "8da8w", True, ["forward"])
     outputs = 8 * 64 + 4 * 128 + 2 * 64 + 1000
-    assert found.packed == found.layers + 8 * outputs
-    assert found.packed_transposed == 0
+    assert result.packed == result.layers + 8 * outputs
+    assert result.packed_transposed == 0
 
 
-def test_programs_grow_with_roles_and_with_kinds_of_blocks() -> None:
+def test_programs_grow_with_roles_and_with_block_types() -> None:
     one, three = estimate_program_bytes(OUTLINE, ["forward"]), estimate_program_bytes(OUTLINE, ROLES)
     assert one < three
     assert estimate_program_bytes(replace(OUTLINE, blocks_below=1), ROLES) > three
@@ -106,17 +106,17 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
     assert torch.arena > 2 * native.arena
 
 
-def test_a_bound_of_memory_bounds_what_stays_loaded() -> None:
+def test_a_memory_limit_bounds_the_loaded_weights() -> None:
     whole, bounded = (
         estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000)
     )
-    # The bound counts whole files, of which a run maps the part that its roles need.
+    # The limit counts whole files, of which a run maps the parts that its roles need.
     share = 1000 / (WEIGHTS.layers + WEIGHTS.transposed)
     assert whole.mapped - bounded.mapped == WEIGHTS.packed - round(share * WEIGHTS.packed)
     assert whole.anonymous == bounded.anonymous < bounded.total
 
 
-def test_states_of_an_exact_step_above_the_bound_lie_in_a_file() -> None:
+def test_activation_checkpoints_above_the_limit_are_stored_in_a_file() -> None:
     held, filed = (
         estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in (30_000, 20_000)
     )
@@ -125,16 +125,16 @@ def test_states_of_an_exact_step_above_the_bound_lie_in_a_file() -> None:
     assert held.total - filed.total == held.mapped + kept - filed.mapped
 
 
-def test_an_exact_step_saves_answers_of_layers_in_what_weights_leave() -> None:
+def test_an_exact_step_saves_residuals_in_the_memory_that_weights_leave() -> None:
     """Of 2 rows of 16 tokens: of the head at 3 positions, and of each adapter's small product."""
     outputs = 8 * 64 + 4 * 128 + 2 * 64
     whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
     weights = WEIGHTS.layers + WEIGHTS.transposed
     bounds = (None, weights + 10 * whole, weights + 100, weights, 1000)
-    found = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
-    assert [memory.saved for memory in found] == [whole, whole, 100, 0, 0]
-    assert found[0].anonymous - found[3].anonymous == whole + found[0].methods - found[3].methods
-    # The torch engine saves nothing, and no other estimator does.
+    result = [estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
+    assert [memory.saved for memory in result] == [whole, whole, 100, 0, 0]
+    assert result[0].anonymous - result[3].anonymous == whole + result[0].methods - result[3].methods
+    # The torch engine and other estimators have no residuals.
     assert estimate_run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
     assert estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native").saved == 0
     below = replace(OUTLINE, layers=tuple(replace(layer, below=True) for layer in LAYERS))
@@ -143,7 +143,7 @@ def test_an_exact_step_saves_answers_of_layers_in_what_weights_leave() -> None:
     )
 
 
-def test_an_arena_holds_a_block_and_the_head_in_part_at_the_same_place() -> None:
+def test_the_arenas_of_a_block_and_the_head_overlap_in_part() -> None:
     memory = estimate_run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native")
     block = 4 * 2 * 16 * (5 * (3 * 64 + 5 * 16 // 2) + 3 * 4 * 4 * 16)
     head = 4 * 6 * 1000 * 2 * 5
@@ -160,12 +160,12 @@ def test_a_workspace_is_that_of_the_largest_delegate() -> None:
         for outline in (OUTLINE, replace(OUTLINE, gelu=True))
     )
     assert (tangent, gelu) == tuple(4 * 2 * 16 * (3 + 4 * values) * 128 for values in (2, 5))
-    # The head, asked at all 48 positions.
+    # The head, with all 48 positions as targets.
     many = replace(FORWARD, sequences=1, copies=1, targets=48)
     assert estimate_run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000
 
 
-def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
+def test_the_smallest_limit_is_the_largest_file_of_a_block() -> None:
     assert WEIGHTS.largest == 2 * 4 * 64_000
     assert (
         estimate_weight_bytes(replace(OUTLINE, head=None), "fp32", False, ["forward"]).largest
@@ -175,7 +175,7 @@ def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
     assert estimate_weight_bytes(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
 
 
-def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
+def test_memory_of_a_row_in_chunks_grows_with_its_length() -> None:
     outline = replace(OUTLINE, longest=8192)
     weights = estimate_weight_bytes(outline, "fp32", True, ROLES)
     taken = {}
@@ -184,14 +184,14 @@ def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
         taken[length] = estimate_run_memory(
             outline, shape, weights, ROLES, "native", weights.largest
         ).anonymous
-    # Half of an attention's scores is what a whole row's are, once it is longer than a piece.
+    # Half of an attention's scores is what a whole row's are, once it is longer than a chunk.
     assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
     whole = replace(OUTLINE, longest=512)
     shape = replace(shape, tokens=512)
     assert taken[512] < estimate_run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
 
 
-def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
+def test_the_memory_table_has_all_estimators_and_both_limits() -> None:
     shapes = dict(zip(("exact", "tangent", "antithetic"), (EXACT, JVP, FORWARD), strict=True))
     rows = memory_table(OUTLINE, shapes, WEIGHTS, ROLES)
     assert [(row["estimator"], row["loaded_bytes"]) for row in rows] == [
@@ -202,7 +202,7 @@ def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
     assert len(lines) == 7 and "--memory" in lines[0] and "everything" in lines[1]
 
 
-def test_a_manifest_keeps_the_outline() -> None:
+def test_a_manifest_stores_the_outline() -> None:
     chain = make_small_chain()
     outline = replace(OUTLINE, modules=chain.modules, longest=chain.bounds.tokens)
     block = json.loads(json.dumps(outline.to_json()))
@@ -212,13 +212,13 @@ def test_a_manifest_keeps_the_outline() -> None:
             ModelSizes.from_json(wrong, chain)
 
 
-def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:
+def test_only_an_exact_run_maps_transposed_weights_and_has_activation_checkpoints() -> None:
     stack, exact = (
         estimate_run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native")
         for shape in (replace(FORWARD, copies=1), EXACT)
     )
     assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
-    # Three at any time, and what entered each block.
+    # Three hidden states at any time, and the checkpoint of each block.
     assert exact.states == stack.states * (3 + 2 + 1) // 3
 
 
@@ -234,7 +234,7 @@ def test_adapter_and_directions() -> None:
     assert taken.directions == 500 * tangent.directions
 
 
-def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None:
+def test_the_native_engine_needs_memory_for_the_call_whatever_the_bounds() -> None:
     call = replace(JVP, sequences=1)
     long, short = (
         estimate_run_memory(replace(OUTLINE, longest=longest), call, WEIGHTS, ROLES, "native")
@@ -268,30 +268,30 @@ def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
         ({"role": "backward", "tokens": 100}, 512, 6),
         ({"role": "backward", "tokens": 600}, 600, 1),
         ({"role": "backward", "sequences": 3}, 48, 3),
-        ({"role": "backward", "tokens": 100, "of_example": 4}, 512, 6),
+        ({"role": "backward", "tokens": 100, "sequences_per_example": 4}, 512, 6),
         # The candidates of an example are computed together.
-        ({"role": "backward", "tokens": 100, "of_example": 9}, 900, 9),
+        ({"role": "backward", "tokens": 100, "sequences_per_example": 9}, 900, 9),
         # A loss that compares examples has them all at once.
-        ({"role": "backward", "tokens": 100, "is_separate": False}, 100_000, 1000),
+        ({"role": "backward", "tokens": 100, "is_separable": False}, 100_000, 1000),
         ({"role": "forward", "tokens": 100}, 512, 6),
         ({"role": "forward", "tokens": 100, "copies": 8}, 1024, 88),
         ({"role": "forward", "tokens": 2000, "copies": 8}, 2000, 8),
         ({"role": "jvp", "tokens": 100, "queries": 4}, 1638, 17),
     ],
 )
-def test_so_many_tokens_have_their_states_at_once(changes: dict[str, Any], tokens: int, rows: int) -> None:
+def test_tokens_whose_hidden_states_are_held_at_once(changes: dict[str, Any], tokens: int, rows: int) -> None:
     """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
     fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
     shape = StepShape(**{**fields, **changes})
-    assert (shape.tokens_together, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)
+    assert (shape.tokens_at_once, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)
 
 
 def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
     examples = [completion(1, [1, 2, 3, 4, 5], 4), long_choice(2, [1], [[2], [3, 4, 5]], 0)]
     spec = make_spec()
-    found = step_shape("jvp", examples, 6, spec, queries=2)
-    assert found == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
-    # Without rows they are the model's.
+    result = step_shape("jvp", examples, 6, spec, queries=2)
+    assert result == StepShape("jvp", 6, 5, 3, spec.vocabulary_size, queries=2)
+    # Without rows, the sizes are the model's.
     assert step_shape("forward", [], 6, spec) == StepShape("forward", 6, 16, 15, spec.vocabulary_size)
 
 
@@ -306,5 +306,5 @@ def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
         (None, "unknown"),
     ],
 )
-def test_bytes_for_readers(count: int | None, text: str) -> None:
+def test_format_bytes(count: int | None, text: str) -> None:
     assert format_bytes(count) == text

@@ -15,8 +15,8 @@ def example(row: int, tokens: tuple[int, ...], label: int) -> Example:
     return Example(row, (TokenSequence(tokens),), 2, label)
 
 
-def test_of_equal_rows_one_is_fitted() -> None:
-    """Rows that are left out to measure a head's confidence must be new to it."""
+def test_heads_are_fitted_on_distinct_rows() -> None:
+    """Rows that are left out to measure a head's confidence must not be among those that it is fitted on."""
     engine = NumpyEngine(encoder=True)
     adapter = Adapter.zeros(engine.model.modules)
     chance = np.random.default_rng(0)
@@ -27,7 +27,7 @@ def test_of_equal_rows_one_is_fitted() -> None:
     np.testing.assert_array_equal(alone.values, both.values)
 
 
-def test_heads_are_known_by_all_that_they_depend_on() -> None:
+def test_the_digest_of_heads_covers_all_that_they_depend_on() -> None:
     adapter = Adapter.zeros(NumpyEngine(encoder=True).model.modules)
     other = adapter.copy()
     other.values[0] = 1

@@ -1,4 +1,4 @@
-"""What an evaluation says: the loss, the task's metric, and whether its rows were whole."""
+"""Evaluations: the loss, the task's metric, and whether rows were truncated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_texts_are_scored_by_their_perplexity_and_less_is_better() -> None:
     assert record["value"] == -record["perplexity"] and record["examples"] == 6
 
 
-def test_scores_of_cut_rows_say_so() -> None:
+def test_truncated_rows_are_counted() -> None:
     engine = NumpyEngine()
     adapter = Adapter.zeros(engine.model.modules)
     whole = bigram_completions(6)
@@ -42,5 +42,5 @@ def test_scores_of_cut_rows_say_so() -> None:
 def test_texts_are_compared_with_the_best_of_their_answers(metric: str, expected: dict[str, float]) -> None:
     content = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric": metric}
     examples = [replace(each, answers=("Paris", "Rome")) for each in bigram_completions(3)]
-    found = text_metrics(parse_task(content, "q"), ["Rome.", "in Paris", "Bonn"], examples)
-    assert found == pytest.approx(expected)
+    result = text_metrics(parse_task(content, "q"), ["Rome.", "in Paris", "Bonn"], examples)
+    assert result == pytest.approx(expected)

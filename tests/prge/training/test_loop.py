@@ -1,4 +1,4 @@
-"""The loop: it learns, it can be stopped anywhere, and its journal is enough to make its result again."""
+"""The loop learns, can be killed anywhere, and its result can be computed again from the journal alone."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ SETTINGS = TrainingSettings(steps=12, seed=7, evaluate_every=4, checkpoint_every
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates a kill of the process."""
 
 
 class Silent:
-    """Watches nothing, counts everything."""
+    """An observer that records the steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -59,7 +59,7 @@ class Silent:
 
 
 class Run:
-    """One run on the numpy engine in one folder."""
+    """A run on the numpy engine in a folder."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Run:
         return TrainingState(adapter, make_optimizer("adam", adapter.size), head, head_optimizer)
 
     def evaluate(self, state: TrainingState) -> Record:
-        found = score(self.engine, state.adapter, self.examples[:8], state.head)
-        return {"loss": found.loss, "value": -found.loss}
+        result = score(self.engine, state.adapter, self.examples[:8], state.head)
+        return {"loss": result.loss, "value": -result.loss}
 
     def go(
         self,
@@ -125,8 +125,8 @@ class Run:
                 state=state,
                 settings=self.settings,
                 journal=journal,
-                keep=save or keep,
-                score=self.evaluate,
+                save_state=save or keep,
+                evaluate_state=self.evaluate,
             )
             train(learner, self.settings, self.observer, interrupted=interrupted)
             return state
@@ -161,7 +161,7 @@ def test_it_learns(tmp_path: Path, name: str) -> None:
 
 
 class DyingEngine:
-    """Passes calls on until its process is killed."""
+    """An engine whose process is killed after a number of calls."""
 
     def __init__(self, engine: NumpyEngine, calls: int) -> None:
         self.engine, self.left = engine, calls
@@ -207,12 +207,12 @@ def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
     run = Run(tmp_path / "killed", encoder, ESTIMATORS[name], forgets)
     for calls in range(1, 50):
         try:
-            found = run.go(DyingEngine(run.engine, calls % 4))
+            result = run.go(DyingEngine(run.engine, calls % 4))
             break
         except Killed:
             continue
     assert calls > 5
-    assert _bits(found) == expected
+    assert _bits(result) == expected
     assert (tmp_path / "killed/journal.jsonl").read_bytes() == (tmp_path / "whole/journal.jsonl").read_bytes()
 
 
@@ -239,7 +239,7 @@ def test_resumed_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoder", [False, True])
-def test_gradients_are_forgotten_and_computed_again_where_a_checkpoint_is_damaged(
+def test_dropped_gradients_are_computed_again_if_a_checkpoint_is_damaged(
     tmp_path: Path, encoder: bool
 ) -> None:
     expected = _bits(Run(tmp_path / "kept", encoder, Exact()).go())
@@ -253,12 +253,12 @@ def test_gradients_are_forgotten_and_computed_again_where_a_checkpoint_is_damage
             (folder / "adapter_model.safetensors").write_bytes(b"damaged")
         run.observer = Silent()
         assert _bits(run.go()) == expected
-        # They count as steps that the run has taken, not as new ones.
+        # They count as replayed steps, not as new ones.
         assert run.observer.measured == []
         assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 
 
-def test_a_forgotten_gradient_is_computed_again_by_the_estimator_of_its_step(tmp_path: Path) -> None:
+def test_a_dropped_gradient_is_computed_again_by_the_estimator_of_its_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", estimator=Exact(), forgets=True)
     with pytest.raises(Killed):
         run.go(DyingEngine(run.engine, 6))
@@ -294,22 +294,22 @@ def test_early_stop(tmp_path: Path) -> None:
     assert run.go().step == 8
 
 
-def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(tmp_path: Path) -> None:
+def test_evaluations_happen_at_the_given_steps_and_after_the_last(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", evaluate_every=0, evaluate_at=(0, 1, 5))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        found = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
-    assert found == [0, 1, 5, 12]
+        result = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
+    assert result == [0, 1, 5, 12]
 
 
-def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
+def test_an_interrupted_run_saves_a_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.go(interrupted=lambda: len(run.observer.steps) == 3)
     assert (run.folder / "checkpoints/step-000003").is_dir()
 
 
 class BrokenEngine(DyingEngine):
-    """The last of its answers is not a number from some call on."""
+    """An engine whose last output is NaN after a number of calls."""
 
     def forward(self, call: Call) -> Array:
         return self._broken(super().forward(call))
@@ -382,7 +382,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "run/checkpoints/step-000012", other)
 
 
-def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) -> None:
+def test_a_journal_holds_a_projected_gradient_for_every_query_and_example(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", estimator=TangentEstimator(3))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
@@ -392,7 +392,7 @@ def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) ->
 
 
 def test_recorded_losses(tmp_path: Path) -> None:
-    """A change here means that runs of an older version can't be compared with runs of this one."""
+    """If these change, runs of earlier versions can't be compared with runs of this version."""
     run = Run(tmp_path / "run")
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:

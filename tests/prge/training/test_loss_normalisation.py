@@ -60,25 +60,25 @@ def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], t
     adapter = make_nonzero_adapter(engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MICROBATCH_TOKENS", tokens)
-        found = Exact().measure(engine, Step(adapter, by_tokens(examples), SEED, STEP))
+        result = Exact().measure(engine, Step(adapter, by_tokens(examples), SEED, STEP))
     expected = gradients_of(lambda values: token_loss(engine, values, examples), adapter.values)
-    assert found.loss == pytest.approx(token_loss(engine, adapter.values, examples), rel=1e-6)
-    assert found.gradient is not None
-    np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
+    assert result.loss == pytest.approx(token_loss(engine, adapter.values, examples), rel=1e-6)
+    assert result.gradient is not None
+    np.testing.assert_allclose(result.gradient, expected, atol=1e-4)
 
 
 @settings(max_examples=10)
 @given(steps())
-def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
+def test_projected_gradients_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
     """Of differences along a direction, and of tangents, whose mean over examples it is."""
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     gradient = gradients_of(lambda values: token_loss(engine, values, examples), adapter.values)
     step = Step(adapter, by_tokens(examples), SEED, STEP)
-    found = Differences(Antithetic(2, 1e-3)).measure(engine, step)
+    result = Differences(Antithetic(2, 1e-3)).measure(engine, step)
     directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [float(gradient @ directions(query)) for query in range(2)]
-    np.testing.assert_allclose(found.projected_gradients, expected, atol=1e-3)
+    np.testing.assert_allclose(result.projected_gradients, expected, atol=1e-3)
 
     tangents = TangentEstimator(2, shared=True)
     measured = tangents.measure(engine, step)
@@ -93,9 +93,9 @@ def test_equal_lengths_have_the_same_bits_either_way() -> None:
     adapter = make_nonzero_adapter(engine)
     gradients = []
     for batch in (Sampler(examples, 4, SEED).batch(STEP), by_tokens(examples)):
-        found = Exact().measure(engine, Step(adapter, batch, SEED, STEP)).gradient
-        assert found is not None
-        gradients.append(found.tobytes())
+        result = Exact().measure(engine, Step(adapter, batch, SEED, STEP)).gradient
+        assert result is not None
+        gradients.append(result.tobytes())
     assert gradients[0] == gradients[1]
 
 

@@ -1,4 +1,4 @@
-"""The summary of a run as it goes on."""
+"""The observer of a run and the summary that it writes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from prge.training.monitor import RunMonitor, describe_changes, describe_prompt,
 from prge.training.settings import TrainingFlags
 
 
-def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
-    def told() -> tuple[Any, Any, Any]:
+def test_the_summary_says_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
+    def message() -> tuple[Any, Any, Any]:
         summary: Any = read_json(tmp_path / SUMMARY)
         return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
 
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     with RunMonitor(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
-        assert told() == ("running", None, 0)
+        assert message() == ("running", None, 0)
         watcher.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
-        assert told() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
+        assert message() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
         watcher.on_wait("not charging: it waits for a charger")
-        assert told()[1] == "not charging: it waits for a charger"
+        assert message()[1] == "not charging: it waits for a charger"
         watcher.on_pause(2.5)
-        assert told() == ("running", None, 2.5)
+        assert message() == ("running", None, 2.5)
         watcher.on_wait("not charging: it waits for a charger")
-    assert told() == ("stopped early", None, 2.5)
+    assert message() == ("stopped early", None, 2.5)
 
 
-def test_the_best_step_is_named_by_what_it_is_judged_by(
+def test_the_best_step_is_shown_with_the_figure_that_selected_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A perplexity beside a loss is not to be taken for one; of equal values the lower loss is the best."""
-    found: dict[str, Any] = {}
+    """A perplexity must not be confused with a loss; among equal values, the lower loss is the best."""
+    result: dict[str, Any] = {}
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
         settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
@@ -48,23 +48,25 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(
                 value = -4.5 if select == "metric" else -loss
                 record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
                 watcher.on_evaluation(record, True)
-            monkeypatch.setattr(watcher.progress, "update", lambda done, tokens, **given: found.update(given))
+            monkeypatch.setattr(
+                watcher.progress, "update", lambda done, tokens, **given: result.update(given)
+            )
             step_record = {"step": 6, "loss": 3.0, "tokens": 8, "rows": [1]}
             watcher.on_step(step_record, Measurement(3.0, np.zeros(1), None, 0.0))
-            assert found["loss"] == 3.0 and shown in found.items()
+            assert result["loss"] == 3.0 and shown in result.items()
         assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "text"),
     [
         (["a", "b"], "note: training changed none of the 2 sampled answers"),
         (["a", "c"], "1 of 2 sampled answers changed"),
         ([], ""),
     ],
 )
-def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
-    assert describe_changes(["a", "b"], after) == said
+def test_the_number_of_changed_answers_is_described(after: list[str], text: str) -> None:
+    assert describe_changes(["a", "b"], after) == text
 
 
 def test_of_a_conversation_the_last_message_is_shown() -> None:
@@ -93,7 +95,7 @@ def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
     assert "stopping after this step" in (tmp_path / LOG).read_text()
 
 
-def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
+def test_a_run_started_with_nohup_ignores_the_end_of_its_terminal(tmp_path: Path) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -104,7 +106,7 @@ def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_a_row_holds_reaches_terminal_and_log_written_out(
+def test_control_characters_of_rows_are_escaped_on_the_terminal_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)

@@ -52,7 +52,7 @@ def test_weight_decay_is_that_of_adamw(decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
-def test_state_is_all_there_is_to_keep(name: OptimizerName, decay: float) -> None:
+def test_an_optimizer_is_restored_from_its_state(name: OptimizerName, decay: float) -> None:
     gradients = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     whole, first, second = (make_optimizer(name, 5, weight_decay=decay) for _ in range(3))
     values, resumed = np.ones(5, np.float32), np.ones(5, np.float32)
@@ -82,5 +82,5 @@ def test_warm_up_reaches_the_peak_and_then_decays() -> None:
 
 
 @pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
-def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
+def test_default_warmup_steps(steps: int, rising: int) -> None:
     assert default_warmup_steps(steps) == rising

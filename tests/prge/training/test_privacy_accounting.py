@@ -1,4 +1,4 @@
-"""Epsilon of Gaussian mechanisms, as a kept accountant has it."""
+"""Epsilon of Gaussian mechanisms, against the accountant of dp-accounting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DELTA = 1e-5
 @pytest.mark.parametrize(
     "parts", [[(1.0, 1)], [(2.0, 5)], [(0.7, 3)], [(8.0, 100)], [(4.0, 40), (1.5, 2)], [(30.0, 1)]]
 )
-def test_epsilon_is_that_of_a_kept_accountant(parts: list[tuple[float, int]]) -> None:
+def test_epsilon_equals_that_of_dp_accounting(parts: list[tuple[float, int]]) -> None:
     accounting = pytest.importorskip("dp_accounting")
     accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
     for noise, times in parts:
@@ -25,7 +25,7 @@ def test_epsilon_is_that_of_a_kept_accountant(parts: list[tuple[float, int]]) ->
     assert theirs * 0.999 - 1e-3 <= epsilon_of(parts, DELTA) <= theirs * 1.001
 
 
-def test_hardly_any_noise_and_very_much_of_it() -> None:
+def test_very_little_and_very_much_noise() -> None:
     assert 4e7 < epsilon_of([(1e-4, 1)], DELTA) < 6e7
     assert epsilon_of([(1e6, 1)], DELTA) == 0.0
 

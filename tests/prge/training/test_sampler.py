@@ -1,4 +1,4 @@
-"""Which rows a step sees."""
+"""The examples of each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_larger_step_takes_the_rows_of_several_smaller_ones() -> None:
     assert _rows(large, range(1, 2)) == _rows(small, range(3, 6))
 
 
-def test_chosen_examples_are_those_of_the_batch_without_the_weights_of_tokens() -> None:
+def test_examples_at_a_step_are_the_batch_without_token_weights() -> None:
     rows = [completion(row, [row, 2, 3, 4, 5][: 2 + row % 3], 1) for row in range(1, 13)]
     for step in range(4):
         by_token = Sampler(rows, 6, 1, "token")
@@ -43,7 +43,7 @@ def test_chosen_examples_are_those_of_the_batch_without_the_weights_of_tokens() 
 
 
 @pytest.mark.parametrize("count", [1, 5, 12, 30])
-def test_a_step_has_as_many_examples_as_asked_for(count: int) -> None:
+def test_a_step_has_batch_size_examples(count: int) -> None:
     sampler = Sampler(random_completions(12), count, seed=1)
     assert len(sampler.batch(1)) == sampler.batch_size == count
 

@@ -1,4 +1,4 @@
-"""A session goes on from what its store has, and ends in the same bits wherever it was interrupted."""
+"""A session continues from its store, and ends with the same bits wherever it was interrupted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def begin(store: RunStore, may_change: bool = False, **changes: Any) -> None:
 
 
 class Steps(SilentObserver):
-    """Which steps were computed rather than taken from the journal."""
+    """Records which steps were computed and which were replayed from the journal."""
 
     def __init__(self) -> None:
         self.computed: list[int] = []
@@ -89,7 +89,7 @@ def test_it_trains_and_writes_the_best_step(engine: NumpyEngine, data: SessionDa
 
 
 @pytest.mark.parametrize("until", [1, 3, 5, 9])
-def test_one_that_was_interrupted_goes_on_to_the_same_bits(
+def test_an_interrupted_session_continues_to_the_same_bits(
     engine: NumpyEngine, data: SessionData, store: RunStore, until: int, tmp_path: Path
 ) -> None:
     begin(store)
@@ -120,9 +120,9 @@ def test_it_may_end_before_the_recipes_last_step(
     assert taken == [rates(step)["learning_rate"] for step in range(4)]
 
 
-def test_data_may_have_an_order_of_their_own(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
+def test_data_can_have_their_own_sampler(engine: NumpyEngine, data: SessionData, store: RunStore) -> None:
     class Last(Sampler):
-        def chosen(self, step: int) -> list[Example]:
+        def examples_at(self, step: int) -> list[Example]:
             return list(self.examples[-2:])
 
     begin(store)
@@ -132,7 +132,7 @@ def test_data_may_have_an_order_of_their_own(engine: NumpyEngine, data: SessionD
     assert rows == {tuple(example.row for example in EXAMPLES[-2:])}
 
 
-def test_a_run_goes_on_as_it_was_begun(store: RunStore) -> None:
+def test_a_resumed_run_must_have_the_same_settings(store: RunStore) -> None:
     begin(store)
     begin(store)
     assert len(store.journal.records) == 1
@@ -143,7 +143,7 @@ def test_a_run_goes_on_as_it_was_begun(store: RunStore) -> None:
         store.begin({**identity(), "train": "else"}, "", date=None, may_change=False)
 
 
-def test_a_step_is_replayed_by_the_estimator_that_it_was_taken_with(
+def test_a_step_is_replayed_by_the_estimator_that_computed_it(
     engine: NumpyEngine, data: SessionData, store: RunStore
 ) -> None:
     begin(store)

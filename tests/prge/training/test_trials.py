@@ -1,4 +1,4 @@
-"""What is measured beside others is what they measured."""
+"""Benchmark configurations match what other projects published."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from prge.training.trials import TRIALS
 from server_export.checkpoint.random_models import CONFIGURATIONS, random_model_config
 
 
-def test_every_shape_has_weights_to_make_and_a_small_one() -> None:
+def test_every_shape_has_random_weights_and_a_small_variant() -> None:
     for trial in TRIALS.values():
         assert trial.shape in CONFIGURATIONS
         small = random_model_config(f"{trial.shape}:tiny", None)
         assert (small.num_hidden_layers, small.hidden_size) == (2, 64)
 
 
-def test_protocols_are_those_that_were_published() -> None:
+def test_configurations_are_those_that_were_published() -> None:
     """Batch, tokens and rank."""
     sizes = {name: (trial.batch, trial.tokens, trial.rank) for name, trial in TRIALS.items()}
     assert {sizes["smollm2-360m"][::2], sizes["qwen2-0.5b"][::2]} == {(4, 8)}

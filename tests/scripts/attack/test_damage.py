@@ -1,4 +1,4 @@
-"""Damage changes a file, and what is crafted keeps every checksum right."""
+"""Mutations change a file, and crafted ones keep every checksum valid."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prge.formats.journal import Journal
 from tests.bundles import PROGRAM, make_bundle
 
 
-@pytest.mark.parametrize("way", sorted(set(damage.WAYS) - {"lines"}))
-def test_every_way_changes_the_file(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("mutation", sorted(set(damage.MUTATIONS) - {"lines"}))
+def test_every_mutation_changes_the_file(tmp_path: Path, mutation: str) -> None:
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
     (path.parent / "other").write_bytes(b"another one")
     path.write_bytes(b"content " * 100)
-    damage.WAYS[way](path, Random(1))
+    damage.MUTATIONS[mutation](path, Random(1))
     is_plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20
     assert not is_plain or path.read_bytes() != b"content " * 100
 
@@ -77,7 +77,7 @@ def test_headers_of_weights_are_changed(tmp_path: Path) -> None:
 
 
 def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> None:
-    """Numbers and texts are found up to the data, and a lie changes some of them alone."""
+    """Numbers and texts are located up to the data, and a mutation changes only some of them."""
     import gguf
 
     path = tmp_path / "a.gguf"
@@ -89,10 +89,10 @@ def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> Non
         write()
     writer.close()
     content = path.read_bytes()
-    numbers, texts = damage.gguf_places(content)
+    numbers, texts = damage.gguf_header_fields(content)
     assert [content[at : at + size] for at, size in texts][-3:] == [b"a", b"bc", b"x"]
     at, size = numbers[-1]
-    # The offset of the last tensor; behind it nothing but padding and data.
+    # The offset of the last tensor; only padding and data come after it.
     assert (content[at : at + size], len(content[at + size :].strip(b"\0"))) == (bytes(8), 0)
     damage.mutate_gguf(path, Random(1))
     damaged = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A verdict is what the process did, and a report counts them."""
+"""Verdicts follow from what a process did, and a report counts them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import signal
 from collections import Counter
 
 import pytest
-from child import Ended
-from outcome import Case, Report, Verdict, judged
+from child import ProcessResult
+from outcome import Case, Report, Verdict, judge
 
 REFUSAL = "prge run: error: the bundle is damaged\n  copy it again\n"
 
@@ -15,21 +15,24 @@ REFUSAL = "prge run: error: the bundle is damaged\n  copy it again\n"
 @pytest.mark.parametrize(
     ("ended", "verdict"),
     [
-        (Ended(("run",), 0, "run/final\n"), None),
-        (Ended(("run",), 2, REFUSAL), Verdict.REFUSED),
-        (Ended(("run",), 2, "prge run: --steps is given 2 times\n" + REFUSAL), Verdict.REFUSED),
-        (Ended(("run",), 130, "prge run: interrupted\n"), Verdict.REFUSED),
-        (Ended(("run",), 2, ""), Verdict.UNEXPLAINED),
-        (Ended(("run",), 2, REFUSAL + REFUSAL), Verdict.UNEXPLAINED),
-        (Ended(("run",), 3, REFUSAL), Verdict.UNEXPLAINED),
-        (Ended(("run",), 1, "Traceback (most recent call last):\n  ...\nKeyError: 'x'\n"), Verdict.TRACEBACK),
-        (Ended(("run",), 0, "Exception ignored in: <function f>\n"), Verdict.TRACEBACK),
-        (Ended(("run",), -signal.SIGSEGV, ""), Verdict.CRASHED),
-        (Ended(("run",), -signal.SIGKILL, "", hung=True), Verdict.HUNG),
+        (ProcessResult(("run",), 0, "run/final\n"), None),
+        (ProcessResult(("run",), 2, REFUSAL), Verdict.REFUSED),
+        (ProcessResult(("run",), 2, "prge run: --steps is given 2 times\n" + REFUSAL), Verdict.REFUSED),
+        (ProcessResult(("run",), 130, "prge run: interrupted\n"), Verdict.REFUSED),
+        (ProcessResult(("run",), 2, ""), Verdict.UNEXPLAINED),
+        (ProcessResult(("run",), 2, REFUSAL + REFUSAL), Verdict.UNEXPLAINED),
+        (ProcessResult(("run",), 3, REFUSAL), Verdict.UNEXPLAINED),
+        (
+            ProcessResult(("run",), 1, "Traceback (most recent call last):\n  ...\nKeyError: 'x'\n"),
+            Verdict.TRACEBACK,
+        ),
+        (ProcessResult(("run",), 0, "Exception ignored in: <function f>\n"), Verdict.TRACEBACK),
+        (ProcessResult(("run",), -signal.SIGSEGV, ""), Verdict.CRASHED),
+        (ProcessResult(("run",), -signal.SIGKILL, "", hung=True), Verdict.HUNG),
     ],
 )
-def test_verdicts(ended: Ended, verdict: Verdict | None) -> None:
-    assert judged(ended) == verdict
+def test_verdicts(result: ProcessResult, verdict: Verdict | None) -> None:
+    assert judge(result) == verdict
 
 
 def test_a_part_without_a_case_is_a_failure() -> None:
@@ -50,12 +53,12 @@ def test_a_report_counts_files_and_kills_and_names_what_failed() -> None:
         Case("run: encoder", Verdict.DIFFERENT, part="kills", number=6),
     ]
     report.add(cases, Counter(kills=12))
-    found = report.to_json()
-    assert (found["kills"], found["files"], found["different_bits"], found["accepted_silently"]) == (
+    actual = report.to_json()
+    assert (actual["kills"], actual["files"], actual["different_bits"], actual["accepted_silently"]) == (
         12,
         2,
         1,
         1,
     )
-    assert (found["crashed"], found["hung"], found["tracebacks"]) == (0, 0, 0)
-    assert [failure["repeat"] for failure in found["failures"]] == ["model_files:5", "kills:6"]
+    assert (actual["crashed"], actual["hung"], actual["tracebacks"]) == (0, 0, 0)
+    assert [failure["repeat"] for failure in actual["failures"]] == ["model_files:5", "kills:6"]

@@ -1,4 +1,4 @@
-"""A slice of the attack: the same code as the whole of it, with a seed and few cases."""
+"""A slice of the attack: the real code with a seed and few cases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and bundles, made by the first of the attacks."""
+    """Models and bundles, created by the first attack."""
     return tmp_path_factory.mktemp("attack")
 
 
 def attack(*words: object) -> subprocess.CompletedProcess[str]:
-    """The attack as its users start it."""
+    """Run the attack as a user does."""
     command = [sys.executable, "scripts/attack/run.py", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -58,8 +58,8 @@ def test_nothing_fails(work: Path, part: str, cases: int) -> None:
     assert not (work / "failures").exists()
 
 
-def test_a_run_that_ended_otherwise_is_found(tmp_path: Path) -> None:
-    """The comparison of killed runs can fail: it sees a bit, a record, a count and a checkpoint."""
+def test_a_run_with_another_result_is_detected(tmp_path: Path) -> None:
+    """The comparison of killed runs detects a changed bit, record, count and checkpoint."""
     whole = tmp_path / "whole"
     (whole / "final").mkdir(parents=True)
     (whole / "checkpoints" / "step-000004").mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_a_run_that_ended_otherwise_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_busy_machine_tries_every_part_once(work: Path, tmp_path: Path) -> None:
-    """However little time there is; a part that can't be tried is a failure."""
+    """Every part is tried, however little time there is; a part that can't be tried is a failure."""
     words = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
     done = attack(*words, "--json", tmp_path / "attack.json")
     report = json.loads((tmp_path / "attack.json").read_text())

@@ -1,16 +1,16 @@
-"""What tables name is there."""
+"""Everything that the tables name exists."""
 
 from __future__ import annotations
 
 import pytest
-from damaged_files import CRAFTED, USES, WAYS, Target
+from damaged_files import CRAFTED, MUTATIONS, USES, Target
 from tables import TABLES
 
 
 @pytest.mark.parametrize("table", ["of_device", "of_model", "of_gguf"])
-def test_targets_name_uses_and_ways(table: str) -> None:
+def test_targets_name_uses_and_mutations(table: str) -> None:
     for target in (Target(**entry) for entry in TABLES[table]):
-        assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.ways in WAYS
+        assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.mutations in MUTATIONS
 
 
 def test_a_text_is_put_together_of_parts() -> None:

@@ -1,4 +1,4 @@
-"""Preferences held against TRL's trainers: the same losses of the same steps."""
+"""Preferences have the same losses as TRL's trainers in the same steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from against_trl import DEMO, both, difference
+from against_trl import DEMO, loss_difference, run_both
 
 from tests.verbs import prge
 from tests.workshop import FolderBuilder
@@ -15,10 +15,10 @@ from tests.workshop import FolderBuilder
 @pytest.fixture(scope="module")
 def demo_bundle(made_once: FolderBuilder) -> Path:
     """The demo's model with LoRA on all linear layers."""
-    words = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
+    arguments = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
 
     def make(folder: Path) -> None:
-        prge("export", "--model", DEMO / "model", "--out", folder / "bundle", *words)
+        prge("export", "--model", DEMO / "model", "--out", folder / "bundle", *arguments)
 
     return made_once("demo-lora", make) / "bundle"
 
@@ -27,8 +27,8 @@ def demo_bundle(made_once: FolderBuilder) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="takes the package trl")
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "kto", "orpo"])
 def test_losses_are_those_of_trl(objective: str, demo_bundle: Path, tmp_path: Path) -> None:
-    ours, theirs = both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
-    assert len(ours.losses) == len(theirs.losses) == 20
-    # They change: an oracle of a model that learns nothing would say little.
-    assert max(ours.losses) - min(ours.losses) > 1e-3
-    assert difference(ours, theirs) < 1e-4
+    actual, expected = run_both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
+    assert len(actual.losses) == len(expected.losses) == 20
+    # The losses change: a model that learns nothing would prove little.
+    assert max(actual.losses) - min(actual.losses) > 1e-3
+    assert loss_difference(actual, expected) < 1e-4

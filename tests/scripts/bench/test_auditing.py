@@ -1,4 +1,4 @@
-"""What an audit proves is true, and is much where there is much to prove."""
+"""Audits prove true bounds, and large ones where much can be proven."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def test_an_interval_has_the_probabilities_that_define_it(hits: int, trials: int
 
 
 def _counts(random: np.random.Generator, noise: float, trials: int) -> tuple[int, int, int]:
-    """How many normals are nearer to where the row puts them."""
+    """Count normal samples that are nearer to their mean with the row."""
     inside, outside = random.normal(1 / noise, size=trials), random.normal(size=trials)
     return int((inside >= 0.5 / noise).sum()), int((outside >= 0.5 / noise).sum()), trials
 
 
 @pytest.mark.parametrize("noise", [0.7, 1.0, 2.0])
 def test_normals_are_proven_to_be_nearly_as_far_apart_as_they_are(noise: float) -> None:
-    found = audit(*_counts(np.random.default_rng(1), noise, 4_000), DELTA)
+    result = audit(*_counts(np.random.default_rng(1), noise, 4_000), DELTA)
     true = epsilon_of([(noise, 1)], DELTA)
-    assert 0.7 * true < found.gaussian <= true
-    assert 0.1 * true < found.epsilon <= found.gaussian
+    assert 0.7 * true < result.gaussian <= true
+    assert 0.1 * true < result.epsilon <= result.gaussian
 
 
 def test_it_is_hardly_ever_wrong() -> None:
-    """One time in 20, if at all."""
+    """An audit is wrong at most one time in 20."""
     random, true = np.random.default_rng(2), epsilon_of([(1.0, 1)], DELTA)
     audits = [audit(*_counts(random, 1.0, 200), DELTA) for _ in range(200)]
-    assert sum(found.gaussian > true for found in audits) <= 15
-    assert not any(found.epsilon > true for found in audits)
+    assert sum(result.gaussian > true for result in audits) <= 15
+    assert not any(result.epsilon > true for result in audits)
 
 
 def test_what_never_happens_without_the_row_proves_much_and_nothing_proves_none() -> None:

@@ -1,4 +1,4 @@
-"""Trainers beside each other: the same sizes for all, and what can't be had says why."""
+"""Trainers run with the same sizes, and an unavailable one reports why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = replace(TRIALS["smollm2-135m"], batch=2, tokens=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model, and a small trial of its shape."""
+    """A folder with a small model and a small trial of its shape."""
     monkeypatch.setattr(peers, "TRIALS", {"small": SMALL})
     monkeypatch.setitem(CONFIGURATIONS, SMALL.shape, {**CONFIGURATIONS[SMALL.shape], "vocab_size": 512})
     save_random_model(tmp_path / "model", f"{SMALL.shape}:tiny")
@@ -36,11 +36,11 @@ def arguments(*methods: str, **more: Any) -> argparse.Namespace:
 
 def test_ratios_are_by_weights_and_by_trainer() -> None:
     seconds = {"prge-int4": 1.0, "peft-bf16": 2.0, "executorch": 4.0}
-    found = {
+    result = {
         name: {"seconds": each, "anonymous_mb": 10 * each, "peak_rss_mb": 8.0}
         for name, each in seconds.items()
     }
-    figures = ratios([seconds] * 3, {**found, "mlx-fp32": {"reason": "too slow"}})
+    figures = ratios([seconds] * 3, {**result, "mlx-fp32": {"reason": "too slow"}})
     assert figures["prge_over_peft_seconds"] == {"int4": {"bf16": 0.5}}
     assert figures["prge_over_executorch_memory"] == {"int4": {"fp32": 0.25}}
     assert figures["prge_over_executorch_peak"] == {"int4": {"fp32": 1.0}}
@@ -52,38 +52,38 @@ def test_what_is_lacking_says_so_and_the_others_go_on(folder: Path, monkeypatch:
         raise LackingError("mlx can't be installed: no wheel")
 
     monkeypatch.setattr(peers, "mlx_python", none)
-    found = peers.bench(arguments(*MLX, peers.BLAS, "peft-fp32"), "small", folder)
-    assert {found["methods"][name]["reason"] for name in MLX} == {"mlx can't be installed: no wheel"}
-    assert "apt install libopenblas0-pthread" in found["methods"][peers.BLAS]["reason"]
-    assert found["methods"]["peft-fp32"]["seconds"] > 0 and found["trial"]["tokens"] == 16
+    result = peers.bench(arguments(*MLX, peers.BLAS, "peft-fp32"), "small", folder)
+    assert {result["methods"][name]["reason"] for name in MLX} == {"mlx can't be installed: no wheel"}
+    assert "apt install libopenblas0-pthread" in result["methods"][peers.BLAS]["reason"]
+    assert result["methods"]["peft-fp32"]["seconds"] > 0 and result["trial"]["tokens"] == 16
 
 
 def test_a_step_that_takes_too_long_is_left_out(folder: Path) -> None:
-    found = peers.bench(arguments("peft-bf16", limit=0), "small", folder)
-    assert "a step takes longer than 0 s" in found["methods"]["peft-bf16"]["reason"]
+    result = peers.bench(arguments("peft-bf16", limit=0), "small", folder)
+    assert "a step takes longer than 0 s" in result["methods"]["peft-bf16"]["reason"]
 
 
 @pytest.mark.whole
 def test_all_that_run_here_begin_at_the_same_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of random weights; each learns."""
+    """All methods start with the loss of random weights, and learn."""
     if not (cache_path("mlx") / "bin/python").is_file():
         monkeypatch.setattr(peers, "METHODS", [name for name in peers.METHODS if name not in MLX])
     methods = [name for name in peers.METHODS if name != peers.BLAS]
-    found = peers.bench(arguments(*methods), "small", folder)
-    told = json.dumps(found["methods"])
-    assert not [name for name in methods if "reason" in found["methods"][name]], told
+    result = peers.bench(arguments(*methods), "small", folder)
+    output = json.dumps(result["methods"])
+    assert not [name for name in methods if "reason" in result["methods"][name]], output
     for name in methods:
-        first, *_, last = found["methods"][name]["losses"]
+        first, *_, last = result["methods"][name]["losses"]
         assert abs(first - 6.24) < 0.05, (name, first)
         assert last < first, name
-    both = found["prge_over_peft_seconds"], found[f"prge_over_{EXECUTORCH}_memory"]
+    both = result["prge_over_peft_seconds"], result[f"prge_over_{EXECUTORCH}_memory"]
     assert all(set(each) == {"int4", "fp32"} for each in both)
 
 
 def test_all_train_both_matrices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(peers, "export", lambda *words: asked.append(words))
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(peers, "export", lambda *words: calls.append(words))
     command_of("prge-int4", folder, TRIALS["qwen3-1.7b"], arguments())
-    words = [str(word) for word in asked[0]]
+    words = [str(word) for word in calls[0]]
     assert words[words.index("--adapter") + 1] == "lora" and words[words.index("--quantize") + 1] == "8da4w"
     assert words[words.index("--target-modules") + 1] == "all-linear"

@@ -1,4 +1,4 @@
-"""A step's matrix products alone: which they are, and that the engine takes them."""
+"""The matrix products of a step are complete and run in the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock runner is measured on generations of exactly the tokens that were asked for."""
+"""The stock runner is measured on generations of exactly the requested tokens."""
 
 from __future__ import annotations
 

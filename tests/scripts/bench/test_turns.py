@@ -1,4 +1,4 @@
-"""Measurements in turns, and what they come to."""
+"""Measurements in turns and their summary."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reports import in_turns, median, shape_of
-from step import figures_of
+from reports import measure_in_turns, median, parse_shape
+from step import summarize_rounds
 
 
 def test_all_take_turns_after_a_first_round_every_other_one_backwards() -> None:
@@ -17,7 +17,7 @@ def test_all_take_turns_after_a_first_round_every_other_one_backwards() -> None:
     def step(name: str) -> Any:
         return lambda: order.append(name) or len(order)
 
-    rounds = in_turns({"a": step("a"), "b": step("b")}, 2)
+    rounds = measure_in_turns({"a": step("a"), "b": step("b")}, 2)
     assert "".join(order) == "ab" + "ba" + "ab"
     assert rounds == [{"b": 3, "a": 4}, {"a": 5, "b": 6}]
 
@@ -28,21 +28,23 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
 
 
 def test_shapes_are_rows_and_tokens() -> None:
-    assert shape_of("2x64") == (2, 64)
+    assert parse_shape("2x64") == (2, 64)
 
 
 def test_a_step_is_held_against_its_limit() -> None:
-    def step(seconds: float, inside: float, scalar: float) -> Any:
-        return seconds, SimpleNamespace(engine_seconds=inside, projected_gradients=np.array([scalar]))
+    def step(seconds: float, inside: float, projected_gradient: float) -> Any:
+        return seconds, SimpleNamespace(
+            engine_seconds=inside, projected_gradients=np.array([projected_gradient])
+        )
 
-    found = {
+    figures_by_name = {
         "forward": step(2.5, 2.0, 1.0),
         "sequential": step(5.0, 4.0, 1.5),
         "jvp": step(2.0, 1.5, 9.0),
         "forward_limit": 1.0,
         "jvp_limit": 0.5,
     }
-    figures = figures_of([found] * 3)
+    figures = summarize_rounds([figures_by_name] * 3)
     assert (figures["forward_over_limit"], figures["jvp_over_limit"]) == (2.0, 3.0)
     assert (figures["parallel_speedup"], figures["largest_scalar_difference"]) == (2.0, 0.5)
     assert (figures["host_share"], figures["repeats"]) == (pytest.approx(0.2), 3)

@@ -1,4 +1,4 @@
-"""The study of architectures: tiny models of any type, a slice of them tried, and its table."""
+"""The study of architectures: tiny models of any type, some of them tried, and its page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.compilers import needs_compiler
 from tests.tiers import second_tier
 from tests.tiny_types import LAYERS, family, make_tiny, text_types
 
-# Operators that models compute numbers with, and that have no forward-mode derivative.
+# Operators of models' numeric computations without forward-mode derivative.
 WITHOUT_DERIVATIVE = {
     "aten.fft_fftn.default",
     "aten.acos.default",
     "aten.conv1d.default",
     "aten.index.Tensor",
 }
-# Of each sort one: the study tries all types.
+# One type of each sort; the study tries all types.
 SORTS = (
     *("ernie4_5", "exaone4", "falcon_h1", "gemma3n_text", "gemma4_text", "glm4", "gpt_neox", "gptj"),
     *("granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "dots1"),
@@ -114,8 +114,8 @@ def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str)
 @pytest.mark.whole
 @pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra", "esm", "youtu"])
 def test_a_slice_of_the_sweep_works(model_type: str) -> None:
-    found = architectures.tried(model_type, "fp32", None)
-    assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **found}) == "works", found
+    result = architectures.try_type(model_type, "fp32", None)
+    assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **result}) == "works", result
 
 
 @pytest.mark.whole
@@ -123,7 +123,7 @@ def test_a_slice_of_the_sweep_works(model_type: str) -> None:
 def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
     model_type: str, tmp_path: Path
 ) -> None:
-    """One that a later transformers brings shows here with its name."""
+    """A new operator of a later transformers version fails here by name."""
     try:
         make_tiny(model_type).save_pretrained(tmp_path)
     except ValueError:
@@ -132,17 +132,17 @@ def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
         chain = open_source(ExportConfig(str(tmp_path), tmp_path, rank=2)).chain("fp32", 48)
     except PrgeError:
         return
-    graphs = [kind.block.graph_module for number, kind in chain.block_types.items() if number]
+    graphs = [block_type.block.graph_module for number, block_type in chain.block_types.items() if number]
     assert {name for graph in graphs for name in unknown_operators(graph)} <= WITHOUT_DERIVATIVE
 
 
 def test_families_are_those_of_what_a_model_computes() -> None:
-    """ConvBERT's and SqueezeBERT's convolutions are no recurrence; RWKV has no attention but its own."""
+    """Convolutions of ConvBERT and SqueezeBERT are no recurrence; RWKV has only its own attention."""
     families = {"convbert": "encoder", "squeezebert": "encoder", "rwkv": "recurrent", "mamba": "recurrent"}
     assert {name: family(name, make_tiny(name)) for name in families} == families
 
 
-def test_a_refusal_a_defect_and_a_wrong_result_are_told_apart() -> None:
+def test_outcomes_of_a_refusal_a_defect_and_a_wrong_result() -> None:
     outcomes = {name: architectures.outcome(figures) for name, figures in RECORDED.items()}
     assert outcomes == {
         "llama": "works",
@@ -165,14 +165,14 @@ def test_the_page_is_written_of_recorded_results() -> None:
 def test_a_type_that_is_tried_has_the_code_of_its_refusal_or_the_line_of_a_defect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = architectures.tried("bart", "fp32", None)
-    assert (found["family"], found["code"]) == ("encoder-decoder", "encoder-decoder")
+    result = architectures.try_type("bart", "fp32", None)
+    assert (result["family"], result["code"]) == ("encoder-decoder", "encoder-decoder")
 
-    def checked(*_: Any) -> None:
+    def check_bundle(*_: Any) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(architectures, "checked", checked)
-    defect = architectures.tried("llama", "fp32", None)["defect"]
+    monkeypatch.setattr(architectures, "check_bundle", check_bundle)
+    defect = architectures.try_type("llama", "fp32", None)["defect"]
     assert defect.startswith("KeyError: 'a defect' (test_architectures.py:")
 
 

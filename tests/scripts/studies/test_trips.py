@@ -1,4 +1,4 @@
-"""The trip of one exact step is counted by running one."""
+"""The files and frames of one exact step are counted by running one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCRIPT = Path(__file__).parents[3] / "scripts/studies/trips.py"
 def test_a_step_runs_from_the_loop_to_the_engine(workshop: Path) -> None:
     words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl"]
     command = [sys.executable, SCRIPT, *words, "--task", workshop / "task.yaml"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert found["frames"][0] == "prge/training/loop.py:step"
-    assert found["frames"][-1] == "device_runner/engines/native/runtime.py:run"
-    assert {"device_runner/engines/forward.py", "prge/training/optimizers.py"} <= {*found["step_files"]}
-    counts = found["counts"]
-    assert counts["frames"] == len(found["frames"]) < counts["step_files"] < counts["run_files"]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert result["frames"][0] == "prge/training/loop.py:step"
+    assert result["frames"][-1] == "device_runner/engines/native/runtime.py:run"
+    assert {"device_runner/engines/forward.py", "prge/training/optimizers.py"} <= {*result["step_files"]}
+    counts = result["counts"]
+    assert counts["frames"] == len(result["frames"]) < counts["step_files"] < counts["run_files"]

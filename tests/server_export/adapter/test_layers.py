@@ -1,4 +1,4 @@
-"""Which layers are adapted, what is in them, and where an adapter to start from fits."""
+"""Target modules, the initial matrices of adapted layers, and the fit of an existing adapter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def peft_choice(architecture: str, targets: str | list[str]) -> list[str]:
         ("distilbert", "all-linear"),
     ],
 )
-def test_targets_mean_what_they_mean_in_peft(architecture: str, targets: str | list[str]) -> None:
+def test_target_modules_match_as_in_peft(architecture: str, targets: str | list[str]) -> None:
     model = make_model(architecture)
     convert_conv1d(model)
     assert match_target_modules(model, targets) == peft_choice(architecture, targets)
@@ -59,7 +59,7 @@ def test_every_architecture_has_default_targets(architecture: str) -> None:
     assert match_target_modules(model, default_target_modules(model))
 
 
-def test_without_a_usual_choice_all_linear_layers_of_the_blocks_are_adapted() -> None:
+def test_all_linear_layers_of_the_blocks_are_the_default_without_a_usual_choice() -> None:
     model = make_model("persimmon")
     assert usual_target_modules(model) is None and usual_target_modules(make_model("llama"))
     names = match_target_modules(model, default_target_modules(model))
@@ -71,13 +71,13 @@ def test_without_a_usual_choice_all_linear_layers_of_the_blocks_are_adapted() ->
 @pytest.mark.parametrize(
     ("architecture", "apart"), [("gemma4", "per_layer_model_projection"), ("albert", "in")]
 )
-def test_layers_that_make_what_blocks_begin_with_are_none_of_all(architecture: str, apart: str) -> None:
+def test_layers_before_the_blocks_are_not_in_all_linear(architecture: str, apart: str) -> None:
     model = make_model(architecture)
     others = {*peft_choice(architecture, "all-linear")} - {*match_target_modules(model, "all-linear")}
     assert others and all(apart in name for name in others)
 
 
-def test_a_usual_choice_that_is_an_expression_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_expression_stays_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
     table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     monkeypatch.setitem(table, "persimmon", r".*layers\.1.*\.dense")
     model = make_model("persimmon")
@@ -85,14 +85,14 @@ def test_a_usual_choice_that_is_an_expression_stays_one(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("word", ["all-linear", r".*layers\.0.*\.(gate|up)_proj", "q_proj"])
-def test_one_word_of_a_command_line_means_the_same(word: str) -> None:
+def test_a_single_word_of_a_command_line_means_the_same(word: str) -> None:
     model = make_model("llama")
     assert match_target_modules(model, [word]) == peft_choice("llama", [word] if word == "q_proj" else word)
 
 
-def test_targets_that_cannot_be_adapted_are_named() -> None:
+def test_unusable_target_modules_are_refused_by_name() -> None:
     model = make_model("llama")
-    # Where no layer matches, those that there are are named.
+    # If no layer matches, the message names the existing ones.
     for name, saying in (("query", "q_proj"), ("lm_head", "lm_head"), ("mlp", "mlp")):
         with raises(ConfigError, "target-modules-unusable", saying=saying):
             match_target_modules(model, [name])
@@ -109,7 +109,7 @@ def test_conv1d_becomes_the_same_linear_layer() -> None:
     torch.testing.assert_close(model[0](x), expected)
 
 
-def test_lora_a_depends_on_the_seed_alone() -> None:
+def test_lora_a_depends_only_on_the_seed() -> None:
     model = make_model("llama")
     names = match_target_modules(model, ["q_proj", "down_proj"])
     first, again, other = (initial_lora_a(model, names, 4, seed) for seed in (1, 1, 2))
@@ -122,7 +122,7 @@ def test_lora_a_depends_on_the_seed_alone() -> None:
 
 
 def train(adapter: Path) -> None:
-    """Give an adapter folder numbers in lora_B."""
+    """Give an adapter folder values in lora_B."""
     weights = load_file(adapter / "adapter_model.safetensors")
     for name, tensor in weights.items():
         if "lora_B" in name:

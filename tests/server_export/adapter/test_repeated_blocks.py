@@ -1,4 +1,4 @@
-"""Which blocks a model has, and which of them `--adapt-layers` means."""
+"""The blocks of a model, and the blocks that `--adapt-layers` selects."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_blocks_of_every_architecture_are_found(architecture: str) -> None:
+def test_blocks_of_every_architecture_are_located(architecture: str) -> None:
     model = make_model(architecture)
     convert_conv1d(model)
     names = block_names(model)
-    # ALBERT's layers are one, which is used again.
+    # ALBERT has one layer, which is reused.
     assert len(names) == {"albert": 1, "modernbert": 4}.get(architecture, 2)
     blocks = [model.get_submodule(name) for name in names]
     assert len({type(block) for block in blocks}) == 1
     inside = sum(isinstance(module, nn.Linear) for block in blocks for module in block.modules())
     others = sum(isinstance(module, nn.Linear) for module in model.modules()) - inside
-    # The vocabulary head, and what fits OPT's narrow embeddings to its blocks.
+    # The vocabulary head, and the projections around OPT's blocks.
     assert others <= (3 if architecture == "opt" else 1)
     assert inside >= 4 * len(blocks)
 
 
-def test_a_model_without_blocks_is_told() -> None:
+def test_a_model_without_blocks_is_refused() -> None:
     with raises(ConfigError, "layers-not-countable", saying="Sequential"):
         block_names(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_the_outer_of_nested_lists_holds_the_blocks() -> None:
+def test_the_outer_of_nested_lists_has_the_blocks() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
     assert block_names(model) == ["layers.0"]
@@ -73,12 +73,12 @@ def test_top_blocks_are_the_last_ones() -> None:
         ("", "adapt-layers-malformed"),
     ],
 )
-def test_a_choice_that_means_no_blocks_is_refused(choice: str, code: str) -> None:
+def test_a_choice_without_blocks_is_refused(choice: str, code: str) -> None:
     with raises(ConfigError, code, saying=choice):
         in_top_blocks(make_model("llama"), NAMES, choice)
 
 
-def test_targets_outside_the_chosen_blocks_are_refused() -> None:
+def test_targets_outside_the_selected_blocks_are_refused() -> None:
     with raises(ConfigError, "adapt-layers-without-targets"):
         in_top_blocks(make_model("llama"), NAMES[:2], "top:1")
 
@@ -90,7 +90,7 @@ def test_whole_blocks_below_some_layers_are_counted() -> None:
     assert blocks_below(model, ["embed_out", *NAMES[2:]]) == 0
 
 
-def test_an_adapter_that_brings_its_layers_has_no_others() -> None:
+def test_a_start_adapter_excludes_adapt_layers() -> None:
     with raises(ConfigError, "settings-unusable", saying="adapt_layers is top:1"):
         ExportConfig(model="llama", out=Path("unused"), start_adapter=Path("adapter"), adapt_layers="top:1")
 

@@ -1,4 +1,4 @@
-"""Chains of tiny models in int4, and rows to calibrate them on."""
+"""Int4 chains of tiny models, and rows to calibrate them on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [
 
 
 def int4_chain(folder: Path, architecture: str, **changes: Any) -> ModelChain:
-    """The chain of a random model whose layers' inputs are correlated by what comes before them."""
+    """Return the chain of a random model, whose layers have correlated inputs."""
     model = save_model(folder / "model", architecture, **changes)
     config = ExportConfig(str(model), folder / "out", quantize="8da4w", target_modules="all-linear")
     return open_source(config).with_weights().chain("8da4w", 64)

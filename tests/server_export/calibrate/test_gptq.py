@@ -1,4 +1,4 @@
-"""Rounding to int4 that compensates its errors, against the paper's own algorithm column by column."""
+"""Rounding to int4 that compensates its errors, compared with the paper's algorithm column by column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INPUTS, OUTPUTS, TOKENS = 96, 24, 400
 
 
 def layer(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight f32 [out, in], and states f32 [tokens, in] whose numbers are correlated."""
+    """Return a weight f32 [out, in], and states f32 [tokens, in] with correlated values."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator) * 0.05
     mixing = torch.randn(INPUTS, INPUTS, generator=generator) * torch.linspace(0.02, 1, INPUTS)
@@ -25,77 +25,78 @@ def layer(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def moment_of(states: torch.Tensor) -> SecondMoment:
     moment = SecondMoment(states.shape[1])
-    for piece in states.split(150):
-        moment.add(piece)
+    for chunk in states.split(150):
+        moment.add(chunk)
     return moment
 
 
 def error(weight: torch.Tensor, rounded: torch.Tensor, states: torch.Tensor) -> float:
-    """Mean square of what rounding changes in the layer's answer, relative to the answer's."""
+    """Return the mean squared error of the layer's outputs relative to their mean square."""
     return float((states @ (rounded - weight).T).square().mean() / (states @ weight.T).square().mean())
 
 
-def test_codes_are_those_of_the_paper_column_by_column() -> None:
-    """The inverse is updated after each column by Gaussian elimination (equation 3), in float64."""
+def test_codes_equal_the_papers_column_by_column() -> None:
+    """The reference updates the inverse by Gaussian elimination after each column (equation 3), in
+    float64."""
     weight, states = layer()
-    found = gptq(weight, moment_of(states))
-    left = weight.double().numpy().copy()
-    second = (states.double().T @ states.double() / TOKENS).numpy()
-    second += 0.01 * np.mean(np.diag(second)) * np.eye(INPUTS)
-    inverse = np.linalg.inv(second)
+    rounded = gptq(weight, moment_of(states))
+    remaining = weight.double().numpy().copy()
+    second_moment = (states.double().T @ states.double() / TOKENS).numpy()
+    second_moment += 0.01 * np.mean(np.diag(second_moment)) * np.eye(INPUTS)
+    inverse = np.linalg.inv(second_moment)
     differing = 0
     for column in range(INPUTS):
-        scale = found.scale[:, column // GROUP_SIZE].double().numpy()
-        codes = np.clip(np.round(left[:, column] / scale), -8, 7)
-        differing += int((codes != found.codes[:, column].numpy()).sum())
-        # A code at a tie may go either way in float32: go on from the one that was taken.
-        lost = left[:, column] - found.codes[:, column].numpy() * scale
-        left[:, column:] -= np.outer(lost / inverse[column, column], inverse[column, column:])
+        scale = rounded.scale[:, column // GROUP_SIZE].double().numpy()
+        codes = np.clip(np.round(remaining[:, column] / scale), -8, 7)
+        differing += int((codes != rounded.codes[:, column].numpy()).sum())
+        # float32 may resolve ties differently: the reference continues with the code that was chosen.
+        errors = remaining[:, column] - rounded.codes[:, column].numpy() * scale
+        remaining[:, column:] -= np.outer(errors / inverse[column, column], inverse[column, column:])
         inverse -= np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
     assert differing <= 2
 
 
-def test_a_layer_answers_better_than_by_weights_rounded_alone() -> None:
+def test_outputs_are_closer_than_with_independent_rounding() -> None:
     weight, states = layer()
-    found = error(weight, gptq(weight, moment_of(states)).dequantize(), states)
+    compensated_error = error(weight, gptq(weight, moment_of(states)).dequantize(), states)
     fitted: torch.Tensor = int4_weight(weight).dequantize()
-    assert found < 0.8 * min(
+    assert compensated_error < 0.8 * min(
         error(weight, fitted, states), error(weight, round_to_nearest(weight).dequantize(), states)
     )
 
 
-def test_inputs_that_are_not_correlated_are_rounded_each_for_itself() -> None:
+def test_columns_of_uncorrelated_inputs_are_rounded_independently() -> None:
     weight, _ = layer()
     moment = moment_of(torch.eye(INPUTS))
-    found, expected = gptq(weight, moment), round_to_nearest(weight)
-    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
+    rounded, expected = gptq(weight, moment), round_to_nearest(weight)
+    assert torch.equal(rounded.codes, expected.codes) and torch.equal(rounded.scale, expected.scale)
 
 
-def test_inputs_that_are_always_zero_change_nothing() -> None:
+def test_inputs_that_are_always_zero_are_rounded_to_nearest() -> None:
     weight, states = layer()
     states[:, 5] = 0
-    found = gptq(weight, moment_of(states))
-    assert bool(torch.isfinite(found.dequantize()).all())
+    rounded = gptq(weight, moment_of(states))
+    assert bool(torch.isfinite(rounded.dequantize()).all())
     column = round_to_nearest(weight).scale.float()[:, 0].max()
-    assert float((found.dequantize() - weight)[:, 5].abs().max()) <= 8 * float(column)
+    assert float((rounded.dequantize() - weight)[:, 5].abs().max()) <= 8 * float(column)
 
 
-def test_of_wide_layers_inputs_are_compensated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece as a layer of its own."""
+def test_inputs_of_wide_layers_are_compensated_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each range is rounded as a layer of its own."""
     weight, states = layer()
     monkeypatch.setattr(module, "MOST_INPUTS", 64)
-    found = gptq(weight, moment_of(states))
+    rounded = gptq(weight, moment_of(states))
     parts = [(0, 32), (32, 96)]
     monkeypatch.undo()
     for start, end in parts:
         part = gptq(weight[:, start:end].contiguous(), moment_of(states[:, start:end].contiguous()))
-        assert torch.equal(found.codes[:, start:end], part.codes)
+        assert torch.equal(rounded.codes[:, start:end], part.codes)
     whole = error(weight, gptq(weight, moment_of(states)).dequantize(), states)
-    assert whole < error(weight, found.dequantize(), states)
+    assert whole < error(weight, rounded.dequantize(), states)
 
 
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e3))
-def test_a_searched_scale_costs_no_more_than_one_that_holds_all_weights(seed: int, size: float) -> None:
+def test_a_searched_scale_is_no_worse_than_one_that_covers_all_weights(seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(3, GROUP_SIZE, generator=generator) * size
     importance = torch.rand(GROUP_SIZE, generator=generator) + 0.01

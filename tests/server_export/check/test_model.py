@@ -1,4 +1,4 @@
-"""Every export is compared with transformers' model: a weight that blocks have otherwise is noticed."""
+"""The comparison of an export with transformers' model detects a single changed weight."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.tiny_types import make_classifier, make_tiny
 LONGEST = 16
 
 
-class Changed(CheckpointWeights):
-    """The weights of blocks, of which one number of one is another than in the files."""
+class ChangedWeights(CheckpointWeights):
+    """The weights of blocks, with one value of one weight changed."""
 
     def __init__(self, weights: CheckpointWeights, name: str, change: float) -> None:
         vars(self).update(vars(weights))
@@ -46,14 +46,14 @@ class Changed(CheckpointWeights):
 
 
 def chain_of(folder: Path) -> ModelChain:
-    """A model without adapted layers."""
+    """Return the blocks of a model without adapted layers."""
     return build_chain(load_meta_model(str(folder)), find_files(str(folder)), {}, longest=LONGEST)
 
 
-def compared(folder: Path, changed: str | None = None, change: float = 2.0) -> ModelComparison:
+def compare(folder: Path, changed: str | None = None, change: float = 2.0) -> ModelComparison:
     chain = chain_of(folder)
     if changed is not None:
-        chain = replace(chain, weights=Changed(chain.weights, changed, change))
+        chain = replace(chain, weights=ChangedWeights(chain.weights, changed, change))
     return compare_with_model(chain, str(folder), None)
 
 
@@ -81,49 +81,49 @@ def classifier(folder: Path) -> Path:
 
 
 LAYER = "model.layers.1.self_attn.o_proj.weight"
-# A model, and a weight of its blocks: of a layer, the table of tied embeddings, an expert, a GGUF file, a
-# recurrence, and the layer before the last of a classification head.
+# A model, a weight of its blocks, and the change: weights of a layer, of tied embeddings, of an expert, of a
+# GGUF file, of a recurrence, and of the second to last layer of a classification head.
 CHANGED: dict[str, tuple[Callable[[Path], Path], str, float]] = {
     "layer": (llama, LAYER, 2.0),
     "tied": (llama, "lm_head.weight", 2.0),
     "expert": (mixture, "model.layers.0.mlp.experts.down_proj", 2.0),
     "gguf": (gguf, LAYER, 2.0),
-    # A head that forgets at once doesn't.
+    # A large decay, so that the head keeps its state.
     "recurrence": (recurrent, "model.layers.0.linear_attn.A_log", -6.0),
     "classifier": (classifier, "bert.pooler.dense.weight", 2.0),
 }
 
 
 @pytest.mark.parametrize("case", [*CHANGED])
-def test_one_changed_weight_is_noticed(case: str, tmp_path: Path) -> None:
+def test_one_changed_weight_is_detected(case: str, tmp_path: Path) -> None:
     make, name, change = CHANGED[case]
     folder = make(tmp_path / "model")
-    same = compared(folder)
+    same = compare(folder)
     assert same.difference < 1e-5 < same.allowed < 2e-3
     with refusal("differs-from-model"):
-        compared(folder, name, change)
+        compare(folder, name, change)
 
 
-def test_the_layer_is_named_where_they_differ_first(tmp_path: Path) -> None:
+def test_the_first_layer_that_differs_is_named(tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     with refusal("differs-from-model") as refused:
-        compared(folder, LAYER)
-    assert "the states of model.layers.0 are the same, not model.layers.1" in str(refused.value)
+        compare(folder, LAYER)
+    assert "the outputs of model.layers.0 are equal, those of model.layers.1 differ" in str(refused.value)
 
 
-def test_experts_that_no_token_called_are_counted(tmp_path: Path) -> None:
-    comparison = compared(mixture(tmp_path / "model"))
-    called, every = comparison.experts
-    assert 0 < called < every == 8
+def test_experts_that_no_token_is_routed_to_are_counted(tmp_path: Path) -> None:
+    comparison = compare(mixture(tmp_path / "model"))
+    called, total = comparison.experts
+    assert 0 < called < total == 8
     assert f"{called} of 8 experts were called" in comparison.describe()
-    assert comparison.to_json()["experts"] == (called, every)
+    assert comparison.to_json()["experts"] == (called, total)
 
 
 @pytest.mark.parametrize("architecture", ["llama", *second_tier("mixtral", "gpt2", "bert")])
 def test_no_more_than_a_layer_is_read_at_once(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a table of embeddings nor the weights of all experts are in memory."""
+    """Neither the embedding table nor the weights of all experts are in memory at once."""
     folder = save_model(tmp_path / "model", architecture, vocab_size=1024)
     chain = chain_of(folder)
     sizes, read = list[int](), SafetensorsTensors.read
@@ -135,14 +135,14 @@ def test_no_more_than_a_layer_is_read_at_once(
 
     monkeypatch.setattr(SafetensorsTensors, "read", watched)
     monkeypatch.setattr("server_export.checkpoint.lazy_weights.ELEMENTS_PER_READ", 64 * 96)
-    monkeypatch.setattr(check, "in_scheme", lambda chain, scheme: chain)
+    monkeypatch.setattr(check, "with_scheme", lambda chain, scheme: chain)
     compare_with_model(chain, str(folder), None)
-    # A block of the head is a part of the vocabulary, whole for so small a model.
+    # A block of the head has a shard of the vocabulary, which is all of it for so small a model.
     limit = 64 * 1024 if chain.is_decoder else 64 * 192
     assert sizes and max(sizes) <= limit
 
 
-def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
     model = make_tiny("bert-generation")
     model.config.is_decoder = False
     model.save_pretrained(tmp_path)
@@ -150,7 +150,7 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
         check_causal(str(tmp_path), None, find_files(str(tmp_path)))
 
 
-def test_a_model_that_transformers_cant_run_is_refused_as_that(
+def test_a_model_that_transformers_cant_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = llama(tmp_path / "model")
@@ -165,10 +165,10 @@ def test_a_model_that_transformers_cant_run_is_refused_as_that(
 
 
 def test_an_export_of_a_changed_model_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many parameters it has."""
+    """An export compares models of any size."""
     folder = llama(tmp_path / "model")
     chain = chain_of(folder)
-    changed = Changed(chain.weights, LAYER, 2.0)
+    changed = ChangedWeights(chain.weights, LAYER, 2.0)
     monkeypatch.setattr("server_export.source.build_chain", lambda *_, **__: replace(chain, weights=changed))
     with refusal("differs-from-model"):
         export(ExportConfig(str(folder), tmp_path / "out" / "bundle", sequence_length=LONGEST))
@@ -176,13 +176,11 @@ def test_an_export_of_a_changed_model_writes_nothing(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("make", [llama, classifier])
-def test_weights_that_the_model_has_no_place_for_are_refused(
-    make: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    """They are of another architecture than its configuration says."""
+def test_unexpected_weights_are_refused(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """The files have weights of another architecture than that of the configuration."""
     folder = make(tmp_path / "model")
     weights = folder / "model.safetensors"
     prefix = "bert" if make is classifier else "model"
     save_file({**load_file(weights), f"{prefix}.spare": torch.zeros(3)}, weights, metadata={"format": "pt"})
     with raises(Refusal, "weights-incomplete", saying=f"{prefix}.spare"):
-        compared(folder)
+        compare(folder)

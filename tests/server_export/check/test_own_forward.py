@@ -1,4 +1,4 @@
-"""A model that fails in transformers itself is refused as that; a defect of prge keeps its traceback."""
+"""A model that fails in transformers itself is refused; defects of prge keep their traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from prge.errors import DataError, Refusal
 from server_export import estimate
 from server_export.check import own_forward
-from server_export.check.own_forward import own_failure, refuse_if_transformers_fails
+from server_export.check.own_forward import refuse_if_transformers_fails, transformers_failure
 from server_export.checkpoint.loading import load_meta_model
 from tests.refusals import raises
 from tests.tiny_models import save_model
@@ -19,7 +19,7 @@ from tests.tiny_types import make_tiny
 
 
 def save_broken(folder: Path) -> Path:
-    """A Zamba 2 whose Mamba layers are 3 times as wide as the model, and have heads for twice its width."""
+    """Save a Zamba 2 whose Mamba layers are 3 times as wide as the model, with heads for twice its width."""
     make_tiny("zamba2").save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "mamba_expand": 3}))
@@ -31,24 +31,24 @@ def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: 
         estimate.main(["--model", str(save_broken(tmp_path))])
 
 
-@pytest.mark.parametrize("most", [own_forward.MOST_MADE, 0], ids=["numbers", "shapes"])
-def test_a_model_is_run_by_itself_with_numbers_or_if_it_is_large_with_shapes(
+@pytest.mark.parametrize("most", [own_forward.MOST_PARAMETERS, 0], ids=["values", "shapes"])
+def test_a_model_runs_with_random_weights_or_if_it_is_large_with_shapes(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_forward, "MOST_MADE", most)
+    monkeypatch.setattr(own_forward, "MOST_PARAMETERS", most)
     broken = load_meta_model(str(save_broken(tmp_path / "broken")))
-    assert isinstance(own_failure(type(broken.model), broken.config), RuntimeError)
+    assert isinstance(transformers_failure(type(broken.model), broken.config), RuntimeError)
     for name in ("llama", "bert"):
         whole = load_meta_model(str(save_model(tmp_path / name, name)))
-        assert own_failure(type(whole.model), whole.config) is None
+        assert transformers_failure(type(whole.model), whole.config) is None
 
 
-def test_numbers_that_shapes_lack_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asking:
+def test_a_model_that_needs_values_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeedsValues:
         def __init__(self, config: Any) -> None:
             pass
 
-        def eval(self) -> Asking:
+        def eval(self) -> NeedsValues:
             return self
 
         def named_parameters(self) -> list[Any]:
@@ -61,9 +61,9 @@ def test_numbers_that_shapes_lack_are_no_failure(monkeypatch: pytest.MonkeyPatch
             return int(input_ids.max())
 
     config = make_tiny("llama").config
-    assert own_failure(Asking, config) is None
-    monkeypatch.setattr(own_forward, "MOST_MADE", -1)
-    assert own_failure(Asking, config) is None
+    assert transformers_failure(NeedsValues, config) is None
+    monkeypatch.setattr(own_forward, "MOST_PARAMETERS", -1)
+    assert transformers_failure(NeedsValues, config) is None
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), DataError("rows", ["row 3"]), MemoryError()])

@@ -1,4 +1,4 @@
-"""A base model is recorded so that nothing else is taken for it later."""
+"""A base model is recorded so that no other model is loaded instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("base") / "llama", "llama")
 
 
-def test_a_folder_is_recorded_by_its_content_and_not_by_its_place(folder: Path) -> None:
+def test_a_folder_is_recorded_by_content_not_by_path(folder: Path) -> None:
     loaded = load_model(str(folder))
     base = base_of(loaded)
     assert base.label == "llama"
@@ -43,9 +43,11 @@ def test_a_hub_model_is_recorded_by_its_commit() -> None:
     assert base_from_peft(base.to_peft()) == base_from_manifest(base.to_manifest()) == base
 
 
-def test_no_hub_is_asked_for_what_was_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hub_is_not_contacted_for_a_recorded_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a hub was asked")
+        raise AssertionError("the Hub was contacted")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
     monkeypatch.chdir(tmp_path)
@@ -61,7 +63,7 @@ def test_no_hub_is_asked_for_what_was_a_folder(monkeypatch: pytest.MonkeyPatch, 
             base.load(pooled=False)
 
 
-def test_another_folder_of_the_name_is_refused(
+def test_another_folder_of_the_same_name_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     base = base_of(load_model(str(folder)))
@@ -76,13 +78,13 @@ def test_another_folder_of_the_name_is_refused(
     assert recorded.load(pooled=False).sha256 == base.sha256
 
 
-def test_a_folder_that_is_named_without_its_hash_is_not_loaded(folder: Path) -> None:
-    """Who wrote the record knows that it is there, not what it holds, and would have it published."""
+def test_a_folder_without_a_recorded_hash_is_not_loaded(folder: Path) -> None:
+    """A foreign record names a path without knowing its content, which must not be published."""
     name = str(folder)
-    revised = {"base_model_name_or_path": name, "revision": "main"}
+    with_revision = {"base_model_name_or_path": name, "revision": "main"}
     for base in (
         base_from_peft({"base_model_name_or_path": name}),
-        base_from_peft(revised),
+        base_from_peft(with_revision),
         base_from_manifest({"name_or_path": name}),
         base_from_manifest({"name_or_path": name, "revision": "main", "sha256": None}),
     ):
@@ -94,13 +96,13 @@ def test_a_folder_that_is_named_without_its_hash_is_not_loaded(folder: Path) -> 
     assert plain is not None and plain.to_peft() == {"base_model_name_or_path": folder.name}
 
 
-def test_what_names_no_base_model() -> None:
+def test_a_record_without_a_name_is_none() -> None:
     assert (
         base_from_peft({}) is base_from_peft({"base_model_name_or_path": 3}) is base_from_manifest({}) is None
     )
 
 
-def test_kind_and_size_are_compared(folder: Path) -> None:
+def test_architecture_and_size_are_compared(folder: Path) -> None:
     loaded = load_model(str(folder))
     block = {"architecture": "LlamaForCausalLM", "parameters": parameter_count(loaded.model)}
     assert model_problems(loaded, block) == []

@@ -1,4 +1,4 @@
-"""A chat template that an export is given: exact masks and ends with any kind of tokenizer."""
+"""The chat template of an export: exact loss masks and ends of answers with any tokenizer."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SPEC = make_spec(sequence_length=4096, vocabulary_size=SIZE)
 
 
 def word_backend() -> Backend:
-    """Words between spaces, of which it knows a few."""
+    """Return a tokenizer that knows a few words, separated by spaces."""
     words = ["<unk>", "<s>", "</s>", "User", "Assistant", ":", "yes", "no"]
     backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend
 
 
-KINDS: dict[str, Callable[[], Backend]] = {
+BACKENDS: dict[str, Callable[[], Backend]] = {
     "byte level": byte_level_backend,
     "prefixed": prefixed_backend,
     "byte fallback": byte_fallback_backend,
@@ -52,9 +52,9 @@ TEXTS = st.text("abcdefgh YesNo.?!1:\n", max_size=30).filter(lambda text: text.s
 
 @cache
 def tokenizer_of(kind: str, ends: bool = True, prepend_bos: PrependBos = "never") -> Tokenizer:
-    """As a device reads it, with the plain template."""
+    """Return the tokenizer with the plain template as a device loads it."""
     special = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if ends else {})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), **special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BACKENDS[kind](), **special)
     set_chat_template(tokenizer, PLAIN, prepend_bos)
     return device_tokenizer(tokenizer, prepend_bos, SIZE)
 
@@ -65,8 +65,8 @@ def prompts_of(tokenizer: Tokenizer) -> Prompts:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ends_children() -> Iterator[None]:
-    """Of the templates that tests share."""
+def end_child_processes() -> Iterator[None]:
+    """End the child processes of the shared templates."""
     yield
     prompts_of.cache_clear()
 
@@ -77,8 +77,8 @@ def conversation(*texts: str) -> list[dict[str, str]]:
     ]
 
 
-def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Tokens of a conversation, and where those are that are targets."""
+def tokens_and_targets(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation, and the positions of those that are trained."""
     (example,), report = build_examples([Row(1, {"messages": messages})], tokenizer, SPEC)
     assert not report.notes
     (sequence,) = example.sequences
@@ -86,16 +86,16 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[i
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["end token", "no end token"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BACKENDS)
 @given(question=TEXTS, answer=TEXTS, more=TEXTS)
 @settings(max_examples=15)
-def test_targets_are_the_answers_with_their_ends_and_nothing_else(
+def test_only_the_answers_and_their_ends_are_targets(
     kind: str, ends: bool, question: str, answer: str, more: str
 ) -> None:
     tokenizer = tokenizer_of(kind, ends)
-    tokens, targets = learnt(tokenizer, conversation(question, answer, more, answer))
+    tokens, targets = tokens_and_targets(tokenizer, conversation(question, answer, more, answer))
     for turn in (conversation(question), conversation(question, answer, more)):
-        # What an answer follows when the model writes it is what it followed when it was learnt.
+        # The prompt of an answer is the same in generation as in training.
         prompt = list(prompts_of(tokenizer).encode_messages(turn).tokens)
         assert tokens[: len(prompt)] == prompt and len(prompt) in targets
         assert len(prompt) - 1 not in targets
@@ -106,8 +106,8 @@ def test_targets_are_the_answers_with_their_ends_and_nothing_else(
         assert tokens[-1] == tokenizer.eos_id and len(tokens) - 1 in targets
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_ends_where_its_turn_was_learnt_to_end(kind: str) -> None:
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_generation_stops_at_the_trained_end_of_an_answer(kind: str) -> None:
     prompt = Prompts(tokenizer_of(kind)).encode_messages(conversation("no"))
     assert prompt.ends == {tokenizer_of(kind).eos_id} and not prompt.stop
     line = "\n" if kind in ("byte level", "prefixed", "byte fallback") else " "
@@ -115,30 +115,30 @@ def test_an_answer_ends_where_its_turn_was_learnt_to_end(kind: str) -> None:
     assert not prompt.ends and prompt.stop == (f"{line}User:",)
 
 
-def test_what_it_renders() -> None:
+def test_the_plain_template_renders_roles_and_ends() -> None:
     tokenizer = tokenizer_of("byte level", prepend_bos="always")
     chat = Prompts(tokenizer).chat
     assert chat is not None
     messages = [{"role": "system", "content": "Be kind."}, *conversation(" a\n", "b ", "c")]
-    asked = "<s>System: Be kind.\nUser: a\nAssistant: b</s>\nUser: c"
-    assert chat.render(messages) == asked
-    assert chat.render(messages, add_generation_prompt=True) == f"{asked}\nAssistant:"
+    rendered = "<s>System: Be kind.\nUser: a\nAssistant: b</s>\nUser: c"
+    assert chat.render(messages) == rendered
+    assert chat.render(messages, add_generation_prompt=True) == f"{rendered}\nAssistant:"
     without = Prompts(tokenizer_of("byte level", ends=False)).chat
     assert without is not None
     assert without.render(messages[1:]) == "User: a\nAssistant: b\nUser: c"
 
 
-def test_transformers_renders_it_alike() -> None:
+def test_transformers_renders_the_same_text() -> None:
     tokenizer: Any = make_tokenizer()
     set_chat_template(tokenizer, PLAIN, "always")
     ours = Prompts(device_tokenizer(tokenizer, "always", SIZE)).chat
     assert ours is not None
     messages = conversation("a", "b", "c")
-    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render(messages, add_generation_prompt=True) == theirs
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.render(messages, add_generation_prompt=True) == expected
 
 
-def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> None:
+def test_a_tokenizer_keeps_its_template_unless_one_is_set(tmp_path: Path) -> None:
     tokenizer: Any = make_tokenizer()
     tokenizer.chat_template = CHATML
     set_chat_template(tokenizer, None, "auto")
@@ -155,9 +155,12 @@ def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> No
     [
         ("{% for message in messages %}", "can't be read: Unexpected end of template"),
         ("{{ raise_exception('never') }}", "refuses the messages; never"),
-        ("{{ messages[0].content }}", "what the user or the assistant says is not in its text"),
-        ("{{ range(messages | length) | list }}", "where message 2 begins can't be told from its text"),
-        ("{{ 'x' * (messages | length) }}", "what the user or the assistant says is not in its text"),
+        ("{{ messages[0].content }}", "The rendered text lacks the message"),
+        (
+            "{{ range(messages | length) | list }}",
+            "the beginning of message 2 can't be found in the rendered text",
+        ),
+        ("{{ 'x' * (messages | length) }}", "The rendered text lacks the message"),
     ],
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
@@ -167,6 +170,6 @@ def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, t
     assert why in refused.value.problems[0]
 
 
-def test_a_file_that_isnt_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "chat-template-unreadable", saying="none.jinja"):
         set_chat_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

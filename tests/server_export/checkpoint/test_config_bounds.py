@@ -1,4 +1,4 @@
-"""A configuration is refused by what it costs, and not by the names of its keys."""
+"""A configuration is refused by its cost and not by the names of its keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server_export.checkpoint.loading import load_meta_model, load_model
 from tests.refusals import refusal
 from tests.tiny_models import make_config, save_model
 
-# Of CPU time a hostile configuration may take a few seconds.
+# Maximum CPU time for a hostile configuration.
 SECONDS = 30.0
 
 
@@ -32,7 +32,7 @@ SECONDS = 30.0
     ],
     ids=str,
 )
-def test_large_numbers_that_cost_nothing_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
+def test_large_numbers_without_a_cost_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama")
     content = {**json.loads((folder / "config.json").read_bytes()), **change}
     (folder / "config.json").write_text(json.dumps(content))
@@ -51,7 +51,7 @@ def test_large_numbers_that_cost_nothing_are_accepted(change: dict[str, Any], tm
     ],
     ids=str,
 )
-def test_what_takes_long_or_much_memory_to_read_is_refused_with_its_largest_numbers(
+def test_costly_configurations_are_refused_with_their_largest_numbers(
     change: dict[str, Any],
 ) -> None:
     content = {**make_config("llama").to_dict(), **change}
@@ -64,7 +64,7 @@ def test_what_takes_long_or_much_memory_to_read_is_refused_with_its_largest_numb
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 1 << 19}, {"num_hidden_layers": 1 << 24}], ids=str)
-def test_modules_without_end_are_not_made(
+def test_an_endless_number_of_modules_is_refused(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_bounds, "MOST_MODULES", 500)
@@ -76,7 +76,7 @@ def test_modules_without_end_are_not_made(
     assert "more than 500 modules" in str(caught.value) or "num_hidden_layers" in str(caught.value)
 
 
-def test_a_deep_model_is_one(tmp_path: Path) -> None:
+def test_a_deep_model_is_accepted(tmp_path: Path) -> None:
     make_config("llama", num_hidden_layers=600).save_pretrained(tmp_path)
     assert load_meta_model(str(tmp_path)).config.num_hidden_layers == 600
 
@@ -90,7 +90,7 @@ def test_a_deep_model_is_one(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_sizes_that_no_weights_are_there_for_are_refused_without_taking_memory(
+def test_sizes_without_weights_are_refused_without_allocating_memory(
     change: dict[str, Any], codes: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path, "llama")

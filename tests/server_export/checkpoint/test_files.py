@@ -1,4 +1,4 @@
-"""A model's files are bounded before a library reads them: names, numbers, sizes, and what runs code."""
+"""A model's files are checked before a library reads them: names, numbers, sizes, and files that run code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_folder_has_a_configuration_weights_and_a_hash(tmp_path: Path) -> None
     assert len({before, changed, files.sha256()}) == 3
 
 
-def test_the_parts_of_an_index_are_read_beside_it(tmp_path: Path) -> None:
+def test_the_shards_of_an_index_are_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "b.safetensors")
     save_file({"other": np.zeros(5, np.float16)}, folder / "a.safetensors")
@@ -94,7 +94,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
         stored_numel(find_files(str(folder)))
 
 
-def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path) -> None:
+def test_eos_ids_come_from_both_configurations(tmp_path: Path) -> None:
     files = find_files(str(write_model(tmp_path, {"eos_token_id": 7})))
     assert eos_token_ids(files) == [7]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 2]}')
@@ -109,8 +109,8 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "value"),
     [
-        ('{"eos_token_id": "</s>"}', "eos_token_id '</s>'"),
-        ('{"eos_token_id": [2, true]}', "eos_token_id [2, True]"),
+        ('{"eos_token_id": "</s>"}', "is '</s>' but"),
+        ('{"eos_token_id": [2, true]}', "is [2, True] but"),
         ("{", "generation_config.json"),
     ],
 )
@@ -130,7 +130,7 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
         stored_numel(find_files(str(tmp_path)))
 
 
-def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_path: Path) -> None:
+def test_integer_weights_are_refused_except_masks_and_tables(tmp_path: Path) -> None:
     masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "expert_of_token": np.zeros(4, np.int64)}
     files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
     assert stored_numel(files) == 11
@@ -152,9 +152,9 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
         ({"vocab_size": True}, "vocab_size is True"),
         ({"num_hidden_layers": None, "n_layer": -3}, "n_layer is -3"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"unheard_of": 1 << 63}, "unheard_of is 9223372036854775808, must have at most 64 bits"),
-        ({"architectures": 7}, "architectures is 7, must be a list of names"),
-        ({"text_config": {"architectures": [{}]}}, "architectures is [{}], must be a list of names"),
+        ({"unheard_of": 1 << 63}, "unheard_of is 9223372036854775808 but must fit into 64 bits"),
+        ({"architectures": 7}, "architectures is 7 but must be a list of names"),
+        ({"text_config": {"architectures": [{}]}}, "architectures is [{}] but must be a list of names"),
         ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
         ({"hidden_size": 10**200}, "a number of 201 digits"),
         ({"eps": float("nan")}, "NaN"),
@@ -179,7 +179,7 @@ def test_a_damaged_configuration_is_refused_at_once(tmp_path: Path, content: byt
     assert time.monotonic() - start < 1
 
 
-def test_usual_numbers_pass(tmp_path: Path) -> None:
+def test_usual_numbers_are_accepted(tmp_path: Path) -> None:
     config = {
         "hidden_size": 8192,
         "vocab_size": 262_144,
@@ -200,7 +200,7 @@ def test_usual_numbers_pass(tmp_path: Path) -> None:
     assert read_config(find_files(str(write_model(tmp_path, config)))) == config
 
 
-def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with refusal("not-a-transformers-model"):
         find_files(str(tmp_path))
     (write_model(tmp_path) / "adapter_config.json").write_text("{}")
@@ -213,7 +213,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was fetched before is found without a network; a folder of the name isn't taken for it."""
+    """Cached files are used without a network, and a folder of the same name is not used instead."""
     give_environment(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     commit, other = "a" * 40, "b" * 40
     repository = tmp_path / "hub/models--some--model"
@@ -223,25 +223,27 @@ def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path, monkeypatch: 
     (repository / "refs/main").write_text(commit)
     write_model(tmp_path / "some/model")
 
-    def found(*words: str) -> str | None:
-        files = find_files(*words)
+    def revision_of(*arguments: str) -> str | None:
+        files = find_files(*arguments)
         fetch_weights(files)
         assert [path.name for path in files.weights] == ["model.safetensors"]
         return files.revision
 
     monkeypatch.chdir(tmp_path / "hub")
-    assert (found("some/model"), found("some/model", other)) == (commit, other)
+    assert (revision_of("some/model"), revision_of("some/model", other)) == (commit, other)
     with refusal("no-such-model", "hub-unreachable"):
-        found("some/other")
+        revision_of("some/other")
     monkeypatch.chdir(tmp_path)
-    assert (found("some/model"), found("some/model", "main")) == (None, commit)
+    assert (revision_of("some/model"), revision_of("some/model", "main")) == (None, commit)
 
 
 def write_sentences(folder: Path, inner: str = "", **pooling: object) -> Path:
-    """A folder as sentence-transformers writes it."""
+    """Write a folder like sentence-transformers."""
     write_model(folder / inner)
-    kinds = {"Transformer": inner, "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in kinds.items()]
+    folders = {"Transformer": inner, "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"type": f"sentence_transformers.models.{name}", "path": path} for name, path in folders.items()
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
@@ -250,7 +252,7 @@ def write_sentences(folder: Path, inner: str = "", **pooling: object) -> Path:
 
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
 @pytest.mark.parametrize(
-    ("given", "pooling"),
+    ("stored", "pooling"),
     [
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
         (
@@ -260,15 +262,15 @@ def write_sentences(folder: Path, inner: str = "", **pooling: object) -> Path:
         ({"pooling_mode": "cls"}, "first"),
     ],
 )
-def test_a_folder_of_sentence_transformers_says_how_it_pools(
-    tmp_path: Path, inner: str, given: dict[str, object], pooling: str
+def test_the_pooling_of_sentence_transformers_is_read(
+    tmp_path: Path, inner: str, stored: dict[str, object], pooling: str
 ) -> None:
-    files = find_files(str(write_sentences(tmp_path, inner, **given)))
+    files = find_files(str(write_sentences(tmp_path, inner, **stored)))
     assert files.folder == tmp_path / inner
     assert stored_pooling(files) == pooling
 
 
-def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
+def test_other_poolings_are_refused(tmp_path: Path) -> None:
     assert stored_pooling(find_files(str(write_model(tmp_path / "plain")))) is None
     modes = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
     files = find_files(str(write_sentences(tmp_path / "model", **modes)))
@@ -288,13 +290,13 @@ def test_files_that_are_too_large_to_be_read_are_refused(tmp_path: Path, name: s
         find_files(str(folder))
 
 
-def test_a_hub_that_cant_be_asked_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the client of the hub's library raises: its classes changed with the library's version."""
-    asked: list[str] = []
+def test_an_unreachable_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exceptions of the Hub's client differ between versions of its library."""
+    requests: list[str] = []
 
     class Client:
         def head(self, address: str, timeout: float) -> None:
-            asked.append(address)
+            requests.append(address)
             raise LookupError("no name service")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -304,4 +306,4 @@ def test_a_hub_that_cant_be_asked_is_not_asked_again(monkeypatch: pytest.MonkeyP
         assert not is_hub_reachable() and not is_hub_reachable()
     finally:
         is_hub_reachable.cache_clear()
-    assert len(asked) == 1
+    assert len(requests) == 1

@@ -1,4 +1,4 @@
-"""A model without weights computes what the loaded one does, while its weights are read one at a time."""
+"""A model without weights computes what the loaded model does, while its weights are read one at a time."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ TOKENS = torch.tensor([[5, 9, 9, 70], [5, 3, 127, 0]])
 FIRST = ["llama", "gpt2", "gemma3", "bert", "mixtral", "llama4", "mamba2"]
 
 
-def answer(model: Any) -> torch.Tensor:
+def outputs(model: Any) -> torch.Tensor:
     with torch.no_grad():
         output = model(input_ids=TOKENS)
     values: torch.Tensor = output[0]
     return values
 
 
-def lazily(folder: Path) -> tuple[Any, LazyWeights]:
-    """A model without weights, and these."""
+def load_lazily(folder: Path) -> tuple[Any, LazyWeights]:
+    """Return a model without weights, and its lazy weights."""
     model = load_meta_model(str(folder)).model
     return model, LazyWeights(CheckpointWeights(find_files(str(folder)), model))
 
@@ -60,66 +60,66 @@ def lazily(folder: Path) -> tuple[Any, LazyWeights]:
 def test_a_model_without_weights_computes_what_the_loaded_one_does(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, architecture)
     loaded = load_model(str(folder)).model
-    model, weights = lazily(folder)
+    model, weights = load_lazily(folder)
     for each in (loaded, model):
         if hasattr(each.config, "num_local_experts") or hasattr(each.config, "num_experts"):
             each.set_experts_implementation("eager")
-    given = weights.of(model)
-    found = answer(lambda **named: functional_call(model, given, kwargs=named))
-    assert torch.equal(found, answer(loaded))
+    weights_by_name = weights.of(model)
+    computed = outputs(lambda **named: functional_call(model, weights_by_name, kwargs=named))
+    assert torch.equal(computed, outputs(loaded))
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> dict[str, torch.Tensor]:
-    model, weights = lazily(save_model(tmp_path, "mixtral"))
+def weights_by_name(tmp_path: Path) -> dict[str, torch.Tensor]:
+    model, weights = load_lazily(save_model(tmp_path, "mixtral"))
     return weights.of(model)
 
 
-def watched(weight: Any) -> list[Any]:
-    """The rows that are read of a weight from now on."""
-    read, seen = weight.read, list[Any]()
+def record_reads(weight: Any) -> list[Any]:
+    """Return a list to which the rows of all later reads of a weight are appended."""
+    read, reads = weight.read, list[Any]()
 
-    def watch(rows: Any) -> torch.Tensor:
-        seen.append(rows)
+    def read_and_record(rows: Any) -> torch.Tensor:
+        reads.append(rows)
         values: torch.Tensor = read(rows)
         return values
 
-    weight.read = watch
-    return seen
+    weight.read = read_and_record
+    return reads
 
 
-def test_an_embedding_reads_the_rows_of_its_tokens(parts: dict[str, torch.Tensor]) -> None:
-    table = parts["model.embed_tokens.weight"]
+def test_an_embedding_reads_the_rows_of_its_tokens(weights_by_name: dict[str, torch.Tensor]) -> None:
+    table = weights_by_name["model.embed_tokens.weight"]
     whole = table + 0
-    rows = watched(table)
+    rows = record_reads(table)
     assert torch.equal(torch.nn.functional.embedding(TOKENS, table), whole[TOKENS])
     assert rows == [[0, 3, 5, 9, 70, 127]]
 
 
-def test_a_mixture_reads_one_expert(parts: dict[str, torch.Tensor]) -> None:
-    stack = parts["model.layers.0.mlp.experts.down_proj"]
+def test_a_mixture_reads_one_expert(weights_by_name: dict[str, torch.Tensor]) -> None:
+    stack = weights_by_name["model.layers.0.mlp.experts.down_proj"]
     whole = stack + 0
-    rows = watched(stack)
+    rows = record_reads(stack)
     assert torch.equal(stack[torch.tensor(3)], whole[3]) and torch.equal(stack[-1], whole[7])
     assert rows == [range(3, 4), range(7, 8)]
 
 
-def test_a_large_layer_is_read_some_rows_at_a_time(
-    parts: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_a_large_layer_is_read_in_parts_of_its_rows(
+    weights_by_name: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazy_weights, "NUMBERS_AT_ONCE", 48 * WIDTH)
-    head, states = parts["lm_head.weight"], torch.randn(2, 3, WIDTH)
+    monkeypatch.setattr(lazy_weights, "ELEMENTS_PER_READ", 48 * WIDTH)
+    head, states = weights_by_name["lm_head.weight"], torch.randn(2, 3, WIDTH)
     expected = torch.nn.functional.linear(states, head + 0)
-    rows = watched(head)
+    rows = record_reads(head)
     torch.testing.assert_close(torch.nn.functional.linear(states, head), expected)
     assert rows == [range(48), range(48, 96), range(96, VOCABULARY)]
 
 
-def test_what_is_known_of_a_weight_without_its_numbers_reads_nothing(parts: dict[str, torch.Tensor]) -> None:
-    head = parts["lm_head.weight"]
-    rows = watched(head)
+def test_metadata_of_a_weight_reads_nothing(weights_by_name: dict[str, torch.Tensor]) -> None:
+    head = weights_by_name["lm_head.weight"]
+    rows = record_reads(head)
     assert head.shape == (VOCABULARY, WIDTH) and head.dtype == torch.float32 and head.size(0) == VOCABULARY
-    # A model puts what it makes where its weights are.
+    # A model puts new tensors on the device of its weights.
     assert head.device == torch.device("cpu") and not head.is_meta
     assert rows == []

@@ -1,4 +1,4 @@
-"""Loading models: what is accepted, and what a user is told otherwise."""
+"""Loading models: which models are accepted, and how others are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.tiny_types import make_classifier, make_tiny
 
 
 @pytest.mark.parametrize(("architecture", "is_decoder"), [("llama", True), ("gpt2", True), ("bert", False)])
-def test_architecture_decides_the_kind(architecture: str, is_decoder: bool, tmp_path: Path) -> None:
+def test_the_architecture_decides_between_decoder_and_encoder(
+    architecture: str, is_decoder: bool, tmp_path: Path
+) -> None:
     loaded = load_model(str(save_model(tmp_path, architecture)))
     assert loaded.is_decoder is is_decoder
     assert not loaded.model.training
@@ -41,22 +43,20 @@ def test_pooled_loads_without_the_head(tmp_path: Path) -> None:
     assert not loaded.is_decoder
 
 
-def test_words_are_those_that_a_model_both_reads_and_says() -> None:
-    """Moshi reads one more than it says."""
-    words, width = 128, 64
+def test_the_vocabulary_has_the_tokens_of_both_embedding_and_head() -> None:
+    """Moshi's embedding has one token more than its head."""
+    tokens, width = 128, 64
     model = make_model("llama")
-    assert vocabulary_size(model) == words
-    model.model.embed_tokens = torch.nn.Embedding(words + 1, width)
-    assert vocabulary_size(model) == words
-    model.model.embed_tokens = torch.nn.Embedding(words - 1, width // 2)
-    assert vocabulary_size(model) == words - 1
-    assert vocabulary_size(model.model) == words - 1
+    assert vocabulary_size(model) == tokens
+    model.model.embed_tokens = torch.nn.Embedding(tokens + 1, width)
+    assert vocabulary_size(model) == tokens
+    model.model.embed_tokens = torch.nn.Embedding(tokens - 1, width // 2)
+    assert vocabulary_size(model) == tokens - 1
+    assert vocabulary_size(model.model) == tokens - 1
 
 
 @pytest.mark.parametrize("model_type", ["git", *second_tier("phi4_multimodal")])
-def test_a_language_model_that_may_be_given_images_is_one_of_texts_without_them(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_the_image_encoder_of_a_language_model_is_left_out(model_type: str, tmp_path: Path) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     loaded, outline = load_model(str(tmp_path)), load_meta_model(str(tmp_path))
     assert parameter_count(loaded.model) == parameter_count(outline.model)
@@ -83,7 +83,7 @@ def test_half_precision_checkpoint_is_loaded_as_float32(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_act": "no such thing"}, "model-not-made"),
     ],
 )
-def test_unsupported_models_are_refused_by_what_they_are(
+def test_unsupported_models_are_refused_with_a_code(
     config: dict[str, object], code: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -92,32 +92,32 @@ def test_unsupported_models_are_refused_by_what_they_are(
 
 
 def change_weights(folder: Path, remove: str = "", **tensors: Any) -> str:
-    """Take the last weight whose name ends so out of a model's file, put others in; returns its name."""
+    """Remove the last weight whose name ends with `remove`, add others, and return the removed name."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     removed = max((name for name in weights if remove and name.endswith(remove)), default="")
-    kept = {name: tensor for name, tensor in weights.items() if name != removed}
-    save_file({**kept, **tensors}, path, metadata={"format": "pt"})
+    remaining = {name: tensor for name, tensor in weights.items() if name != removed}
+    save_file({**remaining, **tensors}, path, metadata={"format": "pt"})
     return removed
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_weight_that_is_missing_is_named_and_never_made_up(architecture: str, tmp_path: Path) -> None:
+def test_missing_and_unused_weights_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, architecture)
-    # What is there instead is of the same size, so that only the name tells.
+    # The added tensor has the same size, so only names differ.
     removed = change_weights(
         folder, ".bias" if architecture in ("opt", "gpt2", "bert", "roberta") else "norm.weight"
     )
     change_weights(folder, spare=torch.zeros(4096))
     with refusal("weights-incomplete") as caught:
         load_model(str(folder))
-    text = str(caught.value)
-    assert "it lacks" in text and removed and removed.split(".", 1)[1] in text
-    assert "it has no place for" in text and "spare" in text
+    message = str(caught.value)
+    assert "it lacks" in message and removed and removed.split(".", 1)[1] in message
+    assert "it does not use" in message and "spare" in message
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_experts_that_transformers_has_no_function_for_are_refused(
+def test_unsupported_experts_are_refused(
     has_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configuration may count experts that no layer has."""
@@ -129,7 +129,7 @@ def test_experts_that_transformers_has_no_function_for_are_refused(
         load_meta_model(str(tmp_path))
 
 
-def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
+def test_experts_counted_in_an_inner_configuration_are_refused(tmp_path: Path) -> None:
     config = DbrxConfig(
         d_model=64,
         n_heads=4,
@@ -145,9 +145,7 @@ def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", sorted(DECODERS))
-def test_a_decoder_loads_without_its_head_and_not_the_other_way_round(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_a_decoder_loads_without_its_head_but_a_base_not_with_one(architecture: str, tmp_path: Path) -> None:
     save_model(tmp_path / "whole", architecture)
     assert not load_model(str(tmp_path / "whole"), pooled=True).is_decoder
     headless = save_model(tmp_path / "headless", architecture, head=False)
@@ -174,9 +172,7 @@ def test_a_decoder_loads_without_its_head_and_not_the_other_way_round(
         ("LlamaForSequenceClassification", "llama"),
     ],
 )
-def test_heads_that_an_encoder_has_no_use_for_are_left_out(
-    name: str, architecture: str, tmp_path: Path
-) -> None:
+def test_unused_heads_of_an_encoder_are_ignored(name: str, architecture: str, tmp_path: Path) -> None:
     import transformers
 
     getattr(transformers, name)(make_config(architecture)).save_pretrained(tmp_path)
@@ -184,7 +180,7 @@ def test_heads_that_an_encoder_has_no_use_for_are_left_out(
     assert not load_model(str(tmp_path), pooled=True).is_decoder
 
 
-def test_masks_and_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
+def test_masks_and_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).byte()}
     masks["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     change_weights(save_model(tmp_path / "gpt2", "gpt2"), **masks)
@@ -214,7 +210,7 @@ NORM = "model.norm.weight"
             "weights-incomplete",
         ),
         (lambda folder: change_weights(folder, **{NORM: torch.ones(65)}), "not-loadable"),
-        # No memory is taken that no weights are there for.
+        # No memory is allocated for sizes without weights.
         (
             lambda folder: change_config(folder, hidden_size=1 << 20, intermediate_size=1 << 24),
             "weights-of-another-model",
@@ -222,9 +218,7 @@ NORM = "model.norm.weight"
     ],
     ids=["missing", "nan", "inf", "shape", "size"],
 )
-def test_weights_that_cant_be_used_are_refused(
-    change: Callable[[Path], object], code: str, tmp_path: Path
-) -> None:
+def test_unusable_weights_are_refused(change: Callable[[Path], object], code: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama")
     change(folder)
     with refusal(code):
@@ -232,8 +226,9 @@ def test_weights_that_cant_be_used_are_refused(
 
 
 CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-# Changes of a configuration; the code of its refusal, empty where a model can be made of it; and that of its
-# weights' refusal, where the configuration alone isn't refused.
+# Changes of a configuration, the code of its refusal (empty if the model without weights can be made), and
+# the
+# code of the refusal when its weights are loaded.
 HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_size": 63}, "not-a-transformers-model", ""),
     ({"hidden_size": 1 << 24, "vocab_size": 1 << 24}, "", "weights-of-another-model"),
@@ -262,31 +257,31 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("change", "of_config", "of_weights"), HOSTILE, ids=[str(change)[:50] for change, *_ in HOSTILE]
+    ("change", "config_code", "weights_code"), HOSTILE, ids=[str(change)[:50] for change, *_ in HOSTILE]
 )
 def test_a_hostile_configuration_gives_a_model_or_a_refusal(
-    change: dict[str, Any], of_config: str, of_weights: str, tmp_path: Path
+    change: dict[str, Any], config_code: str, weights_code: str, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path, "llama")
     change_config(folder, **change)
     (folder / "code.py").write_text("raise SystemExit('code of a checkpoint was run')")
-    for load, code in ((load_meta_model, of_config), (load_model, of_config or of_weights)):
+    for load, code in ((load_meta_model, config_code), (load_model, config_code or weights_code)):
         with refusal(code) if code else contextlib.nullcontext():
             assert load(str(folder)).is_decoder
 
 
-def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
+def test_the_cache_setting_of_a_model_is_read(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama", use_cache=False)
     assert not read_use_cache(str(folder))
 
 
-def test_a_decoder_that_was_trained_for_classes_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_with_a_classification_head_is_refused(tmp_path: Path) -> None:
     make_classifier("llama", 3).save_pretrained(tmp_path)
     with refusal("classifying-decoder"):
         load_meta_model(str(tmp_path))
 
 
-def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
+def test_the_last_layer_of_a_classification_head_is_detached(tmp_path: Path) -> None:
     make_classifier("roberta", 3).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path))
     assert loaded.classifier is not None
@@ -294,8 +289,8 @@ def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
     assert loaded.classifier.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     tokens = torch.arange(3, 9)[None]
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    found = loaded.classifier.linear(loaded.model(input_ids=tokens).logits)
-    assert torch.allclose(found, whole(input_ids=tokens).logits, atol=1e-6)
+    logits = loaded.classifier.linear(loaded.model(input_ids=tokens).logits)
+    assert torch.allclose(logits, whole(input_ids=tokens).logits, atol=1e-6)
     headless = load_model(str(tmp_path), own_head=False)
     assert headless.classifier is None and type(headless.model).__name__ == "RobertaModel"
 
@@ -303,16 +298,14 @@ def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("num_labels", 1), ("problem_type", "multi_label_classification")]
 )
-def test_a_head_that_chooses_no_class_is_left_out(tmp_path: Path, name: str, value: object) -> None:
+def test_a_head_without_exclusive_classes_is_left_out(tmp_path: Path, name: str, value: object) -> None:
     make_classifier("bert", 2, **{name: value}).save_pretrained(tmp_path)
     assert load_meta_model(str(tmp_path)).classifier is None
 
 
 @pytest.mark.parametrize("name", ["emu3", *second_tier("mllama")])
-def test_a_text_part_is_known_by_the_class_that_transformers_has_for_the_whole(
-    tmp_path: Path, name: str
-) -> None:
-    """Its table of decoders has the whole's configuration alone."""
+def test_a_text_part_has_the_class_of_the_whole_model(tmp_path: Path, name: str) -> None:
+    """transformers' table of decoders has only the configuration of the whole model."""
     make_tiny(name).save_pretrained(tmp_path)
     loaded = load_meta_model(str(tmp_path))
     assert loaded.is_decoder and type(loaded.model).__name__.endswith("ForCausalLM")

@@ -1,4 +1,4 @@
-"""Random weights in shards are a model that transformers loads whole."""
+"""Sharded random weights are a model that transformers loads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "voc
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_shards_are_a_whole_model(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = random_models.CONFIGURATIONS["smollm2-135m"]
+def test_shards_load_as_one_model(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smollm2 = random_models.CONFIGURATIONS["smollm2-135m"]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    monkeypatch.setitem(random_models.CONFIGURATIONS, "tiny", {**known, **TINY, **heads})
+    monkeypatch.setitem(random_models.CONFIGURATIONS, "tiny", {**smollm2, **TINY, **heads})
     monkeypatch.setattr(random_models, "SHARD_BYTES", 10_000)
     random_models.save_random_model(tmp_path, "tiny")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -35,8 +35,8 @@ def test_shards_are_a_whole_model(tied: bool, tmp_path: Path, monkeypatch: pytes
     assert bool(torch.equal(weight, model.get_input_embeddings().weight)) == tied
 
 
-def test_published_counts_of_parameters() -> None:
-    """The shapes are those of the names."""
+def test_parameter_counts_are_the_published_ones() -> None:
+    """Parameter counts match the names of the architectures."""
     counts = {"smollm2-360m": 361_821_120, "qwen2-0.5b": 494_032_768, "qwen3-1.7b": 1_720_574_976}
     for name, count in counts.items():
         with torch.device("meta"):
@@ -44,14 +44,14 @@ def test_published_counts_of_parameters() -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-def test_random_is_a_folder_for_a_while(tmp_path: Path) -> None:
+def test_a_random_model_is_a_temporary_folder(tmp_path: Path) -> None:
     config = ExportConfig("random:qwen3-1.7b:tiny", str(tmp_path / "out"))
-    with random_models.with_random_model(config) as settled:
-        assert Path(settled.model).parent.parent == tmp_path
-        assert load_model(settled.model).model.num_parameters() < 100_000
+    with random_models.with_random_model(config) as resolved:
+        assert Path(resolved.model).parent.parent == tmp_path
+        assert load_model(resolved.model).model.num_parameters() < 100_000
     assert not [*tmp_path.iterdir()]
     plain = ExportConfig("somewhere", str(tmp_path / "out"))
-    with random_models.with_random_model(plain) as settled:
-        assert settled is plain
+    with random_models.with_random_model(plain) as resolved:
+        assert resolved is plain
     with raises(ConfigError, "no-such-architecture", saying="random:qwen"):
         random_models.random_model_config("qwen", None)

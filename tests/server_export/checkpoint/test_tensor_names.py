@@ -1,4 +1,4 @@
-"""Names of stored tensors, by transformers' own conversion; what it loads is the oracle."""
+"""Names of stored tensors by transformers' conversion, compared with the model that transformers loads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _SIZES = {
 }
 
 
-def saved(folder: Path, name: str, **settings: Any) -> Any:
-    """A model of a configuration class, written as transformers does: by the names of checkpoints."""
+def save_model(folder: Path, name: str, **settings: Any) -> Any:
+    """Save a model of a configuration class with the names of published checkpoints; return it."""
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, name)(**settings)
-    kind = transformers.AutoModelForMultimodalLM if config.sub_configs else transformers.AutoModelForCausalLM
-    model = kind.from_config(config).eval()
+    auto_class = (
+        transformers.AutoModelForMultimodalLM if config.sub_configs else transformers.AutoModelForCausalLM
+    )
+    model = auto_class.from_config(config).eval()
     model.save_pretrained(folder)
     return model
 
@@ -41,47 +43,47 @@ def weights_of(folder: Path) -> tuple[CheckpointWeights, torch.nn.Module]:
     return CheckpointWeights(find_files(str(folder)), outline), outline
 
 
-def test_a_head_of_another_name_is_found(tmp_path: Path) -> None:
+def test_a_head_with_another_name_is_located(tmp_path: Path) -> None:
     settings = {name: size for name, size in _SIZES.items() if "key" not in name and name != "head_dim"}
-    model = saved(tmp_path, "GPTNeoXConfig", **settings)
+    model = save_model(tmp_path, "GPTNeoXConfig", **settings)
     assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
     weights, _ = weights_of(tmp_path)
     assert torch.equal(weights.read("lm_head.weight"), model.lm_head.weight)
 
 
-def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path) -> None:
-    """Experts are stored one by one, the model has them as one tensor."""
+def test_tensors_that_are_stored_separately_are_converted(tmp_path: Path) -> None:
+    """Experts are stored one by one; the model stacks them in one tensor."""
     import transformers
 
     from server_export.checkpoint.tensor_names import WeightShapes, tensor_sources
 
     config = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = saved(tmp_path, "Qwen3MoeConfig", **config)
+    model = save_model(tmp_path, "Qwen3MoeConfig", **config)
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     assert name not in stored
     with torch.device("meta"):
         outline = transformers.AutoModelForCausalLM.from_config(model.config)
-    found = tensor_sources(outline, stored.keys())[name]
-    assert len(found.stored) == 8
-    made = found.convert_tensors(stored.__getitem__, WeightShapes(outline))
-    assert torch.equal(made[name], model.get_parameter(name))
+    source = tensor_sources(outline, stored.keys())[name]
+    assert len(source.stored) == 8
+    tensors = source.convert_tensors(stored.__getitem__, WeightShapes(outline))
+    assert torch.equal(tensors[name], model.get_parameter(name))
 
 
-# Configuration classes of images and texts, and of their text parts.
-_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-_PARTS = {
-    "Gemma3Config": {"text_config": _SIZES, "vision_config": _EYES},
-    "Mistral3Config": {"text_config": {**_SIZES, "model_type": "mistral"}, "vision_config": _EYES},
+# Configuration classes of multimodal models, and the settings of their parts.
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SETTINGS = {
+    "Gemma3Config": {"text_config": _SIZES, "vision_config": _VISION},
+    "Mistral3Config": {"text_config": {**_SIZES, "model_type": "mistral"}, "vision_config": _VISION},
 }
 
 
-@pytest.mark.parametrize("name", _PARTS)
-def test_the_text_part_of_a_checkpoint_is_found(name: str, tmp_path: Path) -> None:
-    """It answers texts as the whole model does."""
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_the_text_part_of_a_checkpoint_is_located(name: str, tmp_path: Path) -> None:
+    """The text part returns the logits of the whole model for text."""
     from server_export.checkpoint.loading import load_model
 
-    whole = saved(tmp_path, name, **_PARTS[name])
+    whole = save_model(tmp_path, name, **_SETTINGS[name])
     loaded = load_model(str(tmp_path))
     tokens = torch.randint(3, 60, (2, 7))
     with torch.no_grad():

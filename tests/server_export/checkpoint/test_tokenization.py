@@ -46,7 +46,7 @@ def test_chat_template_is_written(tmp_path: Path) -> None:
     assert tokenizer_manifest(tokenizer, "auto", VOCABULARY)["chat_template"] is True
 
 
-def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_ids_is_refused(tmp_path: Path) -> None:
     write_tokenizer(make_tokenizer(), tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
@@ -54,24 +54,24 @@ def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
         check_tokenizer(make_tokenizer(), path)
 
 
-def test_vocabulary_larger_than_the_model() -> None:
+def test_a_vocabulary_larger_than_the_model_is_refused() -> None:
     size = len(make_tokenizer())
     assert tokenizer_manifest(make_tokenizer(), "auto", size)["vocabulary_size"] == size
     with refusal("tokenizer-larger-than-model"):
         tokenizer_manifest(make_tokenizer(), "auto", size - 1)
 
 
-def test_end_tokens_are_those_that_the_tokenizer_knows() -> None:
+def test_unknown_eos_ids_are_left_out() -> None:
     assert tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == [2]
-    block = tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
-    assert block["stop_token_ids"] == [2, 3]
+    manifest = tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
+    assert manifest["stop_token_ids"] == [2, 3]
 
 
-def test_what_a_chat_template_ends_answers_with_ends_one() -> None:
+def test_control_tokens_after_an_answer_in_the_chat_template_end_it() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
-    block = tokenizer_manifest(tokenizer, "auto", VOCABULARY)
-    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
+    manifest = tokenizer_manifest(tokenizer, "auto", VOCABULARY)
+    assert (manifest["eos_token_id"], manifest["stop_token_ids"]) == (2, [1, 2])
     for source in ("{{ raise_exception('no') }}", "{% for %}", "{{ messages[-1].content }}"):
         tokenizer.chat_template = source
         assert tokenizer_manifest(tokenizer, "auto", VOCABULARY)["stop_token_ids"] == [2]
@@ -88,10 +88,10 @@ def test_what_a_chat_template_ends_answers_with_ends_one() -> None:
         ({}, None, None, []),
     ],
 )
-def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
+def test_a_tokenizer_without_an_eos_token_gets_that_of_the_configuration(
     tmp_path: Path, config: Any, generation: Any, eos: int | None, stops: list[int]
 ) -> None:
-    """What rows end with in training, the device and transformers' generation stop at."""
+    """Training, the device and transformers' generation agree on the end of a text."""
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -99,34 +99,34 @@ def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     loaded, ends = load_tokenizer(str(tmp_path)), eos_token_ids(find_files(str(tmp_path)))
-    block = tokenizer_manifest(loaded, "auto", VOCABULARY, ends)
-    assert (block["eos_token_id"], block["stop_token_ids"]) == (eos, stops)
+    manifest = tokenizer_manifest(loaded, "auto", VOCABULARY, ends)
+    assert (manifest["eos_token_id"], manifest["stop_token_ids"]) == (eos, stops)
     write_tokenizer(loaded, tmp_path / "out")
-    device = read_tokenizer(tmp_path / "out", block)
+    device = read_tokenizer(tmp_path / "out", manifest)
     assert (device.eos_id, device.stop_ids) == (eos, frozenset(stops))
     [example], _ = build_examples(
         [Row(1, {"text": "a b"})],
         device,
         make_spec(sequence_length=16, vocabulary_size=VOCABULARY),
     )
-    wanted = [*make_tokenizer().encode("a b"), *([] if eos is None else [eos])]
-    assert [*example.sequences[0].tokens] == wanted
+    expected = [*make_tokenizer().encode("a b"), *([] if eos is None else [eos])]
+    assert [*example.sequences[0].tokens] == expected
 
 
-def test_a_tokenizer_that_names_its_end_keeps_it(tmp_path: Path) -> None:
+def test_a_tokenizer_with_an_eos_token_keeps_it(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     loaded = load_tokenizer(str(tmp_path))
-    block = tokenizer_manifest(loaded, "auto", VOCABULARY, eos_token_ids(find_files(str(tmp_path))))
-    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
+    manifest = tokenizer_manifest(loaded, "auto", VOCABULARY, eos_token_ids(find_files(str(tmp_path))))
+    assert (manifest["eos_token_id"], manifest["stop_token_ids"]) == (2, [1, 2])
 
 
-def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:
+def test_bos_is_left_to_the_tokenizer_by_default() -> None:
     assert tokenizer_manifest(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
     assert tokenizer_manifest(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False
     assert tokenizer_manifest(make_tokenizer(), "always", VOCABULARY)["prepend_bos"] is True
 
 
-def test_model_without_tokenizer(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with refusal("no-tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Weights are read one at a time by the names that transformers' model has for them."""
+"""Weights are read one at a time by transformers' names of a model's parameters."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def weights_of(folder: Path) -> CheckpointWeights:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "bert", "distilbert"])
-def test_every_parameter_is_that_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
+def test_every_parameter_equals_the_loaded_models(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", architecture)
     model = load_model(str(folder)).model
     transposed = {f"{name}.weight" for name in conv1d_names(model)}
     weights = weights_of(folder)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found = weights.read(name)
-        assert torch.equal(found.t() if name in transposed else found, parameter), name
+        weight = weights.read(name)
+        assert torch.equal(weight.t() if name in transposed else weight, parameter), name
 
 
-def test_a_tied_head_is_the_table(tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embedding_table(tmp_path: Path) -> None:
     weights = weights_of(save_model(tmp_path / "model", "llama"))
     assert torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight"))
 
 
-def test_numbers_that_an_architecture_computes_are_in_no_file(tmp_path: Path) -> None:
+def test_computed_buffers_are_not_stored(tmp_path: Path) -> None:
     weights = weights_of(save_model(tmp_path / "model", "gemma3"))
     assert float(weights.read("model.embed_tokens.embed_scale")) == 8.0
 
@@ -54,7 +54,7 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name), parameter)
 
 
-def test_a_missing_weight_one_of_another_shape_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
+def test_missing_misshapen_and_infinite_weights_are_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -70,22 +70,22 @@ def test_a_missing_weight_one_of_another_shape_and_one_that_is_no_number_are_ref
         weights.read("model.layers.0.mlp.up_proj.weight")
 
 
-def test_rows_come_in_pieces_of_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weights_of(save_model(tmp_path / "model", "llama"))
-    whole, asked = weights.read("lm_head.weight"), list[int]()
+    whole, counts = weights.read("lm_head.weight"), list[int]()
     read = weights.read
 
-    def noted(name: str, rows: range) -> torch.Tensor:
-        asked.append(len(rows))
+    def read_and_count(name: str, rows: range) -> torch.Tensor:
+        counts.append(len(rows))
         return read(name, rows)
 
-    monkeypatch.setattr(weights, "read", noted)
+    monkeypatch.setattr(weights, "read", read_and_count)
     assert torch.equal(torch.cat([*weights.iter_rows("lm_head.weight", 100)]), whole)
-    assert max(asked) == 100
-    assert sum(asked) == len(whole)
+    assert max(counts) == 100
+    assert sum(counts) == len(whole)
 
 
-def test_pieces_of_a_bad_table_are_refused_as_the_whole_is(tmp_path: Path) -> None:
+def test_parts_of_a_bad_table_are_refused_like_the_whole(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama")
     tensors = load_file(folder / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]

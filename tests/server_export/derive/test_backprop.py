@@ -1,4 +1,4 @@
-"""Backpropagation as an inference graph: of small modules, against autograd."""
+"""Backpropagation as an inference graph, compared with autograd on small modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS, LENGTH, WIDTH, RANK = 2, 3, 32, 4
 
 
 class Adapted(nn.Module):
-    """Two frozen layers, an adapter on the second, attention over the tokens."""
+    """Two frozen layers with attention over the tokens, and an adapter on the second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,24 +50,26 @@ class Adapted(nn.Module):
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A state, an adapter [1, rank, out] and the loss's slope by the answer."""
+    """Returns hidden states, an adapter [1, rank, out] and the gradient of the output."""
     shapes = (ROWS, LENGTH, WIDTH), (1, RANK, WIDTH), (ROWS, LENGTH, WIDTH)
-    state, lora_b, slope = (random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
-    return state, lora_b, slope
+    state, lora_b, grad_output = (random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+    return state, lora_b, grad_output
 
 
-def answers(graph: GraphModule, state: torch.Tensor, lora_b: torch.Tensor, slope: torch.Tensor) -> Any:
-    given = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b, GRAD_OUTPUT: slope}
+def outputs_of(
+    graph: GraphModule, state: torch.Tensor, lora_b: torch.Tensor, grad_output: torch.Tensor
+) -> Any:
+    arguments = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b, GRAD_OUTPUT: grad_output}
     with torch.no_grad():
-        return graph(*(given[name] for name in inputs_of(graph)))
+        return graph(*(arguments[name] for name in inputs_of(graph)))
 
 
 def by_autograd(module: nn.Module) -> tuple[torch.Tensor, ...]:
-    """Slopes by state and adapter."""
-    state, lora_b, slope = inputs()
+    """Returns the gradients of hidden states and adapter."""
+    state, lora_b, grad_output = inputs()
     state.requires_grad_(), lora_b.requires_grad_()
-    by_state, by_adapter = torch.autograd.grad(module(state, lora_b), (state, lora_b), slope)
-    return by_state, by_adapter
+    grad_state, grad_adapter = torch.autograd.grad(module(state, lora_b), (state, lora_b), grad_output)
+    return grad_state, grad_adapter
 
 
 def constants(graph: GraphModule) -> set[str]:
@@ -78,47 +80,47 @@ def transposed(graph: GraphModule) -> set[str]:
     return {name for name in constants(graph) if name.startswith(TRANSPOSED)}
 
 
-def test_a_graph_answers_the_slopes_of_autograd() -> None:
+def test_a_graph_returns_the_gradients_of_autograd() -> None:
     module = Adapted()
     forward = rewritten_graph(module, inputs()[:2])
     graph = backpropagate(forward, ["state", "lora_b"], ["lora_b"], LENGTH)
     assert inputs_of(graph) == ["state", ONES, "lora_b", GRAD_OUTPUT]
-    for ours, theirs in zip(answers(graph, *inputs()), by_autograd(module), strict=True):
-        assert relative_difference(ours, theirs) < 1e-5
-    # The graph that it was made of is what it was, and what the forward pass reads keeps its name.
+    for actual, reference in zip(outputs_of(graph, *inputs()), by_autograd(module), strict=True):
+        assert relative_difference(actual, reference) < 1e-5
+    # The original graph is unchanged, and constants of the forward pass keep their names.
     assert forward.graph.find_nodes(op="call_function", target=aten.linear.default)
     assert constants(graph) - transposed(graph) >= {"first.weight", "lora_a"}
 
 
-def test_nothing_goes_back_below_what_is_wanted() -> None:
+def test_there_is_no_backward_pass_below_the_differentiated_inputs() -> None:
     forward = rewritten_graph(Adapted(), inputs()[:2])
     whole = backpropagate(forward, ["state", "lora_b"], ["lora_b"], LENGTH)
     lowest = backpropagate(forward, ["lora_b"], ["lora_b"], LENGTH)
     assert transposed(whole) == {f"{TRANSPOSED}first_weight", f"{TRANSPOSED}second_weight"}
     assert transposed(lowest) == set()
-    (found,) = answers(lowest, *inputs())
-    assert torch.equal(found, answers(whole, *inputs())[1])
+    (grad_adapter,) = outputs_of(lowest, *inputs())
+    assert torch.equal(grad_adapter, outputs_of(whole, *inputs())[1])
 
 
-def test_ones_are_no_input_where_no_tokens_are_added_up() -> None:
+def test_ones_are_no_input_if_no_tokens_are_summed() -> None:
     graph = backpropagate(rewritten_graph(Adapted(), inputs()[:2]), ["lora_b"], ["lora_b"], LENGTH)
     assert inputs_of(graph) == ["state", "lora_b", GRAD_OUTPUT]
 
 
-def test_a_blocks_transposed_weights_are_made_of_its_own() -> None:
+def test_transposed_weights_follow_from_the_weights() -> None:
     module = Adapted()
     graph = backpropagate(rewritten_graph(module, inputs()[:2]), ["state"], ["lora_b"], LENGTH)
     names = transposed(graph)
-    made = add_transposed_weights(module.state_dict(), names)
+    with_transposed = add_transposed_weights(module.state_dict(), names)
     assert names
     for name in names:
-        torch.testing.assert_close(made[name], getattr(graph, name))
+        torch.testing.assert_close(with_transposed[name], getattr(graph, name))
 
 
-def test_what_is_chosen_takes_its_slopes_to_its_places() -> None:
-    """Some numbers are masked before the choice, as those of groups of experts are."""
+def test_gradients_of_selected_elements_are_scattered() -> None:
+    """Some elements are masked before the selection, as those of groups of experts are."""
 
-    class Choosing(Adapted):
+    class Selecting(Adapted):
         def forward(self, state: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
             state = super().forward(state, lora_b)
             masked = state + torch.full((WIDTH,), 0.0).index_fill(0, torch.tensor([1]), -torch.inf)
@@ -126,14 +128,14 @@ def test_what_is_chosen_takes_its_slopes_to_its_places() -> None:
             others = torch.sigmoid(state).gather(-1, index)
             return state * (shares * others).sum(-1, keepdim=True)
 
-    module = Choosing()
+    module = Selecting()
     graph = backpropagate(rewritten_graph(module, inputs()[:2]), ["state", "lora_b"], ["lora_b"], LENGTH)
-    for ours, theirs in zip(answers(graph, *inputs()), by_autograd(module), strict=True):
-        assert relative_difference(ours, theirs) < 1e-5
+    for actual, reference in zip(outputs_of(graph, *inputs()), by_autograd(module), strict=True):
+        assert relative_difference(actual, reference) < 1e-5
 
 
 class Rows(nn.Module):
-    """Two adapters of rank 1, one after the other, and a mean."""
+    """Two adapters of rank 1 in sequence, and a mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,18 +151,18 @@ class Rows(nn.Module):
         return state
 
 
-def test_each_row_goes_back_by_itself() -> None:
-    module, (state, lora_b, slope) = Rows(), inputs()
+def test_adapters_of_rank_one_have_transposed_rows() -> None:
+    module, (state, lora_b, grad_output) = Rows(), inputs()
     lora_b = lora_b[:, :1]
     graph = backpropagate(rewritten_graph(module, (state, lora_b)), ["state", "lora_b"], ["lora_b"], LENGTH)
-    wanted = state.requires_grad_(), lora_b.requires_grad_()
-    by_state, by_adapter = torch.autograd.grad(module(*wanted), wanted, slope)
-    found = answers(graph, state, lora_b, slope)
-    for ours, theirs in zip(found, (by_state, by_adapter), strict=True):
-        assert relative_difference(ours, theirs) < 1e-5
-    made = add_transposed_weights(module.state_dict(), transposed(graph))
+    differentiated = state.requires_grad_(), lora_b.requires_grad_()
+    grad_state, grad_adapter = torch.autograd.grad(module(*differentiated), differentiated, grad_output)
+    gradients = outputs_of(graph, state, lora_b, grad_output)
+    for actual, reference in zip(gradients, (grad_state, grad_adapter), strict=True):
+        assert relative_difference(actual, reference) < 1e-5
+    with_transposed = add_transposed_weights(module.state_dict(), transposed(graph))
     for name in ("lora_a_0", "lora_a_1"):
-        assert torch.equal(made[f"{TRANSPOSED}{name}"], getattr(module, name)[0])
+        assert torch.equal(with_transposed[f"{TRANSPOSED}{name}"], getattr(module, name)[0])
 
 
 # Quantized layers
@@ -175,13 +177,13 @@ class StraightThrough(torch.autograd.Function):
         return layer(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        return gradient @ weight, None, None
+        return grad @ weight, None, None
 
 
 def straight_through(module: nn.Module) -> None:
-    """Give a module's quantized layers a derivative, in place: that of their weights as they were rounded."""
+    """Give the quantized layers of a module the derivative of their rounded weights, in place."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             weight, forward = layer.weight.dequantize(), layer.forward
@@ -192,75 +194,78 @@ def quantized(bits: int) -> Adapted:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
 
     module = Adapted()
-    kind = {4: torch.int4, 8: torch.int8}[bits]
+    dtype = {4: torch.int4, 8: torch.int8}[bits]
     quantize_(
-        module, Int8DynamicActivationIntxWeightConfig(weight_dtype=kind, weight_granularity=PerGroup(32))
+        module, Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=PerGroup(32))
     )
     return module
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_layer_passes_the_slope_straight_through(bits: int) -> None:
+def test_a_quantized_layer_passes_the_gradient_straight_through(bits: int) -> None:
     module = quantized(bits)
     forward = rewritten_graph(module, inputs()[:2])
     graph = backpropagate(forward, ["state", "lora_b"], ["lora_b"], LENGTH)
-    found = answers(graph, *inputs())
+    gradients = outputs_of(graph, *inputs())
     straight_through(module)
     expected = by_autograd(module)
-    for ours, theirs in zip(found, expected, strict=True):
-        # What is left is the rounding of what flows back: int8 activations, and weights rounded once more.
-        assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > 0.999
-        assert float(ours.norm() / theirs.norm()) == pytest.approx(1, abs=0.02)
+    for actual, reference in zip(gradients, expected, strict=True):
+        # The remaining difference comes from int8 activations and from weights that are rounded once more.
+        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > 0.999
+        assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.02)
     codes = [getattr(graph, name) for name in transposed(graph) if name.endswith("qdata")]
     assert [tensor.dtype for tensor in codes] == [torch.int8] * 2
 
 
 class Head(nn.Module):
-    """Logits of a vocabulary whose words have much in common, as those of language models do."""
+    """Logits of a vocabulary whose rows have much in common, as those of language models do."""
 
-    WORDS, POSITIONS = 4096, 64
+    VOCABULARY, POSITIONS = 4096, 64
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, self.WORDS, bias=False)
-        weight = random(self.WORDS, WIDTH, seed=1) + random(WIDTH, seed=2)
+        self.layer = nn.Linear(WIDTH, self.VOCABULARY, bias=False)
+        weight = random(self.VOCABULARY, WIDTH, seed=1) + random(WIDTH, seed=2)
         self.layer.weight.requires_grad_(False).copy_(weight / 4)
 
     def forward(self, state: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = SOFTMAX_PARTS(self.layer(state), shift, index)
-        return found
+        parts: torch.Tensor = SOFTMAX_PARTS(self.layer(state), shift, index)
+        return parts
 
 
-def test_small_probabilities_go_back_through_a_quantized_head() -> None:
-    """Rounded to 0 beside the target's slope, they would be missing alike at all positions."""
+def test_small_probabilities_pass_a_quantized_head_backward() -> None:
+    """If they were rounded to 0, the same error would occur at all positions."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, quantize_
 
     head = Head()
     state = 2 * random(1, Head.POSITIONS, WIDTH, seed=3, dtype=torch.float32)
     shift = head.layer(state).logsumexp(-1, keepdim=True)
     index = torch.arange(Head.POSITIONS).reshape(1, -1, 1) * 61
-    slope = torch.tensor([-1.0, 1.0]).expand(1, Head.POSITIONS, 2).contiguous()
-    slope[:, :3] = 0  # positions that nothing is asked at
+    grad_output = torch.tensor([-1.0, 1.0]).expand(1, Head.POSITIONS, 2).contiguous()
+    grad_output[:, :3] = 0  # positions without a loss
     quantize_(
         head, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
     )
     graph = backpropagate(rewritten_graph(head, (state, shift, index)), ["state"], [], Head.POSITIONS)
-    given = {"state": state, "shift": shift, "index": index, GRAD_OUTPUT: slope}
+    arguments = {"state": state, "shift": shift, "index": index, GRAD_OUTPUT: grad_output}
     with torch.no_grad():
-        (found,) = graph(*(given[name] for name in inputs_of(graph)))
+        (grad_state,) = graph(*(arguments[name] for name in inputs_of(graph)))
     straight_through(head)
     state.requires_grad_()
-    SoftmaxParts.apply(head.layer(state), shift, index).backward(slope)
-    assert state.grad is not None and not found[:, :3].any()
-    for ours, theirs, least in ((found, state.grad, 0.999), (found.sum(1), state.grad.sum(1), 0.985)):
-        assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > least
-        assert float(ours.norm() / theirs.norm()) == pytest.approx(1, abs=0.05)
+    SoftmaxParts.apply(head.layer(state), shift, index).backward(grad_output)
+    assert state.grad is not None and not grad_state[:, :3].any()
+    for actual, reference, least in (
+        (grad_state, state.grad, 0.999),
+        (grad_state.sum(1), state.grad.sum(1), 0.985),
+    ):
+        assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > least
+        assert float(actual.norm() / reference.norm()) == pytest.approx(1, abs=0.05)
 
 
-# What can't be
+# Refusals
 
 
-def test_what_the_answer_does_not_depend_on_is_named() -> None:
+def test_an_input_without_influence_is_named() -> None:
     shapes = torch.randn(2, 3, 4), torch.randn(1, 2, 4)
     graph_module = rewritten_graph(Function(lambda state, matrix: state * 2), shapes)
     state, matrix = inputs_of(graph_module)
@@ -279,7 +284,7 @@ def test_rounding_outside_a_layer_is_refused_instead_of_stopping_the_gradient() 
         backpropagate(graph_module, ["state"], [], LENGTH)
 
 
-def test_an_operator_without_a_derivative_is_told() -> None:
+def test_an_operator_without_a_derivative_is_refused() -> None:
     graph_module = rewritten_graph(Function(lambda x: torch.argsort(x).float() * 2), (torch.randn(2, 3, 4),))
     with refusal("no-backward-pass"):
         backpropagate(graph_module, inputs_of(graph_module), [], 3)
@@ -325,14 +330,14 @@ def test_a_rule_keeps_the_derivative_and_leaves_no_operator_of_autograd(name: st
     fill_in_values(graph_module)
     write_backward(graph_module)
     graph_module.recompile()
-    # Nor one that changes a value that is there.
-    left = {str(node.target) for node in graph_module.graph.nodes}
-    assert not [target for target in left if "_backward" in target or "_." in target]
+    # No operator may modify a value in place either.
+    remaining = {str(node.target) for node in graph_module.graph.nodes}
+    assert not [target for target in remaining if "_backward" in target or "_." in target]
     torch.testing.assert_close(graph_module(x, weights), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_every_rule_has_a_test() -> None:
     tested = {name.split()[0] for name in CASES}
-    # Views under another name.
+    # A view with another name.
     untested = rules("backward").keys() - {"aten._unsafe_view.default"}
     assert {name for name in untested if not any(case in name for case in tested)} == set()

@@ -1,4 +1,4 @@
-"""Tangents and the way back of the blocks of models: the derivatives of the same blocks, at any size."""
+"""JVPs and gradients of the blocks of models are the derivatives of these blocks, at any size."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ torch.set_num_threads(1)
 
 aten = torch.ops.aten
 
-# The linear layers inside of blocks, of every architecture.
-# Mamba's steps are a product with a weight that no layer is called for.
+# The linear layers inside the blocks of every architecture. Mamba's step sizes are a product with a weight,
+# for which no layer is called.
 IN_BLOCKS = (
     r".*(layers|layer|h)\.\d+\..*"
     r"((?<!dt)_proj|c_attn|c_fc|fc1|fc2|query|key|value|dense|[qkvt]_lin|lin1|lin2|W(qkv|o|i))"
 )
-# Grouped attention with rotations, soft caps, biases, projections beside the blocks.
+# Grouped attention with rotations, soft caps, biases, projections outside of the blocks.
 DIFFERENT = ("llama", "gemma2", "gpt2", "opt")
 RANK, LONGEST = 4, 64
 ROWS, TOKENS, QUERIES = 2, 7, 4
@@ -45,20 +45,20 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Derived:
-    """A block by role, and inputs by the names of their ports."""
+    """A block by role, and inputs by port name."""
 
     blocks: dict[str, Block]
     adapter: list[str]
     inputs: Tensors
 
     def call(self, role: str, changes: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """What a role answers, with gradients where an input wants them."""
-        given = self.inputs | dict(changes or {})
+        """Returns the outputs of a role, with autograd for inputs that require gradients."""
+        inputs = self.inputs | dict(changes or {})
         if role != JVP:
             # In the backward roles every row has a copy.
             copies = 1 if role == FORWARD else len(self.state)
-            given |= {name: given[name].expand(copies, -1, -1) for name in self.adapter}
-        return list(self.blocks[role].call(given).values())
+            inputs |= {name: inputs[name].expand(copies, -1, -1) for name in self.adapter}
+        return list(self.blocks[role].call(inputs).values())
 
     @property
     def is_head(self) -> bool:
@@ -84,9 +84,9 @@ def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: 
 
 
 def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = RANK) -> list[Derived]:
-    """The block types of a tiny model above the embedding, with the weights of the first block of each.
+    """Returns the block types of a tiny model, with the weights of the first block of each.
 
-    Of an architecture with the word `lora` behind it both matrices are trained.
+    If the name of the architecture ends in ` lora`, both adapter matrices are trained.
     """
     architecture, _, adapter = architecture.partition(" ")
     chain = chain_of(architecture, folder, scheme, rank, trains_a=adapter == "lora")
@@ -94,7 +94,7 @@ def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int 
 
 
 def with_weights(chain: ModelChain, number: int) -> Block:
-    """A block's type with the block's own tensors, of which derived blocks have transposed ones too."""
+    """Returns the block of a type with the tensors of one block."""
     block = chain.block_types[chain.type_of[number]].block
     for name, tensor in chain.tensors(number).items():
         get_attribute(block.graph_module, name).copy_(tensor)
@@ -115,7 +115,7 @@ def derived(chain: ModelChain, number: int) -> Derived:
         "tangent_hidden_states": random(QUERIES, *state.shape, seed=3, dtype=torch.float32),
     }
     tables = enumerate(chain.blocks[number].tables)
-    inputs |= {f"table.{place}": chain.tables.all[table].of(TOKENS) for place, table in tables}
+    inputs |= {f"table.{index}": chain.tables.all[table].of(TOKENS) for index, table in tables}
     adapter = [port for port in block.inputs if port.is_adapter]
     for port in adapter:
         shape = tuple(block.inputs[port].meta["val"].shape[1:])
@@ -126,11 +126,13 @@ def derived(chain: ModelChain, number: int) -> Derived:
     return Derived(blocks, [port.name for port in adapter], inputs)
 
 
-def slopes(kind: Derived, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Answer, and slopes by state and adapter, of autograd through the block."""
-    wanted = {name: kind.inputs[name].clone().requires_grad_() for name in ("hidden_states", *kind.adapter)}
-    (answer,) = kind.call(FORWARD, wanted)
-    return answer.detach(), list(torch.autograd.grad(answer, list(wanted.values()), slope))
+def gradients_of(of_type: Derived, grad_output: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the output, and autograd's gradients of hidden states and adapter."""
+    differentiated = {
+        name: of_type.inputs[name].clone().requires_grad_() for name in ("hidden_states", *of_type.adapter)
+    }
+    (output,) = of_type.call(FORWARD, differentiated)
+    return output.detach(), list(torch.autograd.grad(output, list(differentiated.values()), grad_output))
 
 
 @pytest.mark.parametrize(
@@ -143,24 +145,27 @@ def slopes(kind: Derived, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch
         *second_tier(("llama", 1), ("bert", 1)),
     ],
 )
-def test_the_way_back_gives_the_slopes_of_autograd_by_the_adapter_those_of_each_row(
+def test_gradients_are_those_of_autograd_for_each_row_of_the_adapter(
     architecture: str, rank: int, tmp_path: Path
 ) -> None:
-    for kind in derived_of(architecture, tmp_path, rank=rank):
-        slope = torch.randn(kind.call(FORWARD)[0].shape)
-        of_rows = [slope * (torch.arange(len(slope)) == row)[:, None, None] for row in range(len(slope))]
-        by_state = slopes(kind, slope)[1][0]
-        by_adapter = zip(*(slopes(kind, of_row)[1][1:] for of_row in of_rows), strict=True)
-        expected = [by_state, *map(torch.stack, by_adapter)]
-        found = kind.call(BACKWARD, {"grad_hidden_states": slope})
+    for of_type in derived_of(architecture, tmp_path, rank=rank):
+        grad_output = torch.randn(of_type.call(FORWARD)[0].shape)
+        of_rows = [
+            grad_output * (torch.arange(len(grad_output)) == row)[:, None, None]
+            for row in range(len(grad_output))
+        ]
+        grad_state = gradients_of(of_type, grad_output)[1][0]
+        grad_adapter = zip(*(gradients_of(of_type, of_row)[1][1:] for of_row in of_rows), strict=True)
+        expected = [grad_state, *map(torch.stack, grad_adapter)]
+        actual_values = of_type.call(BACKWARD, {"grad_hidden_states": grad_output})
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.shape == theirs.shape
-            assert float((ours - theirs).abs().max()) < 1e-5 * largest
+        for actual, reference in zip(actual_values, expected, strict=True):
+            assert actual.shape == reference.shape
+            assert float((actual - reference).abs().max()) < 1e-5 * largest
 
 
 def linear_layers(block: Block) -> list[str]:
-    """Names of the weights that a block multiplies by, of more than one row."""
+    """Returns the names of the weights with more than one row that a block multiplies by."""
     graph = block.graph_module.graph
     weights = [node.args[1] for node in graph.find_nodes(op="call_function", target=aten.linear.default)]
     read = [weight if weight.op == "get_attr" else weight.args[0] for weight in weights]
@@ -178,56 +183,56 @@ def linear_layers(block: Block) -> list[str]:
         *second_tier(("bert", "8da8w"), ("gpt2", "8da4w"), ("llama lora", "8da8w")),
     ],
 )
-def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_the_forward_pass(
+def test_the_backward_pass_from_residuals_is_the_same_without_frozen_layers(
     architecture: str, scheme: str, tmp_path: Path
 ) -> None:
-    for kind in derived_of(architecture, tmp_path, scheme):
-        answer, *saved = kind.call(FORWARD_SAVE)
-        assert torch.equal(answer, kind.call(FORWARD)[0])
-        slope = torch.randn(answer.shape)
-        # A head goes back with a shift of its own.
-        changes = {"grad_hidden_states": slope} | (
-            {"shift": kind.inputs["shift"] + 0.5} if kind.is_head else {}
+    for of_type in derived_of(architecture, tmp_path, scheme):
+        output, *saved = of_type.call(FORWARD_SAVE)
+        assert torch.equal(output, of_type.call(FORWARD)[0])
+        grad_output = torch.randn(output.shape)
+        # The backward pass of a head has another shift.
+        changes = {"grad_hidden_states": grad_output} | (
+            {"shift": of_type.inputs["shift"] + 0.5} if of_type.is_head else {}
         )
-        given = {f"residual.{number}": value for number, value in enumerate(saved)}
-        for ours, theirs in zip(
-            kind.call(BACKWARD_SAVED, changes | given), kind.call(BACKWARD, changes), strict=True
+        residuals = {f"residual.{number}": value for number, value in enumerate(saved)}
+        for actual, reference in zip(
+            of_type.call(BACKWARD_SAVED, changes | residuals), of_type.call(BACKWARD, changes), strict=True
         ):
-            assert torch.equal(ours, theirs)
-        forward = {name for name in linear_layers(kind.blocks[FORWARD]) if not name.startswith("constant")}
+            assert torch.equal(actual, reference)
+        forward = {name for name in linear_layers(of_type.blocks[FORWARD]) if not name.startswith("constant")}
         if not forward:
-            # Behind the layers of some encoders is a norm alone.
+            # After the layers of some encoders there is only a norm.
             assert not saved
             continue
-        assert forward & {*linear_layers(kind.blocks[BACKWARD])}
-        back = {
-            name for name in linear_layers(kind.blocks[BACKWARD_SAVED]) if not name.startswith("constant")
+        assert forward & {*linear_layers(of_type.blocks[BACKWARD])}
+        backward_layers = {
+            name for name in linear_layers(of_type.blocks[BACKWARD_SAVED]) if not name.startswith("constant")
         }
-        assert back and all(name.startswith(TRANSPOSED) for name in back)
-        assert {value.shape[:2] for value in saved} == {kind.state.shape[:2]}
+        assert backward_layers and all(name.startswith(TRANSPOSED) for name in backward_layers)
+        assert {value.shape[:2] for value in saved} == {of_type.state.shape[:2]}
 
 
 @pytest.mark.parametrize(
     ("architecture", "rank"),
     [("llama", 1), ("bert", RANK), ("llama lora", RANK), *second_tier(*((name, RANK) for name in DIFFERENT))],
 )
-def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
-    for kind in derived_of(architecture, tmp_path, rank=rank):
-        answer, tangents = kind.call(JVP)
-        assert relative_difference(answer, kind.call(FORWARD)[0]) < 1e-5
-        # A row of tangents times weights is its direction times the slopes by these weights.
-        for row in range(kind.state.shape[0]):
-            weights = torch.zeros_like(answer)
-            weights[row] = random(*answer.shape[1:], seed=4, dtype=torch.float32)
-            _, (by_state, *by_adapter) = slopes(kind, weights)
-            expected = torch.einsum("qrtw,rtw->q", kind.inputs["tangent_hidden_states"], by_state)
-            for name, slope in zip(kind.adapter, by_adapter, strict=True):
+def test_tangents_agree_with_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
+    for of_type in derived_of(architecture, tmp_path, rank=rank):
+        output, tangents = of_type.call(JVP)
+        assert relative_difference(output, of_type.call(FORWARD)[0]) < 1e-5
+        # A row of tangents times weights equals its direction times the gradients of the weighted output.
+        for row in range(of_type.state.shape[0]):
+            weights = torch.zeros_like(output)
+            weights[row] = random(*output.shape[1:], seed=4, dtype=torch.float32)
+            _, (grad_state, *grad_adapter) = gradients_of(of_type, weights)
+            expected = torch.einsum("qrtw,rtw->q", of_type.inputs["tangent_hidden_states"], grad_state)
+            for name, grad_output in zip(of_type.adapter, grad_adapter, strict=True):
                 matrix, _, number = name.partition(".")
                 letter = "_a" if matrix == "lora_a" else ""
-                u, v = (kind.inputs[f"{factor}{letter}.{number}"][:, row] for factor in "uv")
-                expected += torch.einsum("qi,ij,qj->q", u, slope, v)
-            found = (tangents * weights).flatten(1).sum(1)
-            assert relative_difference(found, expected) < 1e-4
+                u, v = (of_type.inputs[f"{factor}{letter}.{number}"][:, row] for factor in "uv")
+                expected += torch.einsum("qi,ij,qj->q", u, grad_output, v)
+            actual_values = (tangents * weights).flatten(1).sum(1)
+            assert relative_difference(actual_values, expected) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -238,15 +243,15 @@ def test_derivatives_of_a_quantized_block_are_those_of_its_weights(
     architecture: str, scheme: str, tmp_path: Path
 ) -> None:
     (tmp_path / "plain").mkdir()
-    for kind, plain in zip(
+    for of_type, plain in zip(
         derived_of(architecture, tmp_path, scheme), derived_of(architecture, tmp_path / "plain"), strict=True
     ):
-        slope = torch.randn(kind.call(FORWARD)[0].shape)
+        grad_output = torch.randn(of_type.call(FORWARD)[0].shape)
         for role in (JVP, BACKWARD):
             pairs = zip(
-                kind.call(role, {"grad_hidden_states": slope}),
-                plain.call(role, {"grad_hidden_states": slope}),
+                of_type.call(role, {"grad_hidden_states": grad_output}),
+                plain.call(role, {"grad_hidden_states": grad_output}),
                 strict=True,
             )
-            for ours, theirs in pairs:
-                assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > 0.97
+            for actual, reference in pairs:
+                assert float(F.cosine_similarity(actual.ravel(), reference.ravel(), dim=0)) > 0.97

@@ -1,4 +1,4 @@
-"""A joint graph is parted where the fewest numbers cross: small modules whose saved values are known."""
+"""A joint graph is partitioned at the minimum cut: small modules whose residuals are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, TOKENS, WIDTH, INNER, RANK = 2, 7, 32, 48, 4
 
 
 class Gated(nn.Module):
-    """A norm, a gated inner layer with an adapter on its last matrix, a residual; `shift` moves the gate."""
+    """A norm, a gated MLP with an adapter on its last matrix, a residual; `shift` shifts the gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,69 +40,71 @@ class Gated(nn.Module):
 
 
 def parts(changing: tuple[str, ...] = ()) -> tuple[PartitionedGraphs, dict[str, torch.Tensor]]:
-    """The parts of the module's joint graph, and inputs by name."""
+    """Returns the parts of the module's joint graph, and inputs by name."""
     module = Gated()
-    state, lora_b, slope = (
+    state, lora_b, grad_output = (
         random(*shape, seed=9, dtype=torch.float32)
         for shape in ((ROWS, TOKENS, WIDTH), (1, RANK, WIDTH), (ROWS, TOKENS, WIDTH))
     )
     shift = torch.zeros(ROWS, TOKENS, 1)
     forward = rewritten_graph(module, (state, shift, lora_b))
-    joint = backpropagate(forward, ["state", "lora_b"], ["lora_b"], TOKENS, with_answer=True)
-    given = {
+    joint = backpropagate(forward, ["state", "lora_b"], ["lora_b"], TOKENS, with_outputs=True)
+    arguments = {
         "state": state,
         "shift": shift,
         "lora_b": lora_b,
-        GRAD_OUTPUT: slope,
+        GRAD_OUTPUT: grad_output,
         ONES: torch.ones(1, TOKENS, 1),
     }
-    return partition(joint, ROWS, TOKENS, changing), given
+    return partition(joint, ROWS, TOKENS, changing), arguments
 
 
-def answers(graph: torch.fx.GraphModule, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def outputs_of(graph: torch.fx.GraphModule, arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
-        return tuple(graph(*(given[name] for name in inputs_of(graph))))
+        return tuple(graph(*(arguments[name] for name in inputs_of(graph))))
 
 
-def by_autograd(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    state, lora_b = (given[name].clone().requires_grad_() for name in ("state", "lora_b"))
-    answer = Gated()(state, given["shift"], lora_b)
-    return answer.detach(), *torch.autograd.grad(answer, (state, lora_b), given[GRAD_OUTPUT])
+def by_autograd(arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    state, lora_b = (arguments[name].clone().requires_grad_() for name in ("state", "lora_b"))
+    output = Gated()(state, arguments["shift"], lora_b)
+    return output.detach(), *torch.autograd.grad(output, (state, lora_b), arguments[GRAD_OUTPUT])
 
 
-def test_its_parts_answer_what_autograd_does() -> None:
-    found, given = parts()
-    answer, *saved = answers(found.save, given)
-    expected, *slopes = by_autograd(given)
-    torch.testing.assert_close(answer, expected)
-    given |= {f"saved_{number}": value for number, value in enumerate(saved)}
-    for graph in (found.back, found.back_saved):
-        for ours, theirs in zip(answers(graph, given), slopes, strict=True):
-            torch.testing.assert_close(ours, theirs)
+def test_the_parts_compute_what_autograd_does() -> None:
+    graphs, arguments = parts()
+    output, *saved = outputs_of(graphs.save, arguments)
+    expected, *gradients = by_autograd(arguments)
+    torch.testing.assert_close(output, expected)
+    arguments |= {f"residual_{number}": value for number, value in enumerate(saved)}
+    for graph in (graphs.backward, graphs.backward_saved):
+        for actual, reference in zip(outputs_of(graph, arguments), gradients, strict=True):
+            torch.testing.assert_close(actual, reference)
 
 
-def test_what_is_cheap_or_not_needed_is_not_saved() -> None:
-    """The way back needs gate, up and the adapter's product, and not down; norms it computes again."""
-    found, given = parts()
-    _, *saved = answers(found.save, given)
+def test_cheap_or_unneeded_values_are_not_saved() -> None:
+    """The backward pass needs gate, up and the adapter's product, but not down; norms are recomputed."""
+    graphs, arguments = parts()
+    _, *saved = outputs_of(graphs.save, arguments)
     assert sorted(value.shape for value in saved) == sorted(
         [(ROWS, TOKENS, INNER), (ROWS, TOKENS, INNER), (ROWS, TOKENS, RANK)]
     )
-    assert found.back_saved.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
-    assert inputs_of(found.save) == ["state", "shift", "lora_b"]
-    assert inputs_of(found.back_saved)[-4:] == [GRAD_OUTPUT, "saved_0", "saved_1", "saved_2"]
+    assert graphs.backward_saved.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
+    assert inputs_of(graphs.save) == ["state", "shift", "lora_b"]
+    assert inputs_of(graphs.backward_saved)[-4:] == [GRAD_OUTPUT, "residual_0", "residual_1", "residual_2"]
 
 
 @pytest.mark.parametrize("changing", [(), ("shift",)])
-def test_what_depends_on_an_input_that_changes_is_not_saved(changing: tuple[str, ...]) -> None:
-    """The gate is saved as the layer answers it, and not with its shift, which is nearer to the way back."""
-    found, given = parts(changing)
-    _, *saved = answers(found.save, given)
-    given["shift"] = given["shift"] + 1
-    _, *moved = answers(found.save, given)
-    unmoved = [torch.equal(*pair) for pair in zip(saved, moved, strict=True)]
-    assert (len(unmoved), sum(unmoved)) == ((2, 2) if changing else (3, 1))
+def test_values_that_depend_on_a_changing_input_are_not_saved(changing: tuple[str, ...]) -> None:
+    """The output of the gate is saved before the shift, not after it."""
+    graphs, arguments = parts(changing)
+    _, *saved = outputs_of(graphs.save, arguments)
+    arguments["shift"] = arguments["shift"] + 1
+    _, *other_saved = outputs_of(graphs.save, arguments)
+    are_equal = [torch.equal(*pair) for pair in zip(saved, other_saved, strict=True)]
+    assert (len(are_equal), sum(are_equal)) == ((2, 2) if changing else (3, 1))
     if changing:
-        given |= {f"saved_{number}": value for number, value in enumerate(saved)}
-        for ours, theirs in zip(answers(found.back_saved, given), by_autograd(given)[1:], strict=True):
-            torch.testing.assert_close(ours, theirs)
+        arguments |= {f"residual_{number}": value for number, value in enumerate(saved)}
+        for actual, reference in zip(
+            outputs_of(graphs.backward_saved, arguments), by_autograd(arguments)[1:], strict=True
+        ):
+            torch.testing.assert_close(actual, reference)

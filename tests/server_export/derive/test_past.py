@@ -1,4 +1,4 @@
-"""A block that goes on with a sequence answers what the block does that reads it from its beginning."""
+"""A block that continues a sequence returns the same as a block that reads the whole sequence."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from tests.tiny_models import DECODERS
 torch.set_num_threads(1)
 
 RANK = 4
-# What came before, and what comes: more than the window of those that have one.
+# Earlier and later tokens: more than the window of models that have one.
 BEFORE, AFTER = 6, 3
 LENGTH = BEFORE + AFTER
 ROLES = {FORWARD, BACKWARD, PREFILL, DECODE, PREFILL_BACKWARD}
 
 
 class Derived:
-    """The first block of a tiny model by role, with the tables and adapters of its call."""
+    """The first block of a tiny model by role, with tables and adapters for its calls."""
 
     def __init__(self, architecture: str, folder: Path) -> None:
         chain, number = chain_of(architecture, folder, "fp32", RANK), 1
@@ -58,22 +58,22 @@ class Derived:
             if port.is_adapter
         }
         modules = enumerate(chain.blocks[number].modules)
-        self.frozen = {f"lora_a.{place}": chain.lora_a[module][None] for place, module in modules}
+        self.frozen = {f"lora_a.{index}": chain.lora_a[module][None] for index, module in modules}
         self.width = block.inputs[Port("hidden_states")].meta["val"].shape[-1]
         causal = next(table for table in self.tables if table.type == "causal")
         self.members, self.window = causal.members, causal.window
 
-    def shape(self, kind: str) -> torch.Size:
-        """Of what a chunk is given of the tokens before."""
-        shape: torch.Size = self.blocks[PREFILL].inputs[Port(kind)].meta["val"].shape
+    def shape(self, value: str) -> torch.Size:
+        """Returns the shape of an input of a chunk that holds the past."""
+        shape: torch.Size = self.blocks[PREFILL].inputs[Port(value)].meta["val"].shape
         return shape
 
-    def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        rows = len(given["hidden_states"])
+    def call(self, role: str, arguments: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        rows = len(arguments["hidden_states"])
         matrices = {
             name: matrix.expand(rows, -1, -1) for name, matrix in (self.adapter | self.frozen).items()
         }
-        return list(self.blocks[role].call({**given, **matrices}).values())
+        return list(self.blocks[role].call({**arguments, **matrices}).values())
 
     def tables_of(self, start: int, end: int) -> dict[str, torch.Tensor]:
         return {
@@ -83,7 +83,7 @@ class Derived:
         }
 
     def mask(self, start: int, end: int) -> torch.Tensor:
-        """What tokens [start, end) see of those before them, and of each other: [members x tokens, end]."""
+        """Returns the mask of tokens [start, end) over all tokens up to `end`: [members x tokens, end]."""
         table = next(table for table in self.tables if table.type == "causal")
         return table.of(end)[:, start:].reshape(-1, end)
 
@@ -92,32 +92,32 @@ class Derived:
     "architecture",
     ["llama", *second_tier(*(name for name in DECODERS if name != "llama"), "gpt_oss", "bloom", "gpt_neo")],
 )
-def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
+def test_later_tokens_have_the_outputs_of_the_whole_sequence(architecture: str, tmp_path: Path) -> None:
     block = Derived(architecture, tmp_path)
     states = random(2, LENGTH, block.width).float()
     causal = {f"table.{n}": t.of(LENGTH) for n, t in enumerate(block.tables)}
     whole = [block.call(FORWARD, {"hidden_states": state[None], **causal})[0][0] for state in states]
-    # Nothing came before: the mask hides what lies there.
+    # The past is empty: the mask hides its slots.
     hidden = torch.full((block.members * BEFORE, 2), MASKED)
     known = []
     for state, expected in zip(states, whole, strict=True):
-        shapes = {kind: block.shape(kind) for kind in (PAST_KEYS, PAST_VALUES)}
-        empty = {kind: torch.ones(shape[0], 2, shape[2]) for kind, shape in shapes.items()}
+        shapes = {value: block.shape(value) for value in (PAST_KEYS, PAST_VALUES)}
+        empty = {value: torch.ones(shape[0], 2, shape[2]) for value, shape in shapes.items()}
         masks = {PAST_MASK: hidden, CAUSAL_MASK: block.mask(0, BEFORE)}
-        given = {"hidden_states": state[None, :BEFORE], **block.tables_of(0, BEFORE), **empty, **masks}
-        answer, keys, values = block.call(PREFILL, given)
-        assert torch.allclose(answer[0], expected[:BEFORE], atol=1e-5)
+        arguments = {"hidden_states": state[None, :BEFORE], **block.tables_of(0, BEFORE), **empty, **masks}
+        output, keys, values = block.call(PREFILL, arguments)
+        assert torch.allclose(output[0], expected[:BEFORE], atol=1e-5)
         known.append((keys, values))
     # A chunk of one sequence.
     keys, values = known[0]
     mask = block.mask(BEFORE, LENGTH)
     past = {PAST_KEYS: keys, PAST_VALUES: values, PAST_MASK: mask[:, :BEFORE], CAUSAL_MASK: mask[:, BEFORE:]}
-    given = {"hidden_states": states[:1, BEFORE:], **block.tables_of(BEFORE, LENGTH), **past}
-    answer, *_ = block.call(PREFILL, given)
-    assert torch.allclose(answer[0], whole[0][BEFORE:], atol=1e-5)
-    # A token of two, in the first place of what came before.
-    seen = torch.zeros(2 * len(keys), 1, 1 + BEFORE)
-    seen[..., 1:] = block.mask(BEFORE, BEFORE + 1)[:1, :BEFORE]
+    arguments = {"hidden_states": states[:1, BEFORE:], **block.tables_of(BEFORE, LENGTH), **past}
+    output, *_ = block.call(PREFILL, arguments)
+    assert torch.allclose(output[0], whole[0][BEFORE:], atol=1e-5)
+    # One token of two sequences, in the first slot of the past.
+    past_mask = torch.zeros(2 * len(keys), 1, 1 + BEFORE)
+    past_mask[..., 1:] = block.mask(BEFORE, BEFORE + 1)[:1, :BEFORE]
     tables = {
         name: table.expand(2, *table.shape[1:]) for name, table in block.tables_of(BEFORE, BEFORE + 1).items()
     }
@@ -125,56 +125,57 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
     past = {
         PAST_KEYS: both[0],
         PAST_VALUES: both[1],
-        PAST_MASK: seen,
+        PAST_MASK: past_mask,
         OWN_MASK: torch.eye(1, 1 + BEFORE)[None],
     }
-    answer, keys, values = block.call(
+    output, keys, values = block.call(
         DECODE, {"hidden_states": states[:, BEFORE : BEFORE + 1], **tables, **past}
     )
-    assert torch.allclose(answer[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
+    assert torch.allclose(output[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
     assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]
 
 
 @pytest.mark.parametrize(
     "architecture", ["llama", *second_tier(*(name for name in DECODERS if name != "llama"))]
 )
-def test_the_way_back_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
-    """The last chunk first: it answers what the chunk before is given for its keys and values."""
+def test_the_backward_pass_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
+    """The last chunk comes first: it returns gradients of the keys and values of the chunk before it."""
     block = Derived(architecture, tmp_path)
-    state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
+    state, grad_output = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     tables = {f"table.{number}": table.of(LENGTH) for number, table in enumerate(block.tables)}
     ones = torch.ones(1, LENGTH, 1)
     expected = block.call(
-        BACKWARD, {"hidden_states": state, "grad_hidden_states": slope, "ones": ones, **tables}
+        BACKWARD, {"hidden_states": state, "grad_hidden_states": grad_output, "ones": ones, **tables}
     )
 
-    def chunk(role: str, start: int, end: int, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def chunk(role: str, start: int, end: int, arguments: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         mask = block.mask(start, end)
         masks = {PAST_MASK: mask[:, :start] if start else torch.full((len(mask), 2), MASKED)}
         of_chunk = {
             "hidden_states": state[:, start:end],
-            "grad_hidden_states": slope[:, start:end],
+            "grad_hidden_states": grad_output[:, start:end],
             "ones": ones[:, start:end],
         }
         return block.call(
-            role, {**given, **of_chunk, **block.tables_of(start, end), **masks, CAUSAL_MASK: mask[:, start:]}
+            role,
+            {**arguments, **of_chunk, **block.tables_of(start, end), **masks, CAUSAL_MASK: mask[:, start:]},
         )
 
-    shapes = {kind: block.shape(kind) for kind in (PAST_KEYS, PAST_VALUES)}
-    nothing = {kind: torch.zeros(shape[0], 2, shape[2]) for kind, shape in shapes.items()}
-    _, keys, values = chunk(PREFILL, 0, BEFORE, nothing)
+    shapes = {value: block.shape(value) for value in (PAST_KEYS, PAST_VALUES)}
+    empty_past = {value: torch.zeros(shape[0], 2, shape[2]) for value, shape in shapes.items()}
+    _, keys, values = chunk(PREFILL, 0, BEFORE, empty_past)
     past = {PAST_KEYS: keys, PAST_VALUES: values}
-    none = {"grad_keys": keys[:, :AFTER] * 0, "grad_values": values[:, :AFTER] * 0}
-    last, by_keys, by_values, *later = chunk(PREFILL_BACKWARD, BEFORE, LENGTH, past | none)
-    of_past = {"grad_keys": by_keys, "grad_values": by_values}
-    first, _, _, *earlier = chunk(PREFILL_BACKWARD, 0, BEFORE, nothing | of_past)
-    found = [torch.cat([first, last], 1), *(a + b for a, b in zip(earlier, later, strict=True))]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert relative_difference(ours, theirs) < 1e-5
+    zero_gradients = {"grad_keys": keys[:, :AFTER] * 0, "grad_values": values[:, :AFTER] * 0}
+    last, grad_keys, grad_values, *later = chunk(PREFILL_BACKWARD, BEFORE, LENGTH, past | zero_gradients)
+    of_past = {"grad_keys": grad_keys, "grad_values": grad_values}
+    first, _, _, *earlier = chunk(PREFILL_BACKWARD, 0, BEFORE, empty_past | of_past)
+    gradients = [torch.cat([first, last], 1), *(a + b for a, b in zip(earlier, later, strict=True))]
+    for actual, reference in zip(gradients, expected, strict=True):
+        assert relative_difference(actual, reference) < 1e-5
 
 
-def test_scores_of_another_kind_are_refused() -> None:
-    """Those that aren't a product of queries and transposed keys."""
+def test_unknown_scores_are_refused() -> None:
+    """Scores that are not a product of queries and transposed keys."""
     graph = Graph()
     value = torch.empty(1, 4, 4, device="meta")
     state, table = (new_input(graph, port, value) for port in (Port("hidden_states"), Port("table", 0)))

@@ -1,4 +1,4 @@
-"""A role is a view of a block times a derivative of it: any that makes sense is derived."""
+"""A role is a view of a block times a derivative, and every useful combination can be derived."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def names(block: Block) -> tuple[set[str], list[str]]:
     return {port.name for port in block.inputs}, [port.name for port in block.outputs]
 
 
-def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: Path) -> None:
-    """Exporter and device compute what a method takes each for itself, of the same block."""
+def test_graphs_have_the_ports_of_their_roles_signature(tmp_path: Path) -> None:
+    """Exporter and device compute the signature of a method independently, from the same block."""
     chain = chain_of("llama", tmp_path, "fp32", RANK)
     for number in sorted(chain.block_types)[1:]:
         block = chain.blocks[number]
@@ -49,15 +49,15 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
                 residuals=sum(port.value == "residual" for port in derived["forward_save"].outputs),
             )
             expected, (inputs, outputs) = signature(ports, ROLE_OF[role]), names(of_role)
-            tables = {f"table.{place}" for place in range(len(block.tables))}
+            tables = {f"table.{index}" for index in range(len(block.tables))}
             assert expected.required_inputs <= inputs <= expected.allowed_inputs | tables
             assert outputs == expected.output_names
 
 
-def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None:
-    """A chunk's forward pass that answers residuals, and the backward pass from these."""
-    save, back = (Role(View.CHUNK, each) for each in (Derivative.SAVE, Derivative.BACKWARD_SAVED))
-    assert not {save, back} & {*ROLE_OF.values()}
+def test_a_role_that_no_program_has_can_be_derived(tmp_path: Path) -> None:
+    """A chunk's forward pass that returns residuals, and the backward pass from these."""
+    save, backward_saved = (Role(View.CHUNK, each) for each in (Derivative.SAVE, Derivative.BACKWARD_SAVED))
+    assert not {save, backward_saved} & {*ROLE_OF.values()}
     chain = chain_of("llama", tmp_path, "fp32", RANK)
     block = with_weights(chain, 1)
     known, derived = derive(block, {PREFILL, PREFILL_BACKWARD}), derive_together(block, save)
@@ -76,22 +76,22 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
         sized = known[PREFILL_BACKWARD].sized((markers.TOKENS, TOKENS), (markers.PAST, PAST))
         inputs[name] = 0.3 * random(*sized.inputs[port].meta["val"].shape, seed=len(name)).float()
     tables = enumerate(chain.blocks[1].tables)
-    inputs |= {f"table.{place}": chain.tables.all[table].of(TOKENS) for place, table in tables}
+    inputs |= {f"table.{index}": chain.tables.all[table].of(TOKENS) for index, table in tables}
     for port, node in block.inputs.items():
         if port.is_adapter:
             inputs[port.name] = random(1, *node.meta["val"].shape[1:]).float()
     for number, module in enumerate(chain.blocks[1].modules):
         inputs[f"lora_a.{number}"] = chain.lora_a[module][None]
-    answers = derived[save].call(inputs)
-    residuals = {name: value for name, value in answers.items() if name.startswith("residual.")}
+    outputs_of_save = derived[save].call(inputs)
+    residuals = {name: value for name, value in outputs_of_save.items() if name.startswith("residual.")}
     ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, residuals=len(residuals))
-    assert residuals and list(answers) == signature(ports, save).output_names
+    assert residuals and list(outputs_of_save) == signature(ports, save).output_names
     for name, value in known[PREFILL].call(inputs).items():
-        assert relative_difference(answers[name], value) < 1e-5
-    found = derived[back].call({**inputs, **residuals})
-    assert list(found) == signature(ports, back).output_names
+        assert relative_difference(outputs_of_save[name], value) < 1e-5
+    gradients = derived[backward_saved].call({**inputs, **residuals})
+    assert list(gradients) == signature(ports, backward_saved).output_names
     for name, value in known[PREFILL_BACKWARD].call(inputs).items():
-        assert relative_difference(found[name], value) < 1e-5
+        assert relative_difference(gradients[name], value) < 1e-5
 
 
 def test_an_export_without_the_backward_pass_derives_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A graph to write into."""
+"""A fixture with a graph to write into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block runs eagerly at any size: the sizes of a call are those of its inputs."""
+"""A block runs eagerly at any size, which follows from its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, RANK = 8, 2
 
 
 def adapted_block() -> Block:
-    """Hidden states [copies x batch, tokens, width] by a frozen layer, and an adapter for each copy."""
+    """Hidden states [copies x batch, tokens, width] through a frozen layer, with an adapter for each copy."""
     graph = Graph()
     rows = COPIES * BATCH
     state = new_input(graph, Port("hidden_states"), torch.empty(rows, TOKENS, WIDTH, device="meta"))
@@ -26,8 +26,8 @@ def adapted_block() -> Block:
     layer = graph.call_function(aten.linear.default, (state, weight))
     by_copy = graph.call_function(aten.reshape.default, (state, [COPIES, BATCH * TOKENS, WIDTH]))
     product = graph.call_function(aten.bmm.default, (by_copy, lora_b))
-    together = graph.call_function(aten.reshape.default, (product, [rows, TOKENS, WIDTH]))
-    graph.output((graph.call_function(aten.add.Tensor, (layer, together)),))
+    merged = graph.call_function(aten.reshape.default, (product, [rows, TOKENS, WIDTH]))
+    graph.output((graph.call_function(aten.add.Tensor, (layer, merged)),))
     root = torch.nn.Module()
     root.register_buffer("weight", torch.eye(WIDTH))
     graph_module = GraphModule(root, graph)
@@ -40,24 +40,26 @@ def test_a_block_computes_at_the_sizes_of_its_inputs(copies: int, batch: int, to
     block = adapted_block()
     state, lora_b = torch.randn(copies * batch, tokens, WIDTH), torch.randn(copies, WIDTH, WIDTH)
     by_copy = state.reshape(copies, batch, tokens, WIDTH) @ lora_b[:, None]
-    (found,) = block.call({"hidden_states": state, "lora_b.0": lora_b, "another": state}).values()
-    torch.testing.assert_close(found, state + by_copy.reshape(state.shape))
-    # A program has copies and rows on axes of their own.
-    apart = {"hidden_states": state.reshape(copies, batch, tokens, WIDTH), "lora_b.0": lora_b}
-    assert torch.equal(block.call(apart)["hidden_states"], found)
+    (output,) = block.call({"hidden_states": state, "lora_b.0": lora_b, "another": state}).values()
+    torch.testing.assert_close(output, state + by_copy.reshape(state.shape))
+    # Programs have separate axes for copies and rows.
+    separate = {"hidden_states": state.reshape(copies, batch, tokens, WIDTH), "lora_b.0": lora_b}
+    assert torch.equal(block.call(separate)["hidden_states"], output)
     assert (
         block.sized((COPIES, copies), (BATCH, batch), (TOKENS, tokens)).value(Port("hidden_states")).shape
-        == found.shape
+        == output.shape
     )
 
 
-def test_tensors_take_the_place_of_the_graphs_own() -> None:
+def test_tensors_replace_those_of_the_graph() -> None:
     state, none = torch.randn(1, 2, WIDTH), torch.zeros(1, WIDTH, WIDTH)
-    found = adapted_block().call({"hidden_states": state, "lora_b.0": none}, {"weight": 3 * torch.eye(WIDTH)})
-    torch.testing.assert_close(found["hidden_states"], 3 * state)
+    output = adapted_block().call(
+        {"hidden_states": state, "lora_b.0": none}, {"weight": 3 * torch.eye(WIDTH)}
+    )
+    torch.testing.assert_close(output["hidden_states"], 3 * state)
 
 
-def test_what_layers_read_can_be_watched_and_operators_replaced() -> None:
+def test_inputs_of_layers_can_be_observed_and_operators_replaced() -> None:
     seen: list[tuple[list[str], torch.Tensor]] = []
     state, none = torch.randn(3, 2, WIDTH), torch.zeros(1, WIDTH, WIDTH)
     adapted_block().call(
@@ -75,11 +77,11 @@ def test_what_layers_read_can_be_watched_and_operators_replaced() -> None:
 def test_inputs_whose_sizes_contradict_each_other_are_refused(
     state: tuple[int, ...], lora_b: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=r"entries|multiple"):
+    with pytest.raises(ValueError, match=r"contradicts|multiple"):
         adapted_block().call({"hidden_states": torch.zeros(state), "lora_b.0": torch.zeros(lora_b)})
 
 
-def test_an_input_knows_its_port() -> None:
+def test_an_input_has_a_port() -> None:
     block = adapted_block()
     assert [port.name for port in block.inputs] == ["hidden_states", "lora_b.0"]
     assert block.has_input("lora_b") and not block.has_input("table")

@@ -1,4 +1,4 @@
-"""Constants that are added to a module are stored once where they are equal."""
+"""Equal constants of a module are stored once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def module() -> GraphModule:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "are_one"),
+    ("first", "second", "are_equal"),
     [
         (torch.ones(4), torch.ones(4), True),
         (torch.ones(4), torch.ones(2, 2), False),
@@ -26,17 +26,17 @@ def module() -> GraphModule:
     ],
     ids=["equal", "shape", "type with the same bytes", "sign of zero", "strides"],
 )
-def test_constants_are_equal_by_type_shape_and_bits(
-    module: GraphModule, first: torch.Tensor, second: torch.Tensor, are_one: bool
+def test_constants_are_compared_by_dtype_shape_and_bits(
+    module: GraphModule, first: torch.Tensor, second: torch.Tensor, are_equal: bool
 ) -> None:
     constants = GraphConstants(module)
     one, other = constants.name(first), constants.name(second)
-    assert (one == other) is are_one
+    assert (one == other) is are_equal
     for name, tensor in ((one, first), (other, second)):
         assert torch.equal(module.get_buffer(name), tensor)
 
 
-def test_names_that_the_module_has_are_left_alone(module: GraphModule) -> None:
+def test_existing_names_of_the_module_are_kept(module: GraphModule) -> None:
     module.register_buffer("constant_0", torch.zeros(1))
     name = GraphConstants(module).name(torch.ones(1))
     assert module.get_buffer("constant_0").item() == 0

@@ -1,4 +1,4 @@
-"""Core operators compute what others did, and what reorders numbers writes them anew."""
+"""Core operators compute the same values, and operators that reorder elements return contiguous tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 INDEX = torch.tensor([[[1], [0], [3]], [[2], [2], [1]]])
 
 
-# By name, a function and the operators of it that XNNPACK doesn't take.
+# By name, a function and the operators of it that XNNPACK doesn't delegate.
 CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
     "transpose": (lambda x: x.transpose(-1, 0), set()),
     "permute": (lambda x: x.permute(2, 0, 1), set()),
@@ -39,8 +39,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
 
 @pytest.fixture(scope="module")
 def outputs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By name, what the graph of core operators answers and what the engine does; all in one graph."""
-    found = dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    """By name, the outputs of the graph of core operators and of the engine, for all cases in one graph."""
+    results = dict[str, tuple[torch.Tensor, torch.Tensor]]()
     for is_delegated in (True, False):
         names = [name for name, (_, outside) in CASES.items() if is_delegated != bool(outside)]
         functions, inputs = Functions([CASES[name][0] for name in names]), (X,) * len(names)
@@ -50,21 +50,21 @@ def outputs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         by_graph = graph_module(*inputs)
         outside, by_engine = in_engine(graph_module, inputs)
         assert outside <= set[str]().union(*(CASES[name][1] for name in names))
-        found |= dict(zip(names, zip(by_graph, by_engine, strict=True), strict=True))
-    return found
+        results |= dict(zip(names, zip(by_graph, by_engine, strict=True), strict=True))
+    return results
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_same_is_computed_in_core_operators(
+def test_core_operators_compute_the_same(
     name: str, outputs: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    # float32's own bound; 2,048 terms in another order are off by the square root of that many roundings.
+    # The default for float32; 2,048 terms in another order differ by the square root of that many roundings.
     relative = 2048**0.5 * torch.finfo(torch.float32).eps if name == "a sum of many" else 1.3e-6
     for output in outputs[name]:
         torch.testing.assert_close(output, CASES[name][0](X), rtol=relative, atol=1e-5)
 
 
-def test_what_reorders_numbers_leaves_them_contiguous() -> None:
+def test_reordered_elements_are_contiguous() -> None:
     graph_module = torch.export.export(
         Function(lambda x: x.transpose(1, 2).reshape(2, 12)), (X,), strict=False
     ).module(check_guards=False)
@@ -74,7 +74,7 @@ def test_what_reorders_numbers_leaves_them_contiguous() -> None:
     assert permuted.meta["val"].is_contiguous()
 
 
-def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> None:
+def test_activations_are_quantized_by_operators_that_a_trace_keeps_whole() -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
 
     layer, x = nn.Linear(32, 8).requires_grad_(False), X.repeat(1, 1, 8)
@@ -88,6 +88,6 @@ def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> Non
         "quantize_per_token",
         "dequantize_per_token",
     ]
-    # Of torchao's own there is the weight's.
+    # The only operator of torchao that remains dequantizes the weight.
     assert [name for name in names if name.startswith("torchao")] == ["torchao.dequantize_affine.default"]
     torch.testing.assert_close(graph_module(x), layer(x), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What depends on no input of a graph is computed, and stored once where it is equal."""
+"""Values that depend on no input are computed, and equal constants are stored once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[GraphModule, list[str]]:
-    """The folded graph of a function, and its operators."""
+    """Returns the folded graph of a function, and the names of its operators."""
     module = Tables(function)
     graph_module = torch.export.export(module, (X,)).module(check_guards=False)
     fold_constants(graph_module, GraphConstants(graph_module))
@@ -47,7 +47,7 @@ def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tu
         (lambda x, table: x + table.reshape(2, 2).t().reshape(4), ["add"]),
         (lambda x, table: x + table.split(2)[1].sum(), ["add"]),
         (lambda x, table: (x + table) * 2, ["add", "mul"]),
-        # As large as what they are made of, or larger by repetition.
+        # As large as their inputs, or larger because they repeat them.
         (lambda x, table: x + table.expand(1, 4), ["add"]),
         (lambda x, table: x + (table + 1).expand(3, 4), ["expand", "add"]),
         (lambda x, table: x + table.repeat(3, 1), ["repeat", "add"]),
@@ -57,19 +57,19 @@ def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tu
         "a range",
         "other shapes",
         "a part",
-        "what depends on an input stays",
+        "values that depend on an input stay",
         "an expansion that adds a dimension",
         "a repetition stays",
         "another repetition stays",
     ],
 )
-def test_what_depends_on_no_input_is_computed(
+def test_values_that_depend_on_no_input_are_folded(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], operators: list[str]
 ) -> None:
     assert folded(function)[1] == operators
 
 
-def test_nothing_is_computed_of_weights_that_have_no_numbers() -> None:
+def test_weights_without_values_are_not_folded() -> None:
     module = Tables(lambda x, table: x * (table * 2) + torch.ones(4).cos())
     graph_module = torch.export.export(module, (X,)).module(check_guards=False)
     fold_constants(graph_module, GraphConstants(graph_module), has_weights=False)
@@ -77,7 +77,7 @@ def test_nothing_is_computed_of_weights_that_have_no_numbers() -> None:
     assert names.count("aten.mul.Tensor") == 2 and "aten.cos.default" not in names
 
 
-def test_random_numbers_are_drawn_at_every_call() -> None:
+def test_random_numbers_are_not_folded() -> None:
     graph_module = torch.export.export(Tables(lambda x, table: x + torch.rand_like(table)), (X,)).module(
         check_guards=False
     )

@@ -1,4 +1,4 @@
-"""Attention over what came before a piece and over the piece: one operator, whose forms compute the same."""
+"""Attention over past tokens and over a chunk: all forms of the operator compute the same."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.server_export.derive.jvp.graphs import Function, random
 SIZE = st.integers(1, 5)
 SIZES = st.tuples(SIZE, SIZE, SIZE, SIZE, SIZE)
 SOME = settings(derandomize=True)
-Drawn = list[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
-def drawn(sizes: tuple[int, ...]) -> Drawn:
-    """Scores of both parts, and the values of both."""
+def random_inputs(sizes: tuple[int, ...]) -> Tensors:
+    """Returns the scores and the values of both parts."""
     heads, queries, past, tokens, width = sizes
     shapes = (heads, queries, past), (heads, queries, tokens), (heads, past, width), (heads, tokens, width)
     return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
@@ -34,8 +34,8 @@ def by_pytorch(
 
 @given(SIZES)
 @SOME
-def test_all_forms_are_one_attention_over_both(sizes: tuple[int, ...]) -> None:
-    inputs = drawn(sizes)
+def test_all_forms_compute_one_attention_over_both_parts(sizes: tuple[int, ...]) -> None:
+    inputs = random_inputs(sizes)
     core = rewritten_graph(Function(MIXED_PARTS), tuple(inputs))
     fill_in_values(core)
     write_core_operators(core)
@@ -45,19 +45,19 @@ def test_all_forms_are_one_attention_over_both(sizes: tuple[int, ...]) -> None:
 
 @given(SIZES)
 @SOME
-def test_its_backward_pass_is_that_of_autograd(sizes: tuple[int, ...]) -> None:
-    inputs = [each.requires_grad_() for each in drawn(sizes)]
-    slope = random(sizes[0], sizes[1], sizes[4], seed=9)
-    for ours, theirs in zip(
-        torch.autograd.grad(MixedParts.apply(*inputs), inputs, slope),
-        torch.autograd.grad(by_pytorch(*inputs), inputs, slope),
+def test_the_backward_pass_is_that_of_autograd(sizes: tuple[int, ...]) -> None:
+    inputs = [each.requires_grad_() for each in random_inputs(sizes)]
+    grad_output = random(sizes[0], sizes[1], sizes[4], seed=9)
+    for actual, expected in zip(
+        torch.autograd.grad(MixedParts.apply(*inputs), inputs, grad_output),
+        torch.autograd.grad(by_pytorch(*inputs), inputs, grad_output),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(actual, expected)
 
 
-def test_what_a_mask_hides_has_no_slope() -> None:
-    before, within, past_values, values = (each.requires_grad_() for each in drawn((2, 3, 4, 3, 5)))
+def test_masked_tokens_have_no_gradient() -> None:
+    before, within, past_values, values = (each.requires_grad_() for each in random_inputs((2, 3, 4, 3, 5)))
     mixed = MixedParts.apply(before - 3e4, within, past_values, values)
-    by_before, by_past = torch.autograd.grad(mixed.sum(), (before, past_values))
-    assert not by_before.any() and not by_past.any()
+    grad_before, grad_past = torch.autograd.grad(mixed.sum(), (before, past_values))
+    assert not grad_before.any() and not grad_past.any()

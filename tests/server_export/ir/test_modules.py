@@ -1,4 +1,4 @@
-"""Constants of graph modules by their dotted names."""
+"""Utilities for graph modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_an_attribute_is_read_by_its_dotted_name() -> None:
     assert get_attribute(graph_module, "0.0.weight").shape == (3, 2)
 
 
-def test_only_what_a_node_reads_is_kept() -> None:
+def test_unused_attributes_are_removed() -> None:
     root = nn.Module()
     root.layer = nn.Linear(2, 3)
     root.register_buffer("table", torch.ones(2))
@@ -33,6 +33,6 @@ def test_a_module_of_a_new_graph_shares_its_constants() -> None:
     root = torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)).module(check_guards=False)
     graph = Graph()
     graph.output(graph.get_attr("weight"))
-    made = make_graph_module(root, graph)
-    assert get_attribute(made, "weight") is get_attribute(root, "weight")
-    assert torch.equal(made(), root.weight)
+    new_module = make_graph_module(root, graph)
+    assert get_attribute(new_module, "weight") is get_attribute(root, "weight")
+    assert torch.equal(new_module(), root.weight)

@@ -1,4 +1,4 @@
-"""A new operator is a row in the table: passes find there all that they need."""
+"""A new operator is a row in the table, where passes find everything that they need."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ X = random(ROWS, WIDTH, dtype=torch.float32)
 
 @pytest.fixture(autouse=True)
 def table() -> Iterator[None]:
-    """The rows of this project, again after a test has added some."""
+    """Restores the rows of the table after a test has added some."""
     before = dict(TABLE)
     yield
     TABLE.clear()
     TABLE.update(before)
 
 
-# An operator of PyTorch that is made of others
+# A composite operator of PyTorch
 
 
 def test_an_operator_without_a_row_has_no_derivative() -> None:
@@ -52,7 +52,7 @@ def test_an_operator_without_a_row_has_no_derivative() -> None:
     assert [*unknown_operators(graph_module)] == ["aten.log2.default"]
 
 
-def test_an_operator_that_is_written_in_others_needs_nothing_else() -> None:
+def test_an_operator_with_a_rewrite_rule_needs_nothing_else() -> None:
     def log2(writer: GraphWriter, node: Node, x: Node) -> Node:
         return writer.times(writer.call(aten.log.default, x), 1.4426950408889634)
 
@@ -64,12 +64,12 @@ def test_an_operator_that_is_written_in_others_needs_nothing_else() -> None:
     assert_differentiated(Function(torch.log2), X.exp())
 
 
-# An operator that stays whole, with a derivative of its own
+# An operator that stays whole and has its own derivative
 
 
 @torch.library.custom_op("tests::bump", mutates_args=())
 def bump(x: torch.Tensor) -> torch.Tensor:
-    """exp(-x^2), as a library has it that knows no derivative of it."""
+    """Returns exp(-x^2), as a library operator without a derivative."""
     return torch.exp(-x * x)
 
 
@@ -79,7 +79,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 class Bumps(torch.nn.Module):
-    """A layer with the operator behind it."""
+    """A linear layer followed by the operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ class Bumps(torch.nn.Module):
 
 
 class InPyTorch(Bumps):
-    """The same, with an operator that PyTorch can differentiate."""
+    """The same function in operators that PyTorch can differentiate."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.exp(-(torch.nn.functional.linear(x, self.weight) ** 2))
 
 
 def derivative(w: Calls, x: Any, y: Any) -> Any:
-    """-2 x y, of the argument x and the result y."""
+    """Returns -2 x y for the argument x and the result y."""
     return w.times(w.times(x, y), -2.0)
 
 
@@ -106,33 +106,33 @@ def in_core(writer: GraphWriter, node: Node, x: Node) -> Node:
     return writer.exp(writer.negative(writer.times(x, x)))
 
 
-def test_one_row_is_all_that_forward_mode_a_backward_pass_and_the_engine_need(tmp_path: Path) -> None:
+def test_one_row_provides_jvp_backward_pass_and_core_operators(tmp_path: Path) -> None:
     target = torch.ops.tests.bump.default
     row(target, category=Category.ELEMENTWISE, derivative=derivative, core=in_core)
 
     assert_differentiated(Bumps(), X, like=InPyTorch())
 
-    # What is lowered has the operator no longer: the engine has never heard of it.
+    # The lowered graph no longer has the operator, which the engine doesn't know.
     graphs = {"forward": Bumps(), "jvp": forward_mode(Bumps(), X), "backward": backward(Bumps(), X)}
     inputs = {"forward": (X,), "jvp": (X, *directions((X,), QUERIES)), "backward": (X, X)}
     path = tmp_path / "program.pte"
     write_program(path, {name: (graph, inputs[name]) for name, graph in graphs.items()})
     for name, graph in graphs.items():
-        found = bind_method(path, name, inputs[name])()
+        outputs = bind_method(path, name, inputs[name])()
         expected = graph(*inputs[name])
         expected = expected if isinstance(expected, tuple) else (expected,)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        for actual, expected_output in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(actual, expected_output, atol=1e-5, rtol=1e-4)
 
 
-def test_a_rule_of_its_own_says_what_becomes_of_several_values() -> None:
-    """Where an operator isn't elementwise, its row has a rule: from values with tangents to one."""
+def test_a_row_may_have_its_own_jvp_rule() -> None:
+    """An operator that isn't elementwise has a rule from values with tangents to one."""
     torch.library.define("tests::twice", "(Tensor x) -> Tensor")
     torch.library.impl("tests::twice", "CompositeExplicitAutograd")(lambda x: 2 * x)
     row(
         torch.ops.tests.twice.default,
         category=Category.ARITHMETIC,
-        jvp=lambda tangents, node, x: x.each(lambda part, count: tangents.times(part, 2.0)),
+        jvp=lambda tangents, node, x: x.map(lambda part, count: tangents.times(part, 2.0)),
     )
 
     graph = with_tangents(Function(torch.ops.tests.twice), (X,))
@@ -145,11 +145,11 @@ def test_a_rule_of_its_own_says_what_becomes_of_several_values() -> None:
 
 
 def test_no_operator_has_two_rows() -> None:
-    with pytest.raises(ValueError, match="has a row already"):
+    with pytest.raises(ValueError, match="already has a row"):
         row(aten.exp.default, category=Category.ELEMENTWISE)
 
 
-def test_what_is_known_of_an_operator_is_in_its_row() -> None:
+def test_a_row_holds_everything_about_an_operator() -> None:
     operator = row_of(aten.silu.default)
     assert operator is not None and operator.category is Category.ELEMENTWISE
     assert rules("core")["aten.silu.default"] is operator.core
@@ -158,7 +158,7 @@ def test_what_is_known_of_an_operator_is_in_its_row() -> None:
     assert row_of(aten.fft_fft.default) is None
 
 
-def test_operators_of_a_category_are_looked_up_and_listed_nowhere_else() -> None:
+def test_members_returns_the_operators_of_categories() -> None:
     assert members(Category.RESHAPE) == {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
     assert aten.exp.default in members(Category.ELEMENTWISE, Category.RESHAPE)
 
@@ -177,12 +177,14 @@ def backward(module: torch.nn.Module, x: torch.Tensor) -> GraphModule:
 def assert_differentiated(
     module: torch.nn.Module, x: torch.Tensor, like: torch.nn.Module | None = None
 ) -> None:
-    """Forward mode and backward pass are those of PyTorch, of the module or of one like it."""
+    """Assert that JVP and backward pass are those of PyTorch for the module, or for `like`."""
     like, along = like or module, directions((x,), QUERIES)
-    for ours, theirs in zip(forward_mode(module, x)(x, *along), jvp(like, (x,), (), along), strict=True):
-        assert relative_difference(ours, theirs) < 1e-5
-    gradient = random(*x.shape, seed=1, dtype=torch.float32)
-    wanted = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(like(wanted), wanted, gradient)
-    (found,) = backward(module, x)(x, gradient)
-    assert relative_difference(found, expected) < 1e-5
+    for actual, expected_output in zip(
+        forward_mode(module, x)(x, *along), jvp(like, (x,), (), along), strict=True
+    ):
+        assert relative_difference(actual, expected_output) < 1e-5
+    grad_output = random(*x.shape, seed=1, dtype=torch.float32)
+    differentiated = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(like(differentiated), differentiated, grad_output)
+    (outputs,) = backward(module, x)(x, grad_output)
+    assert relative_difference(outputs, expected) < 1e-5

@@ -1,4 +1,4 @@
-"""What no rule knows is written in what rules know, and answers the same."""
+"""Operators without a rule are decomposed into operators with rules, and the output stays the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.server_export.derive.jvp.graphs import Function
 torch.set_num_threads(1)
 aten = torch.ops.aten
 
-# Operators that models of transformers are made of, which the traced graph has as they are.
+# Operators of transformers' models that a traced graph contains.
 CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "square": torch.square,
     "stack": lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2),
@@ -48,7 +48,7 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operator_is_taken_apart_into_known_ones(name: str) -> None:
+def test_an_operator_is_decomposed_into_known_ones(name: str) -> None:
     x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
     module = Function(CASES[name])
     with torch.no_grad():
@@ -57,12 +57,12 @@ def test_an_operator_is_taken_apart_into_known_ones(name: str) -> None:
         rewrite(graph_module)
         decompose(graph_module, declined=True)
         assert not unknown_operators(graph_module)
-        left = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"}
-        assert left <= differentiable(), left - differentiable()
+        remaining = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"}
+        assert remaining <= differentiable(), remaining - differentiable()
         torch.testing.assert_close(graph_module(x), CASES[name](x))
 
 
-def test_what_rules_know_stays_as_it_is() -> None:
+def test_operators_with_rules_stay() -> None:
     def known(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(F.gelu(x).view(6, 12), (12,)).softmax(-1)
 

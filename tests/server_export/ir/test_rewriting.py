@@ -1,4 +1,4 @@
-"""What XNNPACK does not take is written in what it takes: all that can be is delegated, with equal output."""
+"""Rewriting for XNNPACK: everything that can be delegated is delegated, and the outputs are the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def traced(module: nn.Module, *inputs: torch.Tensor) -> GraphModule:
 
 
 def operators(graph_module: GraphModule) -> list[str]:
-    """Names of the operators in order, without their overloads."""
+    """Returns the names of the operators in order, without their overloads."""
     return [
         str(node.target).split(".")[1] if "." in str(node.target) else "getitem"
         for node in graph_module.graph.nodes
@@ -37,23 +37,23 @@ def operators(graph_module: GraphModule) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of `x`, and the operators of it that XNNPACK doesn't take in any form."""
+    """A function of `x`, and the operators of it that XNNPACK never delegates."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     x: torch.Tensor
     outside: Collection[str] = ()
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-X = drawn(2, 3, 4)
-WEIGHT, BIAS = drawn(4) + 1, drawn(4)
-TABLE = drawn(5, 3)
-COPIES = drawn(5, 2, 3, 1)
+X = random_tensor(2, 3, 4)
+WEIGHT, BIAS = random_tensor(4) + 1, random_tensor(4)
+TABLE = random_tensor(5, 3)
+COPIES = random_tensor(5, 2, 3, 1)
 CASES: dict[str, Case] = {
-    # Means are layers with a constant row.
+    # Means become linear layers with a constant row.
     "mean of the last dimension": Case(lambda x: x.mean(-1), X),
     "mean that is kept": Case(lambda x: x.mean(2, keepdim=True), X),
     "mean of another dimension stays": Case(lambda x: x.mean(1), X, {"mean"}),
@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
     "stack": Case(lambda x: torch.stack([x, x], 1), X),
     "part that is put between": Case(lambda x: x.slice_scatter(x[:, :1] * 2.0, 1, 1, 2), X),
     "part that is put at the end": Case(lambda x: x.slice_scatter(x[:, :2] * 2.0, 1, 1), X),
-    "largest with its place": Case(
+    "largest with its index": Case(
         lambda x: x.max(-1, keepdim=True)[0] + x.max(1)[0].sum(), X, {"sum", "topk"}
     ),
     "bounds that are tensors": Case(lambda x: torch.clamp(x, min=x[:1]), X),
@@ -117,11 +117,11 @@ CASES: dict[str, Case] = {
     "product of a weight is a layer's": Case(lambda x: torch.matmul(TABLE, x), X),
     "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), X),
     "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, X),
-    "repetition that is an answer stays": Case(lambda x: x.repeat(5, 1, 1, 1), X, {"repeat"}),
+    "repetition that is an output stays": Case(lambda x: x.repeat(5, 1, 1, 1), X, {"repeat"}),
     "empty parts": Case(lambda x: torch.cat([x[..., :0], x, x], -1), X, {"cat"}),
-    "one part beside empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2.0], -1), X),
+    "one part and empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2.0], -1), X),
     "parts that are all there": Case(lambda x: torch.cat([x, x], 1), X, {"cat"}),
-    # What does nothing
+    # Identities
     "dropout": Case(lambda x: F.dropout(x, 0.5, training=False) * 2.0, X),
     "cast to the same type": Case(lambda x: x.to(torch.float32) * 2.0, X),
     "type of another": Case(lambda x: x.type_as(x) * 2.0, X),
@@ -136,7 +136,7 @@ CASES: dict[str, Case] = {
 
 
 class Checked(torch.fx.Interpreter):
-    """Runs a graph whose nodes know what they compute."""
+    """Runs a graph and checks the shape and dtype of every node against its `meta["val"]`."""
 
     def run_node(self, node: torch.fx.Node) -> object:
         value = super().run_node(node)
@@ -147,7 +147,7 @@ class Checked(torch.fx.Interpreter):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Some of the cases in one graph: outputs of the graph and of the engine, and what is in no delegate."""
+    """Cases in one graph: outputs of the graph and of the engine, and operators outside of delegates."""
 
     by_graph: Mapping[str, torch.Tensor]
     by_engine: Mapping[str, torch.Tensor]
@@ -175,7 +175,7 @@ def others() -> Rewritten:
     return Rewritten.of({name: case for name, case in CASES.items() if case.outside})
 
 
-def test_all_that_can_be_is_delegated(delegated: Rewritten, others: Rewritten) -> None:
+def test_everything_possible_is_delegated(delegated: Rewritten, others: Rewritten) -> None:
     assert not delegated.outside
     assert others.outside <= {operator for case in CASES.values() for operator in case.outside}
 
@@ -183,10 +183,10 @@ def test_all_that_can_be_is_delegated(delegated: Rewritten, others: Rewritten) -
 @pytest.mark.parametrize("name", CASES)
 def test_the_output_is_the_same(name: str, delegated: Rewritten, others: Rewritten) -> None:
     case = CASES[name]
-    # 1000 + x / 100 has but a few digits of x.
+    # 1000 + x / 100 keeps only a few digits of x.
     tolerance = 1e-2 if "hardly" in name else 1e-6
-    found = others if case.outside else delegated
-    for output in (found.by_graph[name], found.by_engine[name]):
+    results = others if case.outside else delegated
+    for output in (results.by_graph[name], results.by_engine[name]):
         torch.testing.assert_close(output, case.function(case.x), atol=tolerance, rtol=1e-5)
 
 
@@ -208,7 +208,7 @@ def test_assertions_of_the_tracer_are_removed() -> None:
     assert "_assert_tensor_metadata" not in operators(graph_module)
 
 
-def test_what_no_operator_reads_leaves_the_module() -> None:
+def test_unused_parameters_are_removed() -> None:
     class Unread(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,8 +241,8 @@ class TwoLayers(nn.Module):
         return last(left(x) + right(x))
 
 
-def test_an_activation_is_quantized_once_for_all_layers_that_read_it() -> None:
-    module, x = TwoLayers(), drawn(2, 32)
+def test_an_activation_is_quantized_once_for_all_its_readers() -> None:
+    module, x = TwoLayers(), random_tensor(2, 32)
     graph_module = traced(module, x)
     before = operators(graph_module)
     rewrite(graph_module)
@@ -255,7 +255,7 @@ def test_an_activation_is_quantized_once_for_all_layers_that_read_it() -> None:
 
 
 def test_quantized_weights_are_codes_and_scales_and_share_zero_points() -> None:
-    graph_module = traced(TwoLayers(), drawn(2, 32))
+    graph_module = traced(TwoLayers(), random_tensor(2, 32))
     rewrite(graph_module)
     constants = dict(graph_module.named_buffers())
     codes = [name for name, value in constants.items() if value.dtype == torch.int8 and value.dim() == 2]
@@ -265,17 +265,17 @@ def test_quantized_weights_are_codes_and_scales_and_share_zero_points() -> None:
     assert "access_subclass_inner_tensor" not in operators(graph_module)
 
 
-def test_each_use_of_a_quantized_layer_restores_its_weight_to_be_lowered() -> None:
+def test_each_use_of_a_quantized_layer_dequantizes_its_own_weight() -> None:
     class Twice(TwoLayers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, *_ = self.layers
             return first(torch.sin(first(x)))
 
     def weights() -> list[Node]:
-        restored = filter(is_dequantization, graph_module.graph.nodes)
-        return [node for node in restored if node.args[0].op == "get_attr"]
+        dequantized = filter(is_dequantization, graph_module.graph.nodes)
+        return [node for node in dequantized if node.args[0].op == "get_attr"]
 
-    module, x = Twice(), drawn(2, 32)
+    module, x = Twice(), random_tensor(2, 32)
     graph_module = traced(module, x)
     rewrite(graph_module)
     assert [len(node.users) for node in weights()] == [2]

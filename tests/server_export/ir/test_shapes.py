@@ -1,4 +1,4 @@
-"""Results of operators by shape, type and strides, each found out once."""
+"""Shapes, dtypes and strides of operators' results, each computed once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counted:
         return self.target(*arguments, **named)
 
 
-def test_equal_calls_are_made_once() -> None:
+def test_equal_calls_are_evaluated_once() -> None:
     shapes, add = OperatorShapes(), Counted(aten.add.Tensor)
     first = shapes.of(add, (empty(2, 3), empty(3)), {})
     assert shapes.of(add, (empty(2, 3), empty(3)), {}) is first
@@ -45,33 +45,33 @@ def test_equal_calls_are_made_once() -> None:
         (aten.cat.default, ([empty(2), empty(3)],), ([empty(3), empty(3)],)),
     ],
 )
-def test_calls_that_differ_in_anything_are_their_own(
+def test_different_calls_have_their_own_results(
     target: Any, arguments: tuple[Any, ...], others: tuple[Any, ...]
 ) -> None:
     shapes = OperatorShapes()
-    for given in (arguments, others):
-        found, expected = shapes.of(target, given, {}), target(*given)
-        assert (found.shape, found.dtype, found.stride()) == (
+    for arguments_of_call in (arguments, others):
+        result, expected = shapes.of(target, arguments_of_call, {}), target(*arguments_of_call)
+        assert (result.shape, result.dtype, result.stride()) == (
             expected.shape,
             expected.dtype,
             expected.stride(),
         )
 
 
-def test_named_arguments_count() -> None:
+def test_named_arguments_matter() -> None:
     shapes = OperatorShapes()
     plain = shapes.of(aten.sum.default, (empty(2),), {})
     assert plain.dtype == torch.float32
     assert shapes.of(aten.sum.default, (empty(2),), {"dtype": torch.float64}).dtype == torch.float64
 
 
-def test_several_results_have_no_memory_either() -> None:
-    found = OperatorShapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
-    assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2)]
+def test_several_results_are_meta_tensors_too() -> None:
+    result = OperatorShapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
+    assert [tuple(part.shape) for part in result] == [(2, 2), (2, 2)]
     assert to_meta([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
 
 
-def test_a_size_changes_wherever_it_is_a_factor() -> None:
+def test_a_size_is_replaced_wherever_it_is_a_factor() -> None:
     copies, rows = 5003, 7919
 
     class Stack(torch.nn.Module):
@@ -90,5 +90,5 @@ def test_a_size_changes_wherever_it_is_a_factor() -> None:
     state, matrices = torch.randn(2 * rows, 4), torch.randn(2, 4, 3)
     expected = (state * 2).reshape(2, rows, 4) @ matrices
     torch.testing.assert_close(two(state, matrices)[0], expected.reshape(2 * rows, 3))
-    # The graph that it was made of still has copies.
+    # The original graph still has the marker.
     assert tuple(graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape) == (copies * rows, 4)

@@ -1,4 +1,4 @@
-"""What a graph of values with tangents writes once, and what a value puts off until later."""
+"""Values with tangents: nodes that are shared, and factors that are applied late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server_export.derive.jvp.graphs import (
 aten = torch.ops.aten
 
 
-def test_a_shape_that_a_value_has_is_not_written_again(tangents: GraphTangents) -> None:
+def test_a_reshape_is_not_written_twice(tangents: GraphTangents) -> None:
     (x,) = placeholders(tangents, x=random(2, 3))
     assert tangents.reshape(x, [2, 3]) is x
     flat = tangents.reshape(x, [6])
@@ -30,7 +30,7 @@ def test_a_shape_that_a_value_has_is_not_written_again(tangents: GraphTangents) 
     assert torch.equal(run(tangents, flat, random(2, 3)), random(2, 3).reshape(6))
 
 
-def test_products_with_numbers_and_with_nothing(tangents: GraphTangents) -> None:
+def test_products_with_numbers_and_none(tangents: GraphTangents) -> None:
     (x,) = placeholders(tangents, x=torch.ones(1))
     assert tangents.product(None, x) is x
     assert tangents.product(2, None) == 2
@@ -44,7 +44,7 @@ def test_equal_constants_are_read_once(tangents: GraphTangents) -> None:
     assert tangents.constant(torch.zeros(1, 4)) is not tangents.constant(torch.ones(1, 4))
 
 
-def test_a_sum_over_the_tokens_has_no_constant_of_their_number(tangents: GraphTangents) -> None:
+def test_a_sum_over_tokens_needs_no_constant_of_their_number(tangents: GraphTangents) -> None:
     value = random(2, 3, TOKENS, dtype=torch.float32)
     (x,) = placeholders(tangents, x=value)
     total = run(tangents, tangents.total(x), value)
@@ -53,7 +53,7 @@ def test_a_sum_over_the_tokens_has_no_constant_of_their_number(tangents: GraphTa
 
 
 @pytest.mark.parametrize(("width", "layers"), [(1024, 1), (1031, 1), (2048, 2), (3 * 1024, 2), (2**21, 3)])
-def test_long_sum_is_taken_in_parts(tangents: GraphTangents, width: int, layers: int) -> None:
+def test_a_long_sum_is_computed_in_chunks(tangents: GraphTangents, width: int, layers: int) -> None:
     value = random(2, width, dtype=torch.float32)
     (x,) = placeholders(tangents, x=value)
     total = run(tangents, tangents.total(x), value)
@@ -63,67 +63,67 @@ def test_long_sum_is_taken_in_parts(tangents: GraphTangents, width: int, layers:
 
 
 def wide_operators(module: nn.Module) -> int:
-    """How many operators of a module's graph work on all tangents of a [2, 4] input."""
+    """Returns how many operators of a module's graph process all tangents of a [2, 4] input."""
     graph = with_tangents(module, (random(2, 4),), queries=QUERIES)
     shapes = shapes_of(graph, (random(2, 4), random(QUERIES, 2, 4)))
     return sum(node.op == "call_function" and shape[0] >= QUERIES for node, shape in shapes.items())
 
 
-def test_bias_and_derivative_cost_the_value_alone() -> None:
+def test_bias_and_derivative_are_computed_for_the_primal_only() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
-    # Of each layer one, and the derivative meets the tangents once, right before the next layer.
+    # One per layer, and the derivative is multiplied with the tangents once, right before the next layer.
     assert wide_operators(layers) == 3
 
 
-def test_derivatives_are_multiplied_before_they_meet_the_tangents() -> None:
+def test_derivatives_are_multiplied_before_the_tangents() -> None:
     assert wide_operators(Function(lambda x: torch.tanh(torch.exp(x) * 3).sigmoid())) == 1
 
 
-def test_constants_are_added_to_the_value_alone() -> None:
+def test_constants_are_added_to_the_primal_only() -> None:
     assert wide_operators(Function(lambda x: (x + 1) - 2 + 3)) == 0
 
 
-FORMS = ("plain", "with a factor", "interleaved", "interleaved as it lies")
+FORMS = ("plain", "with a factor", "interleaved", "interleaved and flat")
 
 
 def dual_in(form: str, tangents: GraphTangents, value: torch.Tensor) -> tuple[Dual, tuple[torch.Tensor, ...]]:
-    """A dual of value and tangents `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
-    shape, primal, moved = value.shape[1:], value[:1], value[1:]
+    """Returns a dual of `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
+    shape, primal, tangent_values = value.shape[1:], value[:1], value[1:]
     factor = torch.full_like(primal, 2)
     if form == "with a factor":
-        moved = moved / 2
+        tangent_values = tangent_values / 2
     elif form.startswith("interleaved"):
-        moved = moved.movedim(0, -2)
-    if form == "interleaved as it lies":
-        moved = moved.reshape(*shape[:-1], -1)
-    inputs = primal, moved, factor
-    one, other, third = placeholders(tangents, one=primal, other=moved, third=factor)
+        tangent_values = tangent_values.movedim(0, -2)
+    if form == "interleaved and flat":
+        tangent_values = tangent_values.reshape(*shape[:-1], -1)
+    inputs = primal, tangent_values, factor
+    one, other, third = placeholders(tangents, one=primal, other=tangent_values, third=factor)
     if form.startswith("interleaved"):
         return Interleaved(tangents, one, other), inputs
     return Dual(tangents, one, other, third if form == "with a factor" else None), inputs
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(tangents: GraphTangents, form: str) -> None:
+def test_all_forms_of_a_dual_behave_alike(tangents: GraphTangents, form: str) -> None:
     value = random(1 + QUERIES, 2, 3)
     dual, inputs = dual_in(form, tangents, value)
-    negative = dual.each(lambda part, _: tangents.call(aten.neg.default, part))
+    negative = dual.map(lambda part, _: tangents.call(aten.neg.default, part))
     forms = {
         "itself": dual,
         "reshaped": dual.reshaped((3, 2)),
         "aligned": dual.aligned(3),
-        "each": negative,
+        "map": negative,
         "scaled": dual.scaled(negative.primal, 3),
         "scaled by nothing": dual.scaled(negative.primal),
         "interleaved": Interleaved.of(dual),
     }
-    nodes = {name: (made.primal, made.tangents) for name, made in forms.items()}
+    nodes = {name: (variant.primal, variant.tangents) for name, variant in forms.items()}
     numbers = {name: torch.cat(parts) for name, parts in run(tangents, nodes, *inputs).items()}
     expected = {
         "itself": value,
         "reshaped": value.reshape(-1, 3, 2),
         "aligned": value.reshape(-1, 1, 2, 3),
-        "each": -value,
+        "map": -value,
         "scaled": torch.cat([-value[:1], 3 * value[1:]]),
         "scaled by nothing": torch.cat([-value[:1], value[1:]]),
         "interleaved": value,
@@ -132,31 +132,31 @@ def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(tangents: GraphTa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_meets_interleaved_tangents_as_they_lie(tangents: GraphTangents, form: str) -> None:
+def test_a_primal_broadcasts_against_interleaved_tangents(tangents: GraphTangents, form: str) -> None:
     value = random(1 + QUERIES, 2, 3)
     dual, inputs = dual_in(form, tangents, value)
-    found = Interleaved.of(dual)
-    one, meeting = found.meeting(found.primal)
-    assert Interleaved.of(found) is found
-    inside, product = run(tangents, (found.inside, tangents.product(one, meeting)), *inputs)
+    interleaved = Interleaved.of(dual)
+    one, broadcast_tangents = interleaved.broadcastable(interleaved.primal)
+    assert Interleaved.of(interleaved) is interleaved
+    inside, product = run(tangents, (interleaved.inside, tangents.product(one, broadcast_tangents)), *inputs)
     assert product.shape == (2, QUERIES, 3)
     torch.testing.assert_close(inside, value[1:].movedim(0, -2))
     torch.testing.assert_close(product, value[0].unsqueeze(1) * inside)
 
 
-def test_interleaved_tangents_follow_a_reshape_that_leaves_the_last_dimension(
+def test_interleaved_tangents_keep_their_layout_if_the_last_dimension_stays(
     tangents: GraphTangents,
 ) -> None:
     value = random(1 + QUERIES, 2, 3, 4)
     dual, inputs = dual_in("interleaved", tangents, value)
-    kept, turned = dual.reshaped((6, 4)), dual.reshaped((2, 12))
-    assert isinstance(kept, Interleaved) and not isinstance(turned, Interleaved)
-    found = run(tangents, (kept.tangents, turned.tangents), *inputs)
-    assert torch.equal(found[0], value[1:].reshape(-1, 6, 4))
-    assert torch.equal(found[1], value[1:].reshape(-1, 2, 12))
+    kept, converted = dual.reshaped((6, 4)), dual.reshaped((2, 12))
+    assert isinstance(kept, Interleaved) and not isinstance(converted, Interleaved)
+    tangent_outputs = run(tangents, (kept.tangents, converted.tangents), *inputs)
+    assert torch.equal(tangent_outputs[0], value[1:].reshape(-1, 6, 4))
+    assert torch.equal(tangent_outputs[1], value[1:].reshape(-1, 2, 12))
 
 
-def test_tangents_are_made_once(tangents: GraphTangents) -> None:
+def test_tangents_are_computed_once(tangents: GraphTangents) -> None:
     dual, _ = dual_in("with a factor", tangents, random(1 + QUERIES, 2, 3))
     assert dual.tangents is dual.tangents
     assert dual.scaled(dual.primal).unscaled is dual.unscaled

@@ -1,4 +1,4 @@
-"""The inverse of triangular matrices by products, in all its forms, and its derivative."""
+"""The inverse of triangular matrices: all forms agree, and the derivative is autograd's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.server_export.derive.jvp.graphs import Function, random
 
 
 def tables(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The matrix of ones on the diagonal, and the places of the halves of blocks up to `count` rows."""
+    """Returns the diagonal matrix of ones, and the masks of the halves of blocks of up to `count` rows."""
     sizes = [2**power for power in range(max(1, (count - 1).bit_length()))]
     halves = [torch.from_numpy(relation("halves", count, size, None)) for size in sizes]
     return torch.from_numpy(relation("behind", count, 0, 1)), halves
@@ -26,27 +26,27 @@ def exact(below: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
-def test_all_forms_are_the_inverse(count: int) -> None:
+def test_all_forms_compute_the_inverse(count: int) -> None:
     below = random(3, count, count).float().tril(-1)
     one, halves = tables(count)
     core = rewritten_graph(Function(lambda x: UNIT_INVERSE(x, one, halves)), (below,))
     fill_in_values(core)
     write_core_operators(core)
-    for found in (UNIT_INVERSE(below, one, halves), UnitInverse.apply(below, one, halves), core(below)):
-        torch.testing.assert_close(found.double(), exact(below), rtol=1e-4, atol=1e-4)
+    for result in (UNIT_INVERSE(below, one, halves), UnitInverse.apply(below, one, halves), core(below)):
+        torch.testing.assert_close(result.double(), exact(below), rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_that_are_all_the_same_lose_no_digits() -> None:
-    """Powers of this matrix have numbers of 1e37, its inverse those of 1."""
+def test_equal_tokens_lose_no_precision() -> None:
+    """Powers of this matrix have elements of 1e37, its inverse has elements of 1."""
     below = torch.ones(1, 128, 128).tril(-1)
-    found = UNIT_INVERSE(below, *tables(128))
-    torch.testing.assert_close(found.double(), exact(below), atol=1e-6, rtol=0)
+    result = UNIT_INVERSE(below, *tables(128))
+    torch.testing.assert_close(result.double(), exact(below), atol=1e-6, rtol=0)
 
 
-def test_its_derivative_is_autograds() -> None:
-    below, slope = random(2, 6, 6).tril(-1).requires_grad_(), random(2, 6, 6, seed=1)
+def test_the_derivative_is_that_of_autograd() -> None:
+    below, grad_output = random(2, 6, 6).tril(-1).requires_grad_(), random(2, 6, 6, seed=1)
     one, halves = tables(6)
-    places = one.double(), [half.double() for half in halves]
-    (found,) = torch.autograd.grad(UnitInverse.apply(below, *places), below, slope)
-    (expected,) = torch.autograd.grad(exact(below), below, slope)
-    torch.testing.assert_close(found.tril(-1), expected.tril(-1))
+    double_tables = one.double(), [half.double() for half in halves]
+    (result,) = torch.autograd.grad(UnitInverse.apply(below, *double_tables), below, grad_output)
+    (expected,) = torch.autograd.grad(exact(below), below, grad_output)
+    torch.testing.assert_close(result.tril(-1), expected.tril(-1))

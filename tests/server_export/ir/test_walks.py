@@ -1,4 +1,4 @@
-"""What depends on a node, what it is computed of, and who reads it in another layout."""
+"""Traversals of a graph: descendants, ancestors, and users through layouts."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def nodes() -> dict[str, Node]:
     return {"a": a, "b": b, "c": c, "d": d, "e": e, "flat": flat, "output": graph.output((c,))}
 
 
-def names(nodes: dict[str, Node], chosen: set[Node]) -> set[str]:
-    return {name for name, node in nodes.items() if node in chosen}
+def names(nodes: dict[str, Node], selected: set[Node]) -> set[str]:
+    return {name for name, node in nodes.items() if node in selected}
 
 
-def test_what_depends_on_a_node_is_followed_to_the_output(nodes: dict[str, Node]) -> None:
+def test_descendants_reach_the_output(nodes: dict[str, Node]) -> None:
     assert names(nodes, descendants([nodes["flat"]])) == {"flat", "b", "c", "output"}
     assert names(nodes, descendants([nodes["e"], nodes["d"]])) == {"e", "d", "c", "output"}
 
 
-def test_a_walk_ends_at_nodes_of_a_sort(nodes: dict[str, Node]) -> None:
+def test_descendants_stop_at_given_nodes(nodes: dict[str, Node]) -> None:
     reached = descendants([nodes["a"]], until=lambda node: node.target is aten.exp.default)
     assert names(nodes, reached) == {"a", "flat", "b", "e"}
 
 
-def test_what_a_node_is_computed_of_is_followed_to_the_inputs(nodes: dict[str, Node]) -> None:
+def test_ancestors_reach_the_inputs(nodes: dict[str, Node]) -> None:
     assert names(nodes, ancestors([nodes["c"]])) == {"a", "flat", "b", "c", "d"}
     assert names(nodes, ancestors([nodes["c"]], without=[nodes["b"]])) == {"c", "d"}
 
 
-def test_a_layout_of_a_value_is_no_reader_of_it(nodes: dict[str, Node]) -> None:
+def test_layouts_are_not_readers(nodes: dict[str, Node]) -> None:
     assert [*readers(nodes["a"], [aten.reshape.default])] == [nodes["b"], nodes["e"]]
     assert [*readers(nodes["a"], [])] == [nodes["flat"], nodes["e"]]
 
 
-def test_a_value_is_found_through_its_layouts(nodes: dict[str, Node]) -> None:
+def test_origin_looks_through_layouts(nodes: dict[str, Node]) -> None:
     assert origin(nodes["flat"], [aten.reshape.default]) == (nodes["a"], [nodes["flat"]])
     assert origin(nodes["b"], [aten.reshape.default]) == (nodes["b"], [])
     assert origin(1.0, [aten.reshape.default]) == (1.0, [])

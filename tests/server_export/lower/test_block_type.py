@@ -1,4 +1,4 @@
-"""One lowered kind with the weights of several blocks, in the stock engine against eager."""
+"""One lowered block type with the weights of several blocks: the stock engine against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TOLERANCE = {"fp32": 2e-5, "8da8w": 0.02, "8da4w": 0.02}
 
 
 class Block(nn.Module):
-    """A norm, a gated layer with a bias, an adapted one."""
+    """A block with a norm, a gated layer with a bias, and an adapted layer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        # Norms of ones, in both blocks: equal constants.
+        # Norms of ones, so that constants are equal.
         self.norm, self.gate_norm = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
         self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
@@ -53,8 +53,8 @@ class Block(nn.Module):
         return state + self.down(gated) + low_rank.reshape(rows, tokens, width)
 
 
-class Back(nn.Module):
-    """Reads what the block does, and a transposed weight of its own."""
+class Backward(nn.Module):
+    """Reads constants of a block, and a transposed weight of its own."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Back(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to states, by a table of floats or of int8 rows."""
+    """An embedding with a table of floats or of int8 rows."""
 
     def __init__(self, seed: int, quantized: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 
 class Wide(nn.Module):
-    """Two layers with much between them."""
+    """Two layers with large activations between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Wide(nn.Module):
 
 
 class Head(nn.Module):
-    """States to the log-probabilities of a token each."""
+    """A head that computes the log-probability of a target for each hidden state."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -116,16 +116,16 @@ class Head(nn.Module):
 
 
 def program(module: nn.Module, *inputs: torch.Tensor, sizes: Mapping[str, Size] = SIZES) -> ExportedProgram:
-    """The program of a module of any size, by way of a graph with markers.
+    """Return a program with dynamic sizes, made from a graph with markers.
 
     Args:
-        module: as it is.
-        inputs: on the meta device, with markers in their shapes.
-        sizes: that a call chooses.
+        module: the module.
+        inputs: inputs on the meta device, with markers in their shapes.
+        sizes: dynamic sizes by name.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # What is fake takes no memory, whatever its size.
+    # Fake tensors take no memory.
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs)
     graph_module = rewritten_graph(module, fake)
@@ -150,35 +150,35 @@ def block_program(module: nn.Module) -> ExportedProgram:
     return program(module, meta(*HIDDEN_STATES), meta(RANK, WIDTH))
 
 
-def answer(
+def engine_output(
     folder: Path,
-    kind: LoweredBlockType,
+    block_type: LoweredBlockType,
     weights: Mapping[str, torch.Tensor],
     method: str,
     *inputs: torch.Tensor,
 ) -> torch.Tensor:
-    """What the engine answers with a block's weights, all in one file of each name."""
-    return engine_of(folder, kind, weights).run_method(method, inputs)[0]
+    """Return the output of a method in the engine, with the weights of a block."""
+    return engine_of(folder, block_type, weights).run_method(method, inputs)[0]
 
 
-def engine_of(folder: Path, kind: LoweredBlockType, weights: Mapping[str, torch.Tensor]) -> Any:
+def engine_of(folder: Path, block_type: LoweredBlockType, weights: Mapping[str, torch.Tensor]) -> Any:
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
-    (folder / "kind.pte").write_bytes(kind.program)
-    kind.weights.write(folder / "block.ptd", weights)
-    return _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
+    (folder / "block_type.pte").write_bytes(block_type.program)
+    block_type.weights.write(folder / "block.ptd", weights)
+    return _load_for_executorch(str(folder / "block_type.pte"), str(folder / "block.ptd"))
 
 
 @pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
-def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
+def test_a_block_type_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Block(seed), scheme) for seed in (1, 2))
-    kind = lower_block_type({"score": block_program(first)}, SIZES.values())
-    assert len(kind.program) < 20_000
+    block_type = lower_block_type({"score": block_program(first)}, SIZES.values())
+    assert len(block_type.program) < 20_000
     for block in (first, second):
         weights = tensors(block_program(block))
         for rows, tokens in SHAPES:
             inputs = torch.randn(rows, tokens, WIDTH), torch.randn(RANK, WIDTH)
-            difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
+            difference = engine_output(tmp_path, block_type, weights, "score", *inputs) - block(*inputs)
             assert difference.abs().max() < TOLERANCE[scheme]
             assert difference.abs().median() < 1e-6
 
@@ -188,15 +188,15 @@ def anonymous_megabytes() -> int:
     return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("RssAnon"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system doesn't tell")
-def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Path) -> None:
-    """XNNPACK writes to all of its workspace, which is at least as large as its program says."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system doesn't show it")
+def test_memory_of_a_call_depends_on_its_own_sizes(tmp_path: Path) -> None:
+    """XNNPACK touches all of its workspace, which is at least as large as its program requires."""
     bounds = {**SIZES, "tokens": replace(SIZES["tokens"], maximum=4096)}
     exported = program(quantized(Wide(), "fp32"), meta(*HIDDEN_STATES), sizes=bounds)
-    kind, before = lower_block_type({"score": exported}, bounds.values()), anonymous_megabytes()
-    engine = engine_of(tmp_path, kind, tensors(exported))
+    block_type, before = lower_block_type({"score": exported}, bounds.values()), anonymous_megabytes()
+    engine = engine_of(tmp_path, block_type, tensors(exported))
     engine.run_method("score", (torch.randn(3, 5, WIDTH),))
-    # What lies between the layers takes 537 MB in the largest call.
+    # Activations between the layers take 537 MB in the largest call.
     assert anonymous_megabytes() - before < 100
 
 
@@ -204,73 +204,77 @@ def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Pat
 def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
     first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
     ids = meta(*HIDDEN_STATES[:2], dtype=torch.int64)
-    kind = lower_block_type({"score": program(first, ids)}, SIZES.values())
+    block_type = lower_block_type({"score": program(first, ids)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, ids))
         for shape in SHAPES:
             tokens = torch.randint(VOCABULARY, shape)
-            torch.testing.assert_close(answer(tmp_path, kind, weights, "score", tokens), block(tokens))
+            torch.testing.assert_close(
+                engine_output(tmp_path, block_type, weights, "score", tokens), block(tokens)
+            )
 
 
 @pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
 def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
     inputs = meta(HIDDEN_STATES[0], WIDTH), meta(HIDDEN_STATES[0], 1, dtype=torch.int64)
-    kind = lower_block_type({"score": program(first, *inputs)}, SIZES.values())
+    block_type = lower_block_type({"score": program(first, *inputs)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, *inputs))
         for rows in (1, 3, 8):
             state, targets = torch.randn(rows, WIDTH), torch.randint(VOCABULARY, (rows, 1))
-            difference = answer(tmp_path, kind, weights, "score", state, targets) - block(state, targets)
+            difference = engine_output(tmp_path, block_type, weights, "score", state, targets) - block(
+                state, targets
+            )
             assert difference.abs().max() < TOLERANCE[scheme]
 
 
-def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) -> None:
+def test_constants_of_one_method_are_in_the_file_only_with_that_method(tmp_path: Path) -> None:
     block = quantized(Block(1), "8da4w")
-    back = Back(quantized(Block(1), "fp32"))
-    quantize_layers(back, "8da8w")
-    back.up = block.up
+    backward = Backward(quantized(Block(1), "fp32"))
+    quantize_layers(backward, "8da8w")
+    backward.up = block.up
     methods = {
         "score": block_program(block),
-        "backward": program(back.eval().requires_grad_(False), meta(*HIDDEN_STATES)),
+        "backward": program(backward.eval().requires_grad_(False), meta(*HIDDEN_STATES)),
     }
     weights = tensors(methods["score"]) | tensors(methods["backward"])
     together, alone = (
         lower_block_type(methods, SIZES.values()),
         lower_block_type({"score": methods["score"]}, SIZES.values()),
     )
-    # Without `back`, the file lacks what it alone reads.
-    names = ({entry.name for entry in kind.weights.entries} for kind in (together, alone))
+    # Without `backward`, the file lacks the constants that only this method reads.
+    names = ({entry.name for entry in block_type.weights.entries} for block_type in (together, alone))
     own = {name for name in weights if name.startswith("transposed_up") and "zero" not in name}
     assert set.difference(*names) == own
     inputs = torch.randn(2, 7, WIDTH), torch.randn(RANK, WIDTH)
-    for kind in (together, alone):
-        difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
+    for block_type in (together, alone):
+        difference = engine_output(tmp_path, block_type, weights, "score", *inputs) - block(*inputs)
         assert difference.abs().max() < TOLERANCE["8da4w"]
-    difference = answer(tmp_path, together, weights, "backward", inputs[0]) - back(inputs[0])
+    difference = engine_output(tmp_path, together, weights, "backward", inputs[0]) - backward(inputs[0])
     assert difference.abs().max() < TOLERANCE["8da8w"]
 
 
 @pytest.fixture(scope="module")
 def lowered() -> tuple[LoweredBlockType, dict[str, torch.Tensor]]:
-    """A kind of int4 layers, and the constants of a block."""
+    """A block type with an int4 layer, and the constants of a block."""
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     return lower_block_type({"score": exported}, SIZES.values()), tensors(exported)
 
 
 def test_layouts_are_known(lowered: tuple[LoweredBlockType, dict[str, torch.Tensor]]) -> None:
-    kind, _ = lowered
-    layouts = {entry.name: entry.layout for entry in kind.weights.entries}
+    block_type, _ = lowered
+    layouts = {entry.name: entry.layout for entry in block_type.weights.entries}
     assert layouts == {
         "layer_weight_qdata": "int4",
         "layer_weight_scale": "as it is",
         "layer.bias": "as it is",
     }
-    assert set(kind.weights.fixed) == {"layer_weight_zero_point"}
+    assert set(block_type.weights.fixed) == {"layer_weight_zero_point"}
 
 
-def test_a_table_is_laid_out_in_no_way_that_no_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way of a large table would be in memory beside it."""
+def test_a_table_is_packed_only_if_a_part_of_the_file_has_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed copy of a large table would take memory in addition to the table."""
     packed, laid_out = LAYOUTS["int4"], list[bool]()
 
     def watched(tensor: torch.Tensor) -> torch.Tensor:
@@ -294,23 +298,23 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
         weight_dtype=torch.int4, weight_granularity=PerGroup(32), weight_scale_dtype=torch.float32
     )
     quantize_(layer, settings)
-    kind = lower_block_type(
+    block_type = lower_block_type(
         {"score": program(layer.eval().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values()
     )
-    layouts = {entry.name: entry.layout for entry in kind.weights.entries}
+    layouts = {entry.name: entry.layout for entry in block_type.weights.entries}
     assert layouts["layer_weight_scale"] == "bfloat16"
 
 
-def test_a_layout_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(LAYOUTS, "int4")
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     with raises(Refusal, "unknown-constant", saying="256 bytes"):
         lower_block_type({"score": exported}, SIZES.values())
 
 
-def test_two_constants_with_one_key_are_told() -> None:
-    class Chosen(nn.Module):
-        """Of three numbers that are 0 or 1, two are equal."""
+def test_two_equal_constants_are_refused() -> None:
+    class Booleans(nn.Module):
+        """A module with three boolean constants, of which two are equal."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -322,23 +326,23 @@ def test_two_constants_with_one_key_are_told() -> None:
             return torch.logical_or(torch.logical_xor(positive, self.a), positive == self.b) & self.c
 
     with refusal("ambiguous-constant"):
-        lower_block_type({"score": program(Chosen(), meta(*HIDDEN_STATES))}, SIZES.values())
+        lower_block_type({"score": program(Booleans(), meta(*HIDDEN_STATES))}, SIZES.values())
 
 
-def test_constants_that_are_not_the_kinds_are_named(
+def test_constants_that_differ_from_the_block_type_are_named(
     lowered: tuple[LoweredBlockType, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    kind, weights = lowered
-    (fixed,), name = kind.weights.fixed, kind.weights.entries[0].name
+    block_type, weights = lowered
+    (fixed,), name = block_type.weights.fixed, block_type.weights.entries[0].name
     for changed, code, wrong in (
         ({n: t for n, t in weights.items() if n != name}, "constant-missing", name),
         ({**weights, fixed: weights[fixed] + 1}, "constant-differs-from-program", fixed),
     ):
         with raises(Refusal, code, saying=wrong):
-            kind.weights.write(tmp_path / "block.ptd", changed)
+            block_type.weights.write(tmp_path / "block.ptd", changed)
         assert not (tmp_path / "block.ptd").exists()
     with raises(Refusal, "constant-of-another-shape", saying=name):
-        kind.weights.write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
+        block_type.weights.write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
 
 
 def test_a_weight_that_another_operator_reads_is_refused() -> None:
@@ -361,23 +365,23 @@ def test_a_functional_program_is_not_traced_again() -> None:
     targets = {node.target for node in program.graph.nodes}
     assert not targets & {aten.reshape.default, aten._assert_scalar.default}
     assert program.run_decompositions({}) is program
-    # Tracing finds nothing that it writes otherwise.
+    # Tracing rewrites nothing.
     traced = ExportedProgram.run_decompositions(program, {})
     assert operators(traced) == operators(program)
 
 
-def test_what_may_share_memory_is_traced() -> None:
-    class Odd(nn.Module):
+def test_an_operator_that_may_share_memory_is_traced_again() -> None:
+    class Contiguous(nn.Module):
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.transpose(1, 2).contiguous()
 
-    given = program(Odd(), meta(*HIDDEN_STATES))
-    found = StandInConstants({"score": given}).as_placeholders(given).run_decompositions({})
-    assert found is not given and aten.contiguous.default not in operators(found)
+    exported = program(Contiguous(), meta(*HIDDEN_STATES))
+    traced = StandInConstants({"score": exported}).as_placeholders(exported).run_decompositions({})
+    assert traced is not exported and aten.contiguous.default not in operators(traced)
 
 
 def operators(program: ExportedProgram) -> list[object]:
-    """What computes tensors, in order."""
+    """Return the operators that compute tensors, in order."""
     return [
         node.target
         for node in program.graph.nodes

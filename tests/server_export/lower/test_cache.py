@@ -1,4 +1,4 @@
-"""Programs of earlier exports: taken where all that they follow from is the same, else lowered."""
+"""Cached programs are used if everything that they depend on is equal; else block types are lowered."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SIZE = Size(10007, 3, 1, 8)
 
 
 class Layer(nn.Module):
-    """A layer, and a number that becomes a part of the program."""
+    """A layer, and a factor that becomes a part of the program."""
 
-    def __init__(self, seed: int = 0, slope: float = 0.5, width: int = WIDTH) -> None:
+    def __init__(self, seed: int = 0, factor: float = 0.5, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layer = nn.Linear(width, WIDTH)
-        self.slope = slope
+        self.factor = factor
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layer(state) * self.slope)
+        return torch.tanh(self.layer(state) * self.factor)
 
 
 def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str, SizedMethod]:
@@ -49,39 +49,39 @@ def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str,
 
 
 def lower(
-    folder: Path, programs: Mapping[str, SizedMethod], in_pieces: Collection[str] = ()
+    folder: Path, programs: Mapping[str, SizedMethod], split_methods: Collection[str] = ()
 ) -> tuple[LoweredBlockType, int]:
-    """A kind by a cache of this folder, and how many it took from there."""
-    programs_of = ProgramCache(folder)
-    return programs_of.lower(programs, {}, in_pieces), programs_of.taken
+    """Lower a block type with a cache in this folder, and return it with the number of hits."""
+    program_cache = ProgramCache(folder)
+    return program_cache.lower(programs, {}, split_methods), program_cache.hits
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredBlockType]:
-    folder = tmp_path_factory.mktemp("made")
-    kind, taken = lower(folder, methods(Layer()))
-    assert taken == 0
-    return folder, kind
+def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredBlockType]:
+    folder = tmp_path_factory.mktemp("cached")
+    block_type, hits = lower(folder, methods(Layer()))
+    assert hits == 0
+    return folder, block_type
 
 
 @pytest.fixture
-def filled(made: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBlockType:
-    """The kind in the file of `tmp_path / "cache"`."""
-    shutil.copytree(made[0], tmp_path / "cache")
-    return made[1]
+def filled(cached: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBlockType:
+    """The block type in the cache `tmp_path / "cache"`."""
+    shutil.copytree(cached[0], tmp_path / "cache")
+    return cached[1]
 
 
-def test_the_same_graph_with_other_weights_is_taken(
+def test_the_same_graph_with_other_weights_is_a_hit(
     filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even torch.export traces it."""
+    """torch.export doesn't even trace it."""
     monkeypatch.setattr(cache, "lower_block_type", None)
     monkeypatch.setattr(SizedMethod, "program", None)
     block = Layer(seed=1)
-    kind, taken = lower(tmp_path / "cache", methods(block))
-    assert taken == 1 and kind.program == filled.program
+    block_type, hits = lower(tmp_path / "cache", methods(block))
+    assert hits == 1 and block_type.program == filled.program
     tensors = {f"layer.{name}": value for name, value in block.layer.named_parameters()}
-    for number, each in enumerate((filled, kind)):
+    for number, each in enumerate((filled, block_type)):
         each.weights.write(tmp_path / str(number), tensors)
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
 
@@ -89,15 +89,15 @@ def test_the_same_graph_with_other_weights_is_taken(
 @pytest.mark.parametrize(
     ("block", "name", "changes"),
     [
-        (Layer(slope=0.25), "forward", {}),
+        (Layer(factor=0.25), "forward", {}),
         (Layer(width=2 * WIDTH), "forward", {}),
         (Layer(), "other", {}),
         (Layer(), "forward", {"size": Size(10007, 3, 1, 9)}),
-        (Layer(), "forward", {"in_pieces": ("forward",)}),
+        (Layer(), "forward", {"split_methods": ("forward",)}),
     ],
     ids=["number", "width", "name", "bound", "pieces"],
 )
-def test_what_a_program_follows_from_makes_another(
+def test_a_program_is_lowered_again_if_something_it_depends_on_changes(
     filled: LoweredBlockType,
     tmp_path: Path,
     block: Layer,
@@ -107,11 +107,11 @@ def test_what_a_program_follows_from_makes_another(
 ) -> None:
     monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     programs = methods(block, name, changes.get("size", SIZE))
-    assert lower(tmp_path / "cache", programs, changes.get("in_pieces", ())) == (filled, 0)
+    assert lower(tmp_path / "cache", programs, changes.get("split_methods", ())) == (filled, 0)
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
-def test_another_version_of_what_lowers_makes_another(
+def test_a_program_is_lowered_again_by_another_version_of_the_code(
     filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "lowering_code", lambda: "another")
@@ -120,7 +120,7 @@ def test_another_version_of_what_lowers_makes_another(
 
 
 def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of every room that is named, which has some."""
+    """Files of all listed packages are hashed."""
     root = Path(cache.__file__).resolve().parents[1]
     hashed = list[Path]()
 
@@ -131,11 +131,11 @@ def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cache, "file_sha256", watched)
     cache.lowering_code.__wrapped__()
     assert {path.relative_to(root).parts[0] for path in hashed} == {*cache.LOWERING_ROOMS}
-    assert root / "ir" / "rewriting.py" in hashed and root / "lower" / "kind.py" in hashed
+    assert root / "ir" / "rewriting.py" in hashed and root / "lower" / "block_type.py" in hashed
 
 
 @pytest.mark.parametrize("damage", ["hash", "header", "end", "torn", "empty"])
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_file_is_written_again(
     filled: LoweredBlockType, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = (tmp_path / "cache").iterdir()
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_made_again(
     assert path.read_bytes() == whole
 
 
-def test_a_folder_that_cant_be_written_costs_time_alone(
+def test_a_folder_that_cant_be_written_only_costs_time(
     filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
@@ -159,7 +159,7 @@ def test_a_folder_that_cant_be_written_costs_time_alone(
     assert lower(tmp_path / "file" / "cache", methods(Layer())) == (filled, 0)
 
 
-def test_no_weight_is_kept(tmp_path: Path) -> None:
+def test_the_cache_has_no_weights(tmp_path: Path) -> None:
     block = Layer()
     block.layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1234))
     lower(tmp_path / "cache", methods(block))
@@ -167,9 +167,9 @@ def test_no_weight_is_kept(tmp_path: Path) -> None:
     assert block.layer.weight.detach().numpy().tobytes()[:16] not in path.read_bytes()
 
 
-def test_a_block_of_another_shape_is_refused_as_ever(filled: LoweredBlockType, tmp_path: Path) -> None:
-    kind, _ = lower(tmp_path / "cache", methods(Layer()))
+def test_a_block_of_another_shape_is_refused(filled: LoweredBlockType, tmp_path: Path) -> None:
+    block_type, _ = lower(tmp_path / "cache", methods(Layer()))
     with raises(Refusal, "constant-of-another-shape", saying="layer.weight"):
-        kind.weights.write(
+        block_type.weights.write(
             tmp_path / "x.ptd", {"layer.weight": torch.zeros(1, 1), "layer.bias": torch.zeros(1)}
         )

@@ -1,4 +1,4 @@
-"""Delegates by level: what XNNPACK takes goes together unless something else lies between."""
+"""Delegates by level: operators of XNNPACK are together unless another operator is between them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from executorch.exir import EdgeCompileConfig, to_edge
 from torch import nn
 from torch.fx import Graph, Node
 
-from server_export.lower.partitioning import LevelPartitioner, delegate_levels, in_pieces
+from server_export.lower.partitioning import LevelPartitioner, delegate_levels, split_delegate
 
 
 def chain(*names: str) -> dict[str, Node]:
-    """A graph of functions, each of which reads the one before; the first reads an input."""
+    """Return a graph of functions, each of which reads the previous one; the first reads an input."""
     graph = Graph()
     nodes = {"input": graph.placeholder("input")}
     last = nodes["input"]
@@ -23,20 +23,20 @@ def chain(*names: str) -> dict[str, Node]:
 
 
 def levels(nodes: dict[str, Node], *groups: tuple[str, ...]) -> dict[str, int]:
-    found = delegate_levels(nodes["input"].graph, [[nodes[name] for name in group] for group in groups])
-    return {node.name: level for node, level in found.items()}
+    by_node = delegate_levels(nodes["input"].graph, [[nodes[name] for name in group] for group in groups])
+    return {node.name: level for node, level in by_node.items()}
 
 
 def test_neighbours_share_a_level() -> None:
     assert levels(chain("a", "b"), ("a",), ("b",)) == {"a": 0, "b": 0}
 
 
-def test_what_comes_after_an_operator_outside_is_of_the_next_level() -> None:
+def test_operators_after_one_outside_have_the_next_level() -> None:
     nodes = chain("a", "outside", "also_outside", "b", "c")
     assert levels(nodes, ("a",), ("b",), ("c",)) == {"a": 0, "b": 1, "c": 1}
 
 
-def test_operators_outside_before_the_first_group_cost_no_level() -> None:
+def test_operators_outside_before_the_first_group_add_no_level() -> None:
     assert levels(chain("outside", "a"), ("a",)) == {"a": 0}
 
 
@@ -48,7 +48,7 @@ def test_branches_of_one_level_go_together() -> None:
     assert levels(nodes, ("apart",), ("a",), ("b",)) == {"apart": 0, "a": 0, "b": 0}
 
 
-def test_group_waits_for_the_last_of_its_operators() -> None:
+def test_a_group_has_the_level_of_its_last_operator() -> None:
     nodes = chain("a", "outside", "b")
     graph = nodes["input"].graph
     with graph.inserting_before(nodes["a"]):
@@ -56,35 +56,37 @@ def test_group_waits_for_the_last_of_its_operators() -> None:
     assert levels(nodes, ("a",), ("early", "b")) == {"a": 0, "early": 1, "b": 1}
 
 
-def test_group_that_waits_for_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="wait for one that waits"):
+def test_a_group_that_depends_on_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="depends on the group"):
         levels(chain("a", "outside", "b"), ("a", "b"))
 
 
-def pieces(nodes: dict[str, Node], most: int, *groups: tuple[str, ...]) -> list[str]:
-    found = in_pieces([*nodes.values()][1:], [[nodes[name] for name in group] for group in groups], most)
-    return ["".join(node.name for node in piece) for piece in found]
+def parts(nodes: dict[str, Node], limit: int, *groups: tuple[str, ...]) -> list[str]:
+    split = split_delegate(
+        [*nodes.values()][1:], [[nodes[name] for name in group] for group in groups], limit
+    )
+    return ["".join(node.name for node in part) for part in split]
 
 
-def test_pieces_have_the_same_size_and_the_graph_s_order() -> None:
-    assert pieces(chain(*"abcdef"), 3) == ["abc", "def"]
-    assert pieces(chain(*"abcdefg"), 3) == ["abc", "de", "fg"]
-    assert pieces(chain(*"ab"), 3) == ["ab"]
+def test_parts_have_the_same_size_and_keep_the_order_of_the_graph() -> None:
+    assert parts(chain(*"abcdef"), 3) == ["abc", "def"]
+    assert parts(chain(*"abcdefg"), 3) == ["abc", "de", "fg"]
+    assert parts(chain(*"ab"), 3) == ["ab"]
 
 
-def test_a_group_stays_whole_and_what_reads_it_comes_later() -> None:
+def test_a_group_stays_together_and_its_readers_come_later() -> None:
     nodes = chain(*"abcdef")
     graph = nodes["input"].graph
     with graph.inserting_before(nodes["a"]):
         early = graph.call_function(torch.neg, (nodes["input"],), name="x")
     nodes["b"].args = (early,)
     nodes = {"input": nodes["input"], "x": early, **{name: nodes[name] for name in "abcdef"}}
-    assert pieces(nodes, 4) == ["xabc", "def"]
-    assert pieces(nodes, 4, ("x", "d")) == ["a", "xbcdef"]
+    assert parts(nodes, 4) == ["xabc", "def"]
+    assert parts(nodes, 4, ("x", "d")) == ["a", "xbcdef"]
 
 
 class Broken(nn.Module):
-    """Two layers with an operator between them that XNNPACK doesn't take."""
+    """Two layers with an operator between them that XNNPACK lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,10 +104,10 @@ def test_delegates_of_a_module_are_its_levels() -> None:
     assert len(calls) == 2
 
 
-def test_a_delegate_in_pieces_is_several() -> None:
+def test_a_split_delegate_is_several() -> None:
     layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Sigmoid())))
     exported = torch.export.export(layers, (torch.ones(2, 4),))
     edge = to_edge(exported, compile_config=EdgeCompileConfig(_check_ir_validity=False))
-    lowered = edge.to_backend(LevelPartitioner(most=4)).exported_program().graph_module
+    lowered = edge.to_backend(LevelPartitioner(limit=4)).exported_program().graph_module
     calls = [node for node in lowered.graph.nodes if "call_delegate" in str(node.target)]
     assert len(calls) > 1

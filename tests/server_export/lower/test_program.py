@@ -1,4 +1,4 @@
-"""Whole modules as methods of one program, in the stock engine."""
+"""Modules as methods of one program, in the stock engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Attention(nn.Module):
-    """Layers that share what they multiply, then one that reads what all of them answer."""
+    """Layers that share their input, and a layer that reads the outputs of all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x f32 [1, tokens, 64] -> the same shape."""
+        """Compute attention of x f32 [1, tokens, 64]; returns the same shape."""
         weights = torch.softmax(torch.bmm(self.q(x), self.k(x).transpose(1, 2)), -1)
         return self.o(torch.bmm(weights, self.v(x)))
 
 
 @pytest.mark.parametrize(("scheme", "tolerance"), [("fp32", 1e-5), ("8da8w", 2e-3), ("8da4w", 2e-3)])
-def test_methods_answer_what_their_modules_do(tmp_path: Path, scheme: str, tolerance: float) -> None:
+def test_methods_compute_what_their_modules_do(tmp_path: Path, scheme: str, tolerance: float) -> None:
     whole, path = Attention().eval().requires_grad_(False), tmp_path / "program.pte"
     if scheme != "fp32":
         quantize_layers(whole, scheme)
@@ -41,11 +41,11 @@ def test_methods_answer_what_their_modules_do(tmp_path: Path, scheme: str, toler
     write_program(path, {name: (module, inputs[name]) for name, module in modules.items()})
     calls = {name: bind_method(path, name, inputs[name]) for name in modules}
     for name in ("whole", "layer", "whole"):
-        (answer,) = calls[name]()
-        torch.testing.assert_close(answer, modules[name](*inputs[name]), atol=tolerance, rtol=0)
+        (output,) = calls[name]()
+        torch.testing.assert_close(output, modules[name](*inputs[name]), atol=tolerance, rtol=0)
 
 
-def test_what_the_engine_refuses_is_told(tmp_path: Path) -> None:
+def test_what_the_engine_refuses_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "program.pte"
     write_program(path, {"forward": (nn.ReLU().eval(), (X,))})
     with refusal("engine-refuses-program"):
@@ -55,10 +55,10 @@ def test_what_the_engine_refuses_is_told(tmp_path: Path) -> None:
         bind_method(path, "forward", (X,))
 
 
-def test_what_depends_on_numbers_is_not_traced(tmp_path: Path) -> None:
-    class Choosing(nn.Module):
+def test_data_dependent_control_flow_is_not_traced(tmp_path: Path) -> None:
+    class DataDependent(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
 
     with refusal("not-traceable"):
-        write_program(tmp_path / "program.pte", {"forward": (Choosing().eval(), (X,))})
+        write_program(tmp_path / "program.pte", {"forward": (DataDependent().eval(), (X,))})

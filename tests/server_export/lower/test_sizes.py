@@ -1,4 +1,4 @@
-"""A graph of fixed sizes as a program of any."""
+"""Graphs of fixed sizes become programs with dynamic sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, HEADS = 12, 3
 
 
 class Attention(nn.Module):
-    """What a block does with rows and tokens: heads, a table, scores."""
+    """A block with reshapes to heads, an attention mask, and scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 def traced(module: nn.Module, *shapes: tuple[int, ...]) -> torch.fx.GraphModule:
-    """A static graph; no memory is taken for its sizes."""
+    """Return a static graph, traced on the meta device."""
     with torch.device("meta"):
         inputs = tuple(torch.empty(shape) for shape in shapes)
     program = torch.export.export(module.to("meta"), inputs, strict=False)
@@ -45,7 +45,7 @@ def traced(module: nn.Module, *shapes: tuple[int, ...]) -> torch.fx.GraphModule:
 
 
 def with_weights(graph_module: torch.fx.GraphModule, seed: int = 0) -> torch.fx.GraphModule:
-    """The graph with constants that have values."""
+    """Return the graph with random constants in memory."""
     random = torch.Generator().manual_seed(seed)
     graph_module.to_empty(device="cpu")
     for tensor in (*graph_module.parameters(), *graph_module.buffers()):
@@ -53,8 +53,8 @@ def with_weights(graph_module: torch.fx.GraphModule, seed: int = 0) -> torch.fx.
     return graph_module
 
 
-def answer(program: ExportedProgram, *inputs: torch.Tensor) -> torch.Tensor:
-    """The one output of a graph, which is in a tuple."""
+def output_of(program: ExportedProgram, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return the only output of a program."""
     (output,) = program.module()(*inputs)
     return output
 
@@ -75,7 +75,7 @@ def attention() -> torch.fx.GraphModule:
     return with_weights(traced(Attention(), *shapes))
 
 
-def test_it_is_the_program_that_torch_exports_with_unknown_sizes(attention: torch.fx.GraphModule) -> None:
+def test_it_is_the_program_that_torch_exports_with_dynamic_sizes(attention: torch.fx.GraphModule) -> None:
     program = dynamic_program(attention, {"rows": ROWS, "tokens": TOKENS})
     module = Attention()
     module.load_state_dict(dict(attention.state_dict()))
@@ -90,7 +90,7 @@ def test_it_is_the_program_that_torch_exports_with_unknown_sizes(attention: torc
     assert list(program.range_constraints.values()) == list(direct.range_constraints.values())
     for shape in ((3, 5), (1, 2), (8, 16), (2, 7)):
         inputs = torch.randn(*shape, WIDTH), torch.randn(shape[1], shape[1])
-        assert torch.equal(answer(program, *inputs), direct.module()(*inputs))
+        assert torch.equal(output_of(program, *inputs), direct.module()(*inputs))
 
 
 def test_a_dimension_that_is_a_product_becomes_two() -> None:
@@ -105,10 +105,10 @@ def test_a_dimension_that_is_a_product_becomes_two() -> None:
     for copies, batch, tokens in ((2, 3, 5), (1, 4, 9), (4, 1, 1)):
         state, lora_b = torch.randn(copies, batch, tokens, WIDTH), torch.randn(copies, WIDTH, 7)
         expected = Stack()(state.reshape(copies * batch, tokens, WIDTH), lora_b)
-        torch.testing.assert_close(answer(program, state, lora_b), expected)
+        torch.testing.assert_close(output_of(program, state, lora_b), expected)
 
 
-def test_a_size_that_no_input_tells_is_refused() -> None:
+def test_a_size_that_no_input_has_is_refused() -> None:
     class Spread(nn.Module):
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.expand(ROWS.marker, WIDTH)

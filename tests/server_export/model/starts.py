@@ -1,4 +1,4 @@
-"""Adapters that exports of tiny models start from."""
+"""Adapters that training of tiny models starts from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tiny_models import DECODERS, make_model
 
 
 def start(architecture: str, **changes: Any) -> StartAdapter:
-    """The adapter of rank 4 that an export with these settings starts from."""
+    """Return the adapter of rank 4 of an export with these settings."""
     is_decoder = architecture in DECODERS
     loaded = prepare_model(make_model(architecture, head=is_decoder), architecture, is_decoder)
     had_conv1d = convert_conv1d(loaded.model) > 0

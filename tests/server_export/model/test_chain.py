@@ -1,4 +1,4 @@
-"""Constants of a model as a chain of blocks; tests/device_runner/engines compare what chains compute."""
+"""Tensors of a chain of blocks, and refused models; tests/device_runner/engines compare computed values."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def chain_of(folder: Path, **settings: Any) -> ModelChain:
     outline = load_meta_model(str(folder))
     with torch.device("meta"):
-        convert_conv1d(twin := load_meta_model(str(folder)).model)
-    names = match_target_modules(twin, default_target_modules(twin))
+        convert_conv1d(meta_model := load_meta_model(str(folder)).model)
+    names = match_target_modules(meta_model, default_target_modules(meta_model))
     generator = torch.Generator().manual_seed(0)
     lora_a = {
-        name: torch.randn(RANK, twin.get_submodule(name).in_features, generator=generator) * 0.1
+        name: torch.randn(RANK, meta_model.get_submodule(name).in_features, generator=generator) * 0.1
         for name in names
     }
     return build_chain(outline, find_files(str(folder)), lora_a, longest=LONGEST, **settings)
 
 
 @pytest.mark.parametrize("folder", ["bert", "gpt2"], indirect=True)
-def test_layers_have_no_bias_of_their_own(folder: Path) -> None:
+def test_biases_of_layers_are_separate_additions(folder: Path) -> None:
     chain = chain_of(folder, scheme="8da8w")
-    graphs = [kind.block.graph_module.graph for kind in chain.block_types.values()]
+    graphs = [block_type.block.graph_module.graph for block_type in chain.block_types.values()]
     linear = torch.ops.aten.linear.default
     layers = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=linear)]
     assert layers and all(len(layer.args) == 2 for layer in layers)
@@ -81,7 +81,7 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_a_large_table_becomes_codes_some_rows_at_a_time(
+def test_a_large_table_is_quantized_in_parts_of_its_rows(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server_export.quantize.frozen.EMBEDDING_BYTES", 0)
@@ -102,18 +102,22 @@ def refuse_whole(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 @pytest.mark.parametrize("folder", ["llama4"], indirect=True)
-def test_what_turns_complex_numbers_is_not_quantized(folder: Path) -> None:
-    """Queries and keys would be rounded before they are turned."""
-    kinds = chain_of(folder, scheme="8da4w").block_types.values()
-    assert any(name.startswith("constant_") for kind in kinds for name in kind.frozen.stored)
-    assert not any(name.startswith("constant_") for kind in kinds for name in kind.frozen.layers)
+def test_rotations_are_not_quantized(folder: Path) -> None:
+    """Otherwise queries and keys would be rounded before their rotation."""
+    block_types = chain_of(folder, scheme="8da4w").block_types.values()
+    assert any(
+        name.startswith("constant_") for block_type in block_types for name in block_type.frozen.stored
+    )
+    assert not any(
+        name.startswith("constant_") for block_type in block_types for name in block_type.frozen.layers
+    )
 
 
 @pytest.mark.parametrize(
     "folder", ["deberta-v2", *second_tier("mpnet", "modernbert", "albert")], indirect=True
 )
-def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
-    """Rows are longer than windows and buckets; layers that read tables of distances aren't adapted."""
+def test_encoders_with_relative_positions(folder: Path) -> None:
+    """Rows are longer than windows and buckets. Layers that read tables of distances can't be adapted."""
     names = [
         name for name, _ in load_meta_model(str(folder)).model.named_modules() if name.endswith("query_proj")
     ]
@@ -123,7 +127,7 @@ def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     assert compare_with_model(chain, str(folder), None).difference < 1e-5
 
 
-_WAYS = {
+_UNUSUAL = {
     "clip_text_model": "it holds a row against its positions",
     "convbert": "it convolves tokens, and lays neighbours side by side",
     "layoutlm": "it calls its pooler",
@@ -138,9 +142,9 @@ _WAYS = {
 
 
 @pytest.mark.parametrize(
-    "model_type", ["convbert", *second_tier(*(name for name in _WAYS if name != "convbert"))]
+    "model_type", ["convbert", *second_tier(*(name for name in _UNUSUAL if name != "convbert"))]
 )
-def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> None:
+def test_encoders_with_unusual_forwards(model_type: str, tmp_path: Path) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     chain = build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
@@ -148,8 +152,8 @@ def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> Non
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
 
-def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
-    """T5's, of a checkpoint that has the decoder too, once its configuration asks for the encoder alone."""
+def test_the_encoder_of_an_encoder_decoder_model(tmp_path: Path) -> None:
+    """The encoder of a T5 checkpoint is exported if its configuration names only the encoder."""
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
@@ -164,7 +168,7 @@ def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
 
-def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
     model = make_tiny("bert-generation")
     model.config.is_decoder = False
     model.save_pretrained(tmp_path)
@@ -177,10 +181,10 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "xlnet"])
-def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
+def test_untraceable_models_that_attend_to_later_tokens_are_refused_as_such(
     model_type: str, tmp_path: Path
 ) -> None:
-    """They are among transformers' causal language models, but let all tokens see all."""
+    """transformers lists these models as causal, but their tokens attend to all tokens."""
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     with refusal("not-causal"):
@@ -188,7 +192,7 @@ def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
-    """What is added for padding is read as a share of it, and is more than the model expects."""
+    """The model uses the additive padding mask as a factor."""
     make_tiny("yoso").save_pretrained(tmp_path)
     chain = build_chain(
         load_meta_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
@@ -197,8 +201,8 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
         compare_with_model(chain, str(tmp_path), None)
 
 
-def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
-    """Those that read an encoder, of a decoder without one."""
+def test_layers_that_are_never_called_are_not_adapted(tmp_path: Path) -> None:
+    """A decoder without an encoder never calls its cross-attention."""
     make_tiny("blenderbot").save_pretrained(tmp_path)
     model = load_meta_model(str(tmp_path)).model
     names = match_target_modules(model, ["q_proj"])
@@ -207,39 +211,39 @@ def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused", "place", "others"),
+    ("model_type", "refused", "depth", "others"),
     [
-        # PEFT gives what is on a layer of that name to experts, as older checkpoints had them.
+        # PEFT loads an adapter of this name into experts, which older checkpoints had as single layers.
         ("glm4_moe", "up_proj", 3, {"self_attn"}),
         ("mamba2", "out_proj", 4, {"in_proj"}),
     ],
 )
 def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
-    kind: str, refused: str, place: int, others: set[str], tmp_path: Path
+    model_type: str, refused: str, depth: int, others: set[str], tmp_path: Path
 ) -> None:
-    make_tiny(kind).save_pretrained(tmp_path)
+    make_tiny(model_type).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
 
     def adapted(*targets: str) -> set[str]:
         config = ExportConfig(str(tmp_path), tmp_path / "bundle", target_modules=[*targets])
-        return {name.split(".")[place] for name in start_adapter(config, outline, False).lora_a}
+        return {name.split(".")[depth] for name in start_adapter(config, outline, False).lora_a}
 
     assert adapted() == adapted("all-linear") == others
-    with raises(ConfigError, "target-modules-refused-by-peft", saying=kind) as caught:
+    with raises(ConfigError, "target-modules-refused-by-peft", saying=model_type) as caught:
         adapted(refused)
     assert refused in str(caught.value)
 
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
-    """Random `lora_a` by layer."""
-    twin = load_meta_model(str(folder)).model
-    names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
-    return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}
+    """Return random `lora_a` by layer."""
+    meta_model = load_meta_model(str(folder)).model
+    names = match_target_modules(meta_model, [targets] if targets else default_target_modules(meta_model))
+    return {name: torch.randn(RANK, meta_model.get_submodule(name).in_features) for name in names}
 
 
-def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
-    """Without a kernel for another device transformers' MRA attends to nothing."""
+def test_adapted_layers_without_effect_are_refused(tmp_path: Path) -> None:
+    """transformers' MRA attends to nothing without its GPU kernel."""
     make_tiny("mra").save_pretrained(tmp_path)
     outline, start = load_meta_model(str(tmp_path)), start_of(tmp_path)
     with refusal("adapter-without-effect"):
@@ -254,7 +258,7 @@ def test_complex_numbers_are_refused(tmp_path: Path) -> None:
     assert caught.value.operator == "aten.fft_fftn.default"
 
 
-def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
+def test_texts_with_more_tokens_than_an_indexer_selects_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
     with raises(Refusal, "indexer-budget", saying="--context 64"):
@@ -263,8 +267,10 @@ def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path
     assert linear and not any("indexer" in name for name in linear)
 
 
-def test_a_mask_of_the_longest_row_is_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has 256 MB for rows of 8,192 tokens, and each layer would have one."""
+def test_a_causal_mask_of_the_longest_row_is_never_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask would take 256 MB for rows of 8,192 tokens in each layer."""
     made, of = list[str](), ModelTable.of
 
     def watched(table: ModelTable, length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`lora_a` from rows: directions of what the model's own layers see."""
+"""`--init eva`: `lora_a` from the principal directions of the layers' inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from server_export.model.row_tokens import row_tokens
 from server_export.settings import ExportConfig
 from tests.bundles import make_spec
 from tests.refusals import raises
-from tests.server_export.model.test_walk import ROWS, expected_inputs, thin_chain
+from tests.server_export.model.test_walk import ROWS, expected_inputs, rank1_chain
 from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
 
 RANK = 3
@@ -31,17 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: object = "model", **changes: Any) -> ExportConfig:
-    given = {"init": "eva", "init_rows": Path("rows.jsonl"), "rank": RANK, **changes}
-    return ExportConfig(model=str(folder), out=Path("unused"), **given)
+    settings = {"init": "eva", "init_rows": Path("rows.jsonl"), "rank": RANK, **changes}
+    return ExportConfig(model=str(folder), out=Path("unused"), **settings)
 
 
-def made(folder: Path, *, rows: Any = ROWS, spread: bool = False, **changes: Any) -> tuple[StartAdapter, Any]:
+def init_from_rows(
+    folder: Path, *, rows: Any = ROWS, spread: bool = False, **changes: Any
+) -> tuple[StartAdapter, Any]:
     start = start_adapter(config(folder, **changes), load_meta_model(str(folder)), False)
-    return eva_adapter(start, thin_chain(folder, list(start.lora_a)), rows, spread)
+    return eva_adapter(start, rank1_chain(folder, list(start.lora_a)), rows, spread)
 
 
-def test_lora_a_spans_the_first_singular_vectors_of_a_layers_inputs(folder: Path) -> None:
-    start, explained = made(folder, target_modules=["q_proj", "v_proj", "down_proj"])
+def test_lora_a_spans_the_first_singular_vectors_of_the_layers_inputs(folder: Path) -> None:
+    start, explained = init_from_rows(folder, target_modules=["q_proj", "v_proj", "down_proj"])
     for name, inputs in expected_inputs(folder, list(start.lora_a)).items():
         stacked = torch.cat(inputs).double().numpy()
         _, values, vectors = np.linalg.svd(stacked, full_matrices=False)
@@ -51,27 +53,27 @@ def test_lora_a_spans_the_first_singular_vectors_of_a_layers_inputs(folder: Path
         np.testing.assert_allclose(cosines, 1, atol=1e-4)
         share = (values[:RANK] ** 2).sum() / (values**2).sum()
         assert explained[name] == pytest.approx(share, rel=1e-4)
-        # As a random row on average: 1 / (3 in) of the inputs' mean square.
-        seen = ((stacked @ lora_a.T) ** 2).sum(0) / (stacked**2).sum()
-        np.testing.assert_allclose(seen, 1 / (3 * stacked.shape[1]), rtol=1e-3)
+        # On average as for a random row: 1 / (3 in) of the inputs' mean square.
+        output_share = ((stacked @ lora_a.T) ** 2).sum(0) / (stacked**2).sum()
+        np.testing.assert_allclose(output_share, 1 / (3 * stacked.shape[1]), rtol=1e-3)
     assert not any(lora_b.any() for lora_b in start.lora_b.values())
     assert (start.rank, start.alpha) == (RANK, 16.0)
 
 
-def test_spread_ranks_keep_the_budget_and_the_scale(folder: Path) -> None:
-    start, explained = made(folder, spread=True, target_modules="all-linear")
-    even, evenly = made(folder, target_modules="all-linear")
+def test_spread_ranks_keep_the_number_of_parameters_and_the_scale(folder: Path) -> None:
+    start, explained = init_from_rows(folder, spread=True, target_modules="all-linear")
+    even, evenly_explained = init_from_rows(folder, target_modules="all-linear")
     ranks = {name: len(a) for name, a in start.lora_a.items()}
     assert set(ranks.values()) - {RANK} and all(1 <= rank <= 2 * RANK for rank in ranks.values())
-    trained, budget = (sum(b.numel() for b in each.lora_b.values()) for each in (start, even))
-    assert budget - WIDTH < trained <= budget
+    trainable, budget = (sum(b.numel() for b in each.lora_b.values()) for each in (start, even))
+    assert budget - WIDTH < trainable <= budget
     assert {start.alphas[name] / rank for name, rank in ranks.items()} == {16.0 / RANK}
-    assert sum(explained.values()) != sum(evenly.values())
+    assert sum(explained.values()) != sum(evenly_explained.values())
 
 
-def test_fewer_directions_than_ranks_are_refused(folder: Path) -> None:
+def test_rows_with_fewer_directions_than_the_rank_are_refused(folder: Path) -> None:
     with raises(DataError, "directions-too-few", saying="--init-rows") as caught:
-        made(folder, rows=[[5, 9]])
+        init_from_rows(folder, rows=[[5, 9]])
     assert all(number in caught.value.problems[0] for number in ("2 directions", "the rank is 3"))
 
 
@@ -95,30 +97,30 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
 TEXTS = [{"text": f"row {number} of many more"} for number in range(100)]
 
 
-def test_rows_are_a_choice_by_seed_of_so_many_tokens(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, TEXTS, init_tokens=100)
-    assert sum(map(len, found)) == 100
-    assert found == rows_of(tmp_path, TEXTS, init_tokens=100)
-    assert found != rows_of(tmp_path, TEXTS, init_tokens=100, seed=1)
-    assert found != rows_of(tmp_path, TEXTS)[: len(found)][::-1]
+def test_rows_are_selected_by_seed_up_to_a_number_of_tokens(tmp_path: Path) -> None:
+    chosen = rows_of(tmp_path, TEXTS, init_tokens=100)
+    assert sum(map(len, chosen)) == 100
+    assert chosen == rows_of(tmp_path, TEXTS, init_tokens=100)
+    assert chosen != rows_of(tmp_path, TEXTS, init_tokens=100, seed=1)
+    assert chosen != rows_of(tmp_path, TEXTS)[: len(chosen)][::-1]
 
 
-def test_long_texts_are_split_and_not_cut(tmp_path: Path) -> None:
+def test_long_texts_are_split_and_not_truncated(tmp_path: Path) -> None:
     (row,) = TEXTS[:1]
-    found = rows_of(tmp_path, [row])
-    assert len(found) > 1 and max(map(len, found)) <= 8
-    assert sum(map(len, found)) >= len(make_tokenizer().encode(row["text"]))
+    chosen = rows_of(tmp_path, [row])
+    assert len(chosen) > 1 and max(map(len, chosen)) <= 8
+    assert sum(map(len, chosen)) >= len(make_tokenizer().encode(row["text"]))
 
 
-def test_rows_of_a_task(tmp_path: Path) -> None:
+def test_rows_of_a_task_are_its_prompts(tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text(
         'name: t\ntemplate: "{text}"\nlabel_words: {0: " no", 1: " yes"}\ncolumns: {label: label}\n'
     )
-    found = rows_of(tmp_path, [{"text": "abc", "label": 1}], init_task=str(task))
-    assert found == [tuple(make_tokenizer().encode("abc"))]
+    chosen = rows_of(tmp_path, [{"text": "abc", "label": 1}], init_task=str(task))
+    assert chosen == [tuple(make_tokenizer().encode("abc"))]
 
 
-def test_rows_that_cant_be_used_are_told(tmp_path: Path) -> None:
+def test_unusable_rows_are_refused(tmp_path: Path) -> None:
     with raises(DataError, "form-unknown", saying="other"):
         rows_of(tmp_path, [{"other": "abc"}])

@@ -1,4 +1,4 @@
-"""What adapted layers see, block by block, against the model's own layers."""
+"""Inputs of adapted layers, block by block, compared with those of the model's own layers."""
 
 from __future__ import annotations
 
@@ -24,63 +24,63 @@ ROWS = [
 ]
 
 
-def thin_chain(folder: Path, names: Sequence[str]) -> ModelChain:
-    """A chain in float32 with an adapter of rank 1 on some layers."""
-    outline = load_meta_model(str(folder))
+def rank1_chain(folder: Path, names: Sequence[str]) -> ModelChain:
+    """Return a chain in float32 with an adapter of rank 1 on some layers."""
+    meta_model = load_meta_model(str(folder))
     with torch.device("meta"):
-        convert_conv1d(twin := load_meta_model(str(folder)).model)
-    lora_a = {name: torch.zeros(1, twin.get_submodule(name).in_features) for name in names}
-    return build_chain(outline, find_files(str(folder)), lora_a, longest=LONGEST)
+        convert_conv1d(linear_model := load_meta_model(str(folder)).model)
+    lora_a = {name: torch.zeros(1, linear_model.get_submodule(name).in_features) for name in names}
+    return build_chain(meta_model, find_files(str(folder)), lora_a, longest=LONGEST)
 
 
 def linear_layers(folder: Path) -> list[str]:
     model = load_model(str(folder)).model
     convert_conv1d(model)
-    # What OPT has before and after its blocks isn't adapted.
+    # OPT's projections before and after its blocks can't be adapted.
     return [name for name in match_target_modules(model, ALL_LINEAR) if "project_" not in name]
 
 
 def expected_inputs(folder: Path, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-    """By layer, what the model's own layer is given for each row."""
+    """Return the inputs of the model's own layers, by layer and row."""
     model = load_model(str(folder)).model
     convert_conv1d(model)
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    inputs_by_layer: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
-            lambda _, given, name=name: seen[name].append(given[0].reshape(-1, given[0].shape[-1]))
+            lambda _, args, name=name: inputs_by_layer[name].append(args[0].reshape(-1, args[0].shape[-1]))
         )
     with torch.no_grad():
         for row in ROWS:
             model(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.long))
-    return seen
+    return inputs_by_layer
 
 
 @pytest.mark.parametrize(
     "architecture", ["llama", "gemma3", "gpt2", "opt", "bert", "roberta", "qwen2_moe", "olmoe"]
 )
-def test_layers_see_what_the_models_own_layers_see(architecture: str, tmp_path: Path) -> None:
+def test_inputs_equal_those_of_the_models_own_layers(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, architecture)
     names = linear_layers(folder)
-    found: dict[str, torch.Tensor] = {}
+    watched: dict[str, torch.Tensor] = {}
 
     def watch(layers: Sequence[str], states: torch.Tensor) -> None:
         for name in layers:
-            found[name] = torch.cat([found[name], states]) if name in found else states.clone()
+            watched[name] = torch.cat([watched[name], states]) if name in watched else states.clone()
 
-    assert len(list(watch_inputs(thin_chain(folder, names), ROWS, watch))) >= 2
+    assert len(list(watch_inputs(rank1_chain(folder, names), ROWS, watch))) >= 2
     expected = expected_inputs(folder, names)
-    assert found.keys() == expected.keys()
-    # Rows come by their length, the longest first.
+    assert watched.keys() == expected.keys()
+    # Rows are computed in descending order of length.
     order = sorted(range(len(ROWS)), key=lambda row: -len(ROWS[row]))
     for name in names:
         rows = torch.cat([expected[name][row] for row in order])
-        assert torch.allclose(found[name], rows, rtol=1e-4, atol=1e-4), name
+        assert torch.allclose(watched[name], rows, rtol=1e-4, atol=1e-4), name
 
 
-def test_layers_that_see_the_same_share_a_call(tmp_path: Path) -> None:
+def test_layers_with_the_same_input_share_a_call(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama")
     calls: list[Sequence[str]] = []
-    chain = thin_chain(folder, linear_layers(folder))
+    chain = rank1_chain(folder, linear_layers(folder))
     for _ in watch_inputs(chain, ROWS, lambda names, states: calls.append(list(names))):
         pass
     endings = [[name.rpartition(".")[2] for name in names] for names in calls]
@@ -94,15 +94,15 @@ def test_layers_that_see_the_same_share_a_call(tmp_path: Path) -> None:
 
 def test_blocks_above_the_last_adapter_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path, "llama")
-    chain = thin_chain(folder, ["model.layers.0.self_attn.q_proj"])
+    chain = rank1_chain(folder, ["model.layers.0.self_attn.q_proj"])
     read: list[int] = []
     tensors: Any = chain.tensors
 
-    def noted(number: int) -> Any:
+    def read_tensors(number: int) -> Any:
         read.append(number)
         return tensors(number)
 
-    monkeypatch.setattr(chain, "tensors", noted)
+    monkeypatch.setattr(chain, "tensors", read_tensors)
     for _ in watch_inputs(chain, ROWS, lambda names, states: None):
         pass
     assert read == [0, 1]

@@ -1,4 +1,4 @@
-"""A hub on the loopback: the part of its API that an upload asks, and what was asked."""
+"""A hub on the loopback, with the part of its API that an upload needs, and a record of the requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNER = "me"
 
 @dataclass
 class Hub:
-    """What the hub has: repositories that are private or not, their files, and all requests."""
+    """The state of the hub: repositories, their visibility and files, and all requests."""
 
     address: str = ""
     private: dict[str, bool] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
-    """Status of requests whose path has this part."""
+    """Status of requests by a part of their path."""
 
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, Any]:
-        """Status and JSON of a request."""
+        """Return status and JSON for a request."""
         self.requests.append((method, path))
         for part, status in self.refused.items():
             if part in path:
@@ -51,9 +51,9 @@ class Hub:
             return 200, {"errors": [], "warnings": []}
         if path == "/api/repos/create":
             return self._created(json.loads(body))
-        found = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+?)(?:\.git)?(/.*)?", path)
-        assert found
-        name, rest = found[1], found[2] or ""
+        match = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+?)(?:\.git)?(/.*)?", path)
+        assert match
+        name, rest = match[1], match[2] or ""
         if name not in self.private:
             return 404, {"error": "Repository not found"}
         if not rest:
@@ -62,11 +62,11 @@ class Hub:
             files = [
                 (each["path"], each["path"].endswith(".safetensors")) for each in json.loads(body)["files"]
             ]
-            told = [
+            modes = [
                 {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
                 for path, large in files
             ]
-            return 200, {"files": told}
+            return 200, {"files": modes}
         if rest == "/info/lfs/objects/batch":
             objects = json.loads(body)["objects"]
             actions = [{"upload": {"href": f"{self.address}/lfs/{each['oid']}"}} for each in objects]
@@ -93,7 +93,7 @@ class Hub:
 
 
 def give_environment(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
-    """Set variables, and what the hub's library has read of them when it was imported."""
+    """Set environment variables, and the constants that the hub's library read from them at its import."""
     is_hub_reachable.cache_clear()
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -104,7 +104,7 @@ def give_environment(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
 
 @contextmanager
 def running() -> Iterator[Hub]:
-    """A hub at `address` for as long as the block takes."""
+    """Run a hub at `address` during the block."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

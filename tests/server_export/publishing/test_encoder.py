@@ -1,4 +1,4 @@
-"""An encoder's program is the model's chain of blocks, and answers what its model answers."""
+"""An encoder's program runs the model's chain of blocks, and computes the outputs of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from server_export.publishing.program import (
     FLOAT_TOLERANCE,
     METHOD,
     PROGRAM,
-    Built,
+    BuiltProgram,
     check_exact,
     check_quantized,
 )
@@ -42,13 +42,13 @@ QUERY, DOWN = "encoder.layer.0.attention.self.query", "encoder.layer.0.output.de
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model`, and `trained`, an adapter of it."""
+    """A folder with a `model`, and an adapter of it, `trained`."""
     folder = tmp_path_factory.mktemp("encoder")
     trained_adapter(save_model(folder / "model", "bert", **SHALLOW["bert"]), folder / "trained", size=0.1)
     return folder
 
 
-def build(base: Path, folder: Path, spec: EncoderSpec) -> Built:
+def build(base: Path, folder: Path, spec: EncoderSpec) -> BuiltProgram:
     adapter = read_lora(base / "trained")
     loaded = load_model(str(base / "model"))
     for name, lora_b in adapter.lora_b.items():
@@ -58,17 +58,17 @@ def build(base: Path, folder: Path, spec: EncoderSpec) -> Built:
 
 
 @pytest.mark.parametrize("scheme", ["8da4w", *second_tier("fp32", "8da8w")])
-def test_a_program_is_held_against_its_model(base: Path, tmp_path: Path, scheme: str) -> None:
+def test_a_program_is_compared_with_its_model(base: Path, tmp_path: Path, scheme: str) -> None:
     built = build(base, tmp_path, EncoderSpec(LENGTH, scheme=scheme))
     if scheme == "fp32":
         assert built.checks["max_absolute_difference"] < built.checks["tolerance"] / 10
     else:
-        # The engine rounds as the eager model does: what both differ by from the float model is the same.
+        # Engine and eager model round equally, so both have the same difference from the float model.
         assert built.checks["quantized_difference"] < built.checks["quantized_tolerance"] / 10
         assert built.checks["quantized_tolerance"] < 0.04
         ratio = (built.checks["float_tolerance"] - FLOAT_TOLERANCE) / built.checks["float_difference"]
         assert ratio == pytest.approx(CHANGED, rel=1e-3)
-    # Embeddings are portable; every product is XNNPACK's.
+    # Embeddings are portable operators; XNNPACK computes all matrix products.
     operators = {*re.findall(rb"aten::\w+", (tmp_path / PROGRAM).read_bytes())}
     assert operators <= {b"aten::embedding", b"aten::index_select", b"aten::add", b"aten::_to_copy"}
     manifest = write_manifest(tmp_path, {**built.to_json(), "model": {"name_or_path": "tiny"}})
@@ -83,23 +83,23 @@ def test_a_program_is_held_against_its_model(base: Path, tmp_path: Path, scheme:
 def test_a_program_with_a_wrong_layer_is_refused(
     base: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A norm that answers a twentieth too much changes answers by far less than four bits do."""
-    right: Any = load_model(str(base / "model")).model.get_submodule("encoder.layer.0.output.LayerNorm")
+    """A norm whose outputs are 5 % too large has a far smaller effect than int4 rounding."""
+    correct: Any = load_model(str(base / "model")).model.get_submodule("encoder.layer.0.output.LayerNorm")
 
-    def write_another(path: Path, methods: Any) -> None:
+    def write_changed_program(path: Path, methods: Any) -> None:
         module, inputs = methods[METHOD]
-        (norm,) = (tensor for tensor in module.buffers() if torch.equal(tensor, right.weight))
+        (norm,) = (tensor for tensor in module.buffers() if torch.equal(tensor, correct.weight))
         norm *= 1.05
         write_program(path, {METHOD: (module, inputs)})
 
-    monkeypatch.setattr(encoder, "write_program", write_another)
+    monkeypatch.setattr(encoder, "write_program", write_changed_program)
     codes = ["differs-from-model"] if scheme == "fp32" else ["differs-from-quantized-model"]
     with raises(BundleError, *codes):
         build(base, tmp_path, EncoderSpec(LENGTH, scheme=scheme))
 
 
 def test_an_adapter_that_is_not_the_models_is_refused(base: Path, tmp_path: Path) -> None:
-    """The blocks get it from its file, and the model that they are compared with otherwise."""
+    """The blocks have the adapter, but the model that they are compared with lacks it."""
     with raises(BundleError, "differs-from-model"):
         build_encoder(
             tmp_path, load_model(str(base / "model")), read_lora(base / "trained"), EncoderSpec(LENGTH)
@@ -114,10 +114,12 @@ def chain_with(base: Path, layers: BundleLayers) -> Any:
 
 def test_layers_are_rounded_as_the_bundle_has_them(base: Path) -> None:
     codes = torch.arange(64 * 64).reshape(64, 64).remainder(16).sub(8).to(torch.int8)
-    known = Int4Weight(codes, torch.full((64, 2), 0.5).bfloat16())
-    chain = chain_with(base, BundleLayers({DOWN}, {QUERY: known}))
-    made = [chain.tensors(number) for number in range(len(chain.blocks))]
-    tensors = {name: tensor for block in made for name, tensor in block.items() if name.endswith("_codes")}
+    int4_weight = Int4Weight(codes, torch.full((64, 2), 0.5).bfloat16())
+    chain = chain_with(base, BundleLayers({DOWN}, {QUERY: int4_weight}))
+    block_tensors = [chain.tensors(number) for number in range(len(chain.blocks))]
+    tensors = {
+        name: tensor for block in block_tensors for name, tensor in block.items() if name.endswith("_codes")
+    }
     (adapted,) = (tensor for name, tensor in tensors.items() if "self_query" in name)
     (int8,) = (tensor for name, tensor in tensors.items() if "0_output_dense" in name)
     assert torch.equal(adapted, codes)
@@ -126,37 +128,37 @@ def test_layers_are_rounded_as_the_bundle_has_them(base: Path) -> None:
 
 
 def test_a_layer_of_another_shape_than_the_bundles_is_refused(base: Path) -> None:
-    known = Int4Weight(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 1).bfloat16())
-    chain = chain_with(base, BundleLayers((), {QUERY: known}))
+    int4_weight = Int4Weight(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 1).bfloat16())
+    chain = chain_with(base, BundleLayers((), {QUERY: int4_weight}))
     with raises(BundleError, "layer-of-another-shape", saying=f"{QUERY} is [64, 32] in the bundle, [64, 64]"):
         for number in range(len(chain.blocks)):
             chain.tensors(number)
 
 
-def test_a_row_of_more_tokens_than_the_model_has_positions_for_is_refused(base: Path, tmp_path: Path) -> None:
+def test_rows_that_are_longer_than_the_models_positions_are_refused(base: Path, tmp_path: Path) -> None:
     with raises(ConfigError, "positions-too-few", saying="sequence_length is 65"):
         build(base, tmp_path, EncoderSpec(65))
 
 
-def test_experts_are_no_single_program(tmp_path: Path) -> None:
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
     model = str(save_model(tmp_path / "model", "qwen3_moe"))
     with refusal("experts-in-one-program"):
         encoder_chain(load_model(model, pooled=True), NO_ADAPTER, EncoderSpec(LENGTH))
 
 
-# What each has that others lack; rows with padding are among those that are compared.
+# Model types and their peculiarities; some of the compared rows have padding.
 _TYPES = {
     "albert": "one layer that is used several times",
-    "big_bird": "attention that it chooses by the length of the first row",
-    "convbert": "convolutions, and neighbours side by side",
-    "deberta-v2": "scores by distances, and masks of its own",
-    "distilbert": "no types of tokens",
-    "electra": "embeddings that are projected",
-    "modernbert": "windows and rotations",
-    "mpnet": "biases by distances",
-    "roberta": "positions that are counted from after the padding token",
-    "t5": "norms without means, and the layers of a pair's encoder",
-    "xmod": "layers for one language of two",
+    "big_bird": "a type of attention that depends on the length of the first row",
+    "convbert": "convolutions and sliding windows",
+    "deberta-v2": "attention scores by distances, and masks of its own",
+    "distilbert": "no token types",
+    "electra": "projected embeddings",
+    "modernbert": "local attention and rotary embeddings",
+    "mpnet": "attention biases by distances",
+    "roberta": "positions that begin after the index of the padding token",
+    "t5": "RMS norms, and the encoder of an encoder-decoder model",
+    "xmod": "layers of one of two languages",
 }
 
 
@@ -182,21 +184,21 @@ def test_the_layers_of_a_checkpoints_own_head(tmp_path: Path, model_type: str) -
     assert built.facts["outputs"] == [{"name": "scores", "dtype": "float32", "shape": (1, 3)}]
 
 
-def test_answers_that_are_not_finite_are_refused() -> None:
-    answers, ones, exact = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), torch.tensor([[0.0, 1.0]])
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    outputs, ones, exact = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), torch.tensor([[0.0, 1.0]])
     with raises(BundleError, "differs-from-model", saying="nan"):
-        check_exact("program", answers, ones)
+        check_exact("program", outputs, ones)
     with raises(BundleError, "differs-from-quantized-model", saying="nan"):
-        check_quantized(answers, ones, exact, exact)
+        check_quantized(outputs, ones, exact, exact)
 
 
-def test_what_rounding_changes_says_what_an_engine_may() -> None:
+def test_the_effect_of_rounding_determines_the_tolerances() -> None:
     exact, *noise = torch.randn(5, 3, 100, generator=torch.Generator().manual_seed(0))
-    smooth = exact + 0.1 * noise[0]
-    expected = smooth + 0.01 * noise[1]
+    unrounded = exact + 0.1 * noise[0]
+    expected = unrounded + 0.01 * noise[1]
 
     def check(by: float) -> dict[str, float]:
-        return check_quantized(expected + by * noise[2], expected, smooth, exact)
+        return check_quantized(expected + by * noise[2], expected, unrounded, exact)
 
     checks = check(0.001)
     assert checks["quantized_difference"] == pytest.approx(0.001, rel=0.2)
@@ -204,7 +206,7 @@ def test_what_rounding_changes_says_what_an_engine_may() -> None:
     assert checks["float_difference"] == pytest.approx(0.1, rel=0.2)
     with raises(BundleError, "differs-from-quantized-model"):
         check(0.03)
-    # As near to the quantized model as its own rounding, and on the far side of it.
+    # As far from the quantized model as its rounding error, in the direction away from the float model.
     away = (expected - exact) * 0.6
     with raises(BundleError, "differs-from-float-model"):
         check_quantized(expected + away, expected, expected + 2.5 * away, exact)

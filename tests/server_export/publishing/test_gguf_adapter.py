@@ -1,4 +1,4 @@
-"""A GGUF adapter is the trained one, number by number, in the order of llama.cpp's weights."""
+"""A GGUF adapter has the values of the trained adapter, in the order of llama.cpp's weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def text_of(field: Any) -> str:
     return bytes(field.parts[field.data[0]]).decode()
 
 
-def neighbours_apart(lora_b: Any, heads: int) -> Any:
-    """llama.cpp's pair 2 i, 2 i + 1 of a head is transformers' i, i + half: back to the latter."""
+def to_transformers_order(lora_b: Any, heads: int) -> Any:
+    """Convert rows from llama.cpp's pairs (2 i, 2 i + 1) of a head to transformers' pairs (i, i + half)."""
     rows = np.empty_like(lora_b)
     half = WIDTH // 2
     for head in range(heads):
@@ -66,12 +66,12 @@ def test_it_is_read_back_as_it_was_trained(tmp_path: Path, architecture: str) ->
         lora_b = np.array(stored_b.data)
         if named == "llama" and module.endswith("q_proj"):
             assert not np.array_equal(lora_b, adapter.lora_b[module])
-            lora_b = neighbours_apart(lora_b, HEADS)
+            lora_b = to_transformers_order(lora_b, HEADS)
         np.testing.assert_array_equal(lora_b, adapter.lora_b[module])
     assert "--lora adapter.gguf" in (tmp_path / "out/README.md").read_text()
 
 
-def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
+def test_keys_are_reordered_by_their_own_number_of_heads(tmp_path: Path) -> None:
     from prge.formats.peft import PeftAdapter
 
     name = "model.layers.1.self_attn.k_proj"
@@ -81,11 +81,13 @@ def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
     adapter = PeftAdapter({"r": RANK, "lora_alpha": 8}, {name: lora_a}, {name: lora_b})
     write_gguf(tmp_path / "a.gguf", adapter, make_config("llama"))
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
-    np.testing.assert_array_equal(neighbours_apart(tensors["blk.1.attn_k.weight.lora_b"], GROUPS), lora_b)
+    np.testing.assert_array_equal(
+        to_transformers_order(tensors["blk.1.attn_k.weight.lora_b"], GROUPS), lora_b
+    )
 
 
 def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
-    """llama.cpp multiplies by the file's alpha over the rank of each module."""
+    """llama.cpp multiplies by the file's alpha divided by the rank of each module."""
     from prge.formats.peft import PeftAdapter
 
     random = np.random.default_rng(0)
@@ -105,9 +107,9 @@ def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
     alpha = reader.fields["adapter.lora.alpha"]
     for layer, (name, rank) in enumerate(ranks.items()):
         a, b = (tensors[f"blk.{layer}.attn_output.weight.lora_{letter}"] for letter in "ab")
-        found = float(alpha.parts[alpha.data[0]][0]) / len(a) * b @ a
+        product = float(alpha.parts[alpha.data[0]][0]) / len(a) * b @ a
         assert len(a) == rank
-        np.testing.assert_allclose(found, 4 * lora_b[name] @ lora_a[name], atol=1e-5)
+        np.testing.assert_allclose(product, 4 * lora_b[name] @ lora_a[name], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
         ("llama", "model.layers.0.somewhere", "no-gguf-weight", "model.layers.0.somewhere"),
     ],
 )
-def test_what_has_no_place_is_refused(
+def test_unsupported_modules_are_refused(
     tmp_path: Path, architecture: str, module: str, code: str, shown: str
 ) -> None:
     from prge.formats.peft import PeftAdapter

@@ -34,7 +34,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Runs the verb with a token, and sees that it is shown and written nowhere."""
 
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        given = {
+        variables = {
             "HF_ENDPOINT": hub.address,
             "HF_TOKEN": TOKEN,
             "HF_TOKEN_PATH": str(tmp_path / "home/token"),
@@ -42,7 +42,7 @@ def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
             "HF_HUB_OFFLINE": "0",
         }
         with monkeypatch.context() as patch:
-            give_environment(patch, **{**given, **environment})
+            give_environment(patch, **{**variables, **environment})
             done = prge("publish", trained, "--out", "out", *words, check=False, cwd=tmp_path)
         assert TOKEN not in done.stdout + done.stderr
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -66,33 +66,37 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "told"),
+    ("words", "environment", "expected"),
     [
-        (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none\n  make one"),
+        (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none.\n  Create one"),
         (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
-        (["me/tuned"], {"HF_TOKEN": f"{TOKEN} é"}, "the token of the hub has characters that none has"),
+        (["me/tuned"], {"HF_TOKEN": f"{TOKEN} é"}, "The token of the hub has characters that no token has"),
         ([""], {}, "--push is '', which names no repository"),
         (["tuned"], {}, "--push is 'tuned', which names no repository: the owner is missing"),
         (["me/../etc"], {}, "--push is 'me/../etc', which names no repository"),
         (["me/a b"], {}, "--push is 'me/a b', which names no repository"),
         (["https://huggingface.co/me/tuned"], {}, "--push is a URL, "),
-        (["me/tuned"], {"HF_HUB_OFFLINE": "1"}, "can't be pushed to offline\n  unset HF_HUB_OFFLINE"),
-        (["me/tuned"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "check that http://127.0.0.1:9 can be reached"),
+        (
+            ["me/tuned"],
+            {"HF_HUB_OFFLINE": "1"},
+            "Cannot push to me/tuned because the hub is offline.\n  Unset HF_HUB_OFFLINE",
+        ),
+        (["me/tuned"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "Check that http://127.0.0.1:9 can be reached"),
         (
             ["me/there"],
             {},
-            "me/there can't be pushed to\n  it exists already: give another name, or --overwrite",
+            "Cannot push to me/there.\n  The repository exists. Give another name, or --overwrite",
         ),
-        (["me/shown", "--overwrite"], {}, "me/shown is there, and all may read it\n  give --public"),
+        (["me/shown", "--overwrite"], {}, "me/shown exists, and everybody can read it.\n  Give --public"),
     ],
 )
 def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
-    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], told: str
+    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], expected: str
 ) -> None:
     hub.private = {"me/there": True, "me/shown": False}
     done = publish("--push", *words, **environment)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected in done.stderr
     assert not (tmp_path / "out").exists()
     assert all(method == "GET" for method, _ in hub.requests)
 
@@ -106,21 +110,21 @@ def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publ
 
 
 @pytest.mark.parametrize(
-    ("refused", "told"),
+    ("refused", "expected"),
     [
         ({"/repos/create": 403}, "the hub answers 403: "),
         ({"/commit/": 413}, "the hub answers 413: "),
-        ({"/lfs/": 403}, "can't be pushed to: "),
+        ({"/lfs/": 403}, "Cannot push to me/tuned: "),
     ],
 )
 def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
-    publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], told: str
+    publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], expected: str
 ) -> None:
     hub.refused = refused
     done = publish("--push", "me/tuned")
     assert done.returncode == 2
-    assert told in done.stderr
-    assert "out is whole, the same with --overwrite tries again" in done.stderr
+    assert expected in done.stderr
+    assert "out is complete; run the same command with --overwrite to try again" in done.stderr
     assert (tmp_path / "out" / "README.md").is_file()
     hub.refused = {}
     assert publish("--push", "me/tuned", "--overwrite").returncode == 0

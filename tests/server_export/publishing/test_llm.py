@@ -1,4 +1,4 @@
-"""A published program generates in ExecuTorch's own runner what the merged model does in transformers."""
+"""A published program generates the same text in ExecuTorch's runner as the merged model in transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[3] / "server_export/demo_data/model"
 
 
 def published(base: Path, root: Path, *settings: str) -> Path:
-    """The folder of a tuned model; the merged one is beside it."""
+    """Publish a trained model as `llm` and `merged` in a folder, and return the folder of `llm`."""
     trained = trained_adapter(base, root / "trained", size=0.02)
     for form, more in (("merged", ()), ("llm", settings)):
         flags = ["--model", str(base), "--format", form, "--out", str(root / form), *more]
@@ -44,16 +44,16 @@ def in_runner(folder: Path, prompt: str) -> str:
 
 
 def in_transformers(folder: Path, prompt: str) -> str:
-    """What the tokenizer writes for prompt and answer, the last token with it, without the prompt."""
+    """Return the completion, decoded together with the prompt, including the last token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    given = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
-        tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)[0]
+        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0]
     text: str = tokenizer.decode(tokens)
-    return text.removeprefix(tokenizer.decode(given["input_ids"][0]))
+    return text.removeprefix(tokenizer.decode(inputs["input_ids"][0]))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: P
     if scheme == "fp32":
         assert text == in_transformers(tmp_path / "merged", prompt)
     else:
-        # In int4 so small a model writes another story: close is what the quantized model computes.
+        # In int4, so small a model generates another story, but the program is close to the quantized model.
         checks = json.loads((folder / "manifest.json").read_text())["verification"]
         assert checks["quantized_difference"] < 0.02 and checks["float_difference"] < 0.3
 
@@ -107,8 +107,8 @@ def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: P
 def test_architectures_and_windows(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are longer than the window, and are computed in several calls."""
-    monkeypatch.setattr(llm, "MOST_AT_ONCE", 8)
+    """Rows are longer than the attention window, and are computed in several calls."""
+    monkeypatch.setattr(llm, "MAX_TOKENS_PER_CALL", 8)
     model = make_model(architecture, **SHALLOW[architecture])
     spec = LlmSpec(4 * WINDOW, "fp32", None, ())
     built = build_llm(tmp_path, prepare_model(model, architecture, True), spec)
@@ -118,12 +118,12 @@ def test_architectures_and_windows(
 
 @pytest.mark.whole
 def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
-    """transformers takes OPT's from the end of a sum over its mask."""
+    """transformers computes OPT's positions by a sum over the mask."""
     with refusal("not-lowered"):
         build_llm(tmp_path, prepare_model(make_model("opt"), "opt", True), LlmSpec(8, "fp32", None, ()))
 
 
-def test_all_tokens_that_end_a_text_are_known() -> None:
+def test_all_tokens_that_end_a_text_are_found() -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
     assert bos_and_eos_ids(model, tokenizer) == (1, (2,))
     model.generation_config.eos_token_id = [5, 2, 7]
@@ -140,7 +140,7 @@ def test_a_cache_of_a_few_tokens_is_refused() -> None:
         LlmSpec(6, "fp32", None, ())
 
 
-def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from prge.cli.main import main as prge
 
     base = save_model(tmp_path / "bert", "bert")

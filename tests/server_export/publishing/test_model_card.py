@@ -1,4 +1,4 @@
-"""A card tells how an adapter was trained, and nothing of the files that it was trained with."""
+"""A model card shows how an adapter was trained, and no names of the user's files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def card(
-    estimator: str | None = None, base: BaseModel = HUB, told: Mapping[str, Any] | None = None, **run: Any
+    estimator: str | None = None, base: BaseModel = HUB, changes: Mapping[str, Any] | None = None, **run: Any
 ) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
@@ -58,16 +58,16 @@ def card(
             run=facts if estimator or run else {},
             bundle_sha256="ab" * 32,
             step=5,
-            **{"format": "peft", **(told or {})},
+            **{"format": "peft", **(changes or {})},
         )
     )
 
 
 @pytest.mark.parametrize("format", ["peft", "merged", "gguf", "llm"])
-def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> None:
-    text = card(told={"format": format, "begin": "<s>"})
+def test_the_token_that_texts_begin_with_is_in_the_prompt(format: str) -> None:
+    text = card(changes={"format": format, "bos_token": "<s>"})
     assert ("Texts began with the token `<s>` in training" in text) == (format != "llm")
-    assert "Texts began" not in card(told={"format": format})
+    assert "Texts began" not in card(changes={"format": format})
     if format == "gguf":
         assert '-p "<s>Once upon a time"' in text
     elif format != "llm":
@@ -91,7 +91,7 @@ def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> N
         ("exact", "backpropagation", "Exact gradients"),
     ],
 )
-def test_the_estimator_is_told_as_it_is(estimator: str, tag: str, words: str) -> None:
+def test_the_estimator_is_described(estimator: str, tag: str, words: str) -> None:
     text = card(estimator)
     tags = {line[2:] for line in text.split("---")[1].splitlines() if line.startswith("- ")}
     assert tags == {"lora", "prge", tag}
@@ -101,22 +101,22 @@ def test_the_estimator_is_told_as_it_is(estimator: str, tag: str, words: str) ->
     assert ("| queries" in text) == (estimator != "exact")
 
 
-def test_preferences_are_told_by_their_objective() -> None:
-    assert "It learnt what is preferred, by DPO with beta 0.1." in card(
+def test_preferences_are_described_by_their_objective() -> None:
+    assert "It was trained on preferences, by DPO with beta 0.1." in card(
         "exact", objective={"name": "dpo", "beta": 0.1}
     )
     for other in (None, {"name": "| spells", "beta": 1}, {"name": ["dpo"]}, "dpo"):
-        assert "preferred" not in card("exact", objective=other)
+        assert "preferences" not in card("exact", objective=other)
 
 
-def test_what_is_not_known_is_not_claimed() -> None:
+def test_unknown_facts_are_left_out() -> None:
     text = card()
     assert "zeroth-order" not in text and "trained by" not in text and "forward" not in text
     assert "by `prge baseline --method lora`" in card(method="lora")
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "exact"])
-def test_no_file_of_the_users_is_named(estimator: str) -> None:
+def test_no_file_of_the_user_is_named(estimator: str) -> None:
     text = card(estimator)
     for private in ("diagnoses", "letters", "divorces", "secret", "somebody"):
         assert private not in text
@@ -136,7 +136,7 @@ def test_a_hub_model_is_loaded_at_its_commit_and_a_folder_by_no_name() -> None:
     assert "llama" not in card("tangent", BaseModel("models/llama"))
 
 
-def test_a_hub_id_without_a_commit_is_told_where_it_came_from_there(
+def test_a_hub_id_without_a_commit_is_shown_if_it_comes_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -150,17 +150,17 @@ def test_a_hub_id_without_a_commit_is_told_where_it_came_from_there(
         assert "base_model" not in card("tangent", BaseModel(name))
 
 
-def test_it_says_how_much_went_into_the_adapter_and_which_step_it_is_of() -> None:
+def test_it_shows_the_amount_of_training_and_the_step_of_the_adapter() -> None:
     text = card("tangent", quantization={"scheme": "8da4w"})
-    for told in (
+    for expected in (
         "7 steps on 90 training examples, of which the adapter is that after step 5; ",
-        "; 1,400 sequences computed, where a way back counts as two; frozen weights in 8da4w.",
+        "; 1,400 sequences computed, where a backward pass counts as two; frozen weights in 8da4w.",
         "On development rows: accuracy 0.5 before, 0.75 at best.",
     ):
-        assert told in text
+        assert expected in text
 
 
-def test_an_estimator_that_was_changed_on_the_way_is_not_the_only_one_told() -> None:
+def test_all_estimators_of_a_run_are_described() -> None:
     text = card(
         "exact", estimators=[{"since": 0, "estimator": "tangent"}, {"since": 4, "estimator": "exact"}]
     )
@@ -170,19 +170,19 @@ def test_an_estimator_that_was_changed_on_the_way_is_not_the_only_one_told() -> 
 
 
 @pytest.mark.parametrize("estimators", [[], "exact", [1], [{"since": "0", "estimator": ["exact"]}]])
-def test_estimators_that_make_no_sense_are_not_told(estimators: Any) -> None:
+def test_invalid_estimators_are_left_out(estimators: Any) -> None:
     assert "trained by" not in card(estimators=estimators)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[" * 9999, '{"run": NaN}'])
-def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
+def test_a_damaged_summary_is_empty(tmp_path: Any, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     assert read_run_summary(tmp_path) == {}
     assert read_run_summary(None) == {}
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("changes", "words"),
     [
         ({"format": "peft"}, "With the original weights of the base model answers can differ"),
         ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
@@ -196,8 +196,10 @@ def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
         ({"format": "llm", "scheme": "8da4w"}, ""),
     ],
 )
-def test_it_says_which_weights_were_trained_against(told: Mapping[str, Any], words: str) -> None:
-    text = " ".join(card("exact", told=told, quantization={"scheme": "8da4w"}).split())
-    said = "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
-    assert (said in text) == bool(words) and words in text
-    assert said not in " ".join(card("exact").split())
+def test_it_shows_which_weights_the_adapter_was_trained_with(changes: Mapping[str, Any], words: str) -> None:
+    text = " ".join(card("exact", changes=changes, quantization={"scheme": "8da4w"}).split())
+    trained_against = (
+        "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
+    )
+    assert (trained_against in text) == bool(words) and words in text
+    assert trained_against not in " ".join(card("exact").split())

@@ -1,4 +1,4 @@
-"""A transformers model as one quantized module, which a program for ExecuTorch's LLM runner needs."""
+"""Quantization of a transformers model as one module, for a program for ExecuTorch's LLM runner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def quantized(architecture: str, scheme: str, **changes: Any) -> tuple[Any, QuantizationReport]:
-    """A tiny model, quantized, and what was."""
+    """Return a quantized tiny model, and the report of its quantization."""
     model = make_model(architecture, **{**SHALLOW[architecture], **changes})
     prepare_model(model, architecture, True)
     return model, quantize(model, scheme)
@@ -49,7 +49,7 @@ def test_tied_head_is_quantized_and_the_embedding_is_not() -> None:
     assert report.embedding == "fp32"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # Gemma's embedding scales what it looks up
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # Gemma's embedding scales its outputs
 def test_large_embedding_becomes_int8_rows(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "EMBEDDING_BYTES", 0)
     vectors = make_model(architecture, **SHALLOW[architecture]).get_input_embeddings()(torch.arange(128))
@@ -62,7 +62,7 @@ def test_large_embedding_becomes_int8_rows(architecture: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
-def test_the_engine_answers_near_the_float_model(tmp_path: Path, scheme: str) -> None:
+def test_outputs_of_the_engine_are_close_to_the_float_model(tmp_path: Path, scheme: str) -> None:
     loaded = prepare_model(make_model("llama", **SHALLOW["llama"]), "llama", True)
     checks = build_llm(tmp_path, loaded, LlmSpec(LENGTH, scheme, None, ())).checks
     assert checks["float_difference"] < (0.1 if scheme == "8da8w" else 0.5)

@@ -1,4 +1,4 @@
-"""The runner reads a shipped tokenizer as the model does, and its pieces make up the text."""
+"""The runner encodes like the model's tokenizer, and its decoded tokens join to the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "the dog sat"
 
 
 def sentencepiece_like(split: bool = False) -> Any:
-    """Words with marks for spaces, split and decoded as transformers 5 makes it of a Llama's tokenizer."""
+    """Return a tokenizer with marks for spaces, like that of a Llama in transformers 5."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def opened(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_marks_of_spaces_are_read_and_written(tmp_path: Path, begins: bool) -> None:
+def test_marks_of_spaces_are_encoded_and_decoded(tmp_path: Path, begins: bool) -> None:
     tokenizer = sentencepiece_like()
     block = write_runner_tokenizer(tokenizer, tmp_path, begins)
     assert block["num_bos"] == begins
@@ -54,7 +54,7 @@ def test_marks_of_spaces_are_read_and_written(tmp_path: Path, begins: bool) -> N
     ]
 
 
-def test_a_byte_level_tokenizer_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_byte_level_tokenizer_is_unchanged(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     assert write_runner_tokenizer(tokenizer, tmp_path, False) == {"num_bos": 0, "different_ids": 0}
     assert "".join(map(opened(tmp_path).decode, tokenizer.encode(TEXT))) == TEXT

@@ -1,4 +1,4 @@
-"""Graphs of functions as of a whole model that was traced, and chains of tiny models."""
+"""Graphs of functions, as if a model had been traced, and chains of tiny models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RANK = 2
 def model_graph(
     function: Callable, *inputs: torch.Tensor, longest: int = 9, decoder: bool = True
 ) -> ModelGraph:
-    """The graph of a function, as if a model had been traced."""
+    """Returns the graph of a function as if a model had been traced."""
     program = torch.export.export(Function(function), inputs, strict=False)
     model: Any = torch.nn.Module()
     model.config = SimpleNamespace()
@@ -41,18 +41,18 @@ def model_graph(
 
 
 def with_tables(function: Callable, width: int, longest: int, decoder: bool) -> ModelGraph:
-    """The graph of a function of states [rows, tokens, width], after the passes over the whole graph."""
+    """Returns the graph of a function of states [rows, tokens, width] after the passes of a whole graph."""
     with torch.device("meta"):
         states = torch.empty(BATCH, TOKENS, width)
         graph = model_graph(function, states, longest=longest, decoder=decoder)
-    # A test names operators as it wrote them.
+    # Tests refer to operators as they wrote them.
     passes = [each for each in with_patterns(WHOLE) if each.name != "plain operators"]
     run_passes(passes, graph, graph.graph_module, None)
     return graph
 
 
 def chain_in(folder: Path, longest: int = 16, changes: Changes | None = None) -> ModelChain:
-    """The chain of a model in a folder, with an adapter on its usual layers."""
+    """Returns the chain of the model in a folder, with an adapter on its default layers."""
     outline, files = load_meta_model(str(folder)), find_files(str(folder))
     model = outline.model
     transposed, unread = linearize_conv1d(model), unread_modules(model)

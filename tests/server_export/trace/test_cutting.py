@@ -1,4 +1,4 @@
-"""Blocks are cut where one value alone is alive; what comes again and again is one block of one kind."""
+"""Graphs are cut into blocks where a single value is live, and repetitions become blocks of one type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
 
 
 class Layer(nn.Module):
-    """Two stretches: a mixture of tokens, adapted or not, and a gate."""
+    """Two stretches: a mixture of tokens, adapted or not, and a gated MLP."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
@@ -62,47 +62,47 @@ def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[ModelBl
 
 
 def matrices_of(names: Sequence[str]) -> dict[str, Matrix]:
-    """Placeholders as matrices of an adapter, each of a layer of its name."""
+    """Returns placeholders as matrices of an adapter, each of a layer with the placeholder's name."""
     return {name: Matrix("b", name, WIDTH, WIDTH) for name in names}
 
 
 @pytest.mark.parametrize("adapted", [0, 1, 3])
-def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
+def test_the_blocks_in_order_compute_the_model(adapted: int) -> None:
     torch.manual_seed(0)
     graph, blocks = blocks_of(Model(*(Layer() for _ in range(3))), adapted)
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
     mask = torch.randn(TOKENS, TOKENS)
     lora_b = [torch.randn(WIDTH, WIDTH) for _ in range(adapted)]
     placeholders = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
-    given: dict[str, Any] = dict(zip(placeholders, [tokens, mask, *lora_b], strict=True))
+    values_by_name: dict[str, Any] = dict(zip(placeholders, [tokens, mask, *lora_b], strict=True))
     state: torch.Tensor = tokens
     for block in blocks:
-        inputs = given | {"hidden_states": state, "tokens": tokens}
-        inputs |= {f"lora_b.{number}": given[module] for number, module in enumerate(block.modules)}
+        inputs = values_by_name | {"hidden_states": state, "tokens": tokens}
+        inputs |= {f"lora_b.{number}": values_by_name[module] for number, module in enumerate(block.modules)}
         (state,) = block.call(inputs).values()
-    expected = graph(*given.values())
+    expected = graph(*values_by_name.values())
     assert torch.equal(state, expected)
 
 
-def test_stretches_that_repeat_are_one_block_of_one_kind() -> None:
+def test_repeated_stretches_are_blocks_of_one_type() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))))
     assert block_types(blocks) == [0, 1, 1, 1, 1, 5]
     assert [len(block.weights) for block in blocks] == [1, 3, 3, 3, 3, 2]
     assert blocks[2].weights == tuple(f"layers.1.{name}.weight" for name in ("mix", "up", "down"))
 
 
-def test_an_adapter_makes_another_kind_of_the_same_stretch() -> None:
+def test_an_adapter_makes_another_type_of_the_same_stretch() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))), adapted=2)
     assert block_types(blocks) == [0, 1, 1, 3, 3, 5]
     assert [len(block.modules) for block in blocks] == [0, 0, 0, 1, 1, 0]
 
 
-def test_another_number_makes_another_kind() -> None:
+def test_another_number_makes_another_type() -> None:
     _, blocks = blocks_of(Model(Layer(), Layer(0.5), Layer()))
     assert block_types(blocks) == [0, 1, 2, 1, 4]
 
 
-def test_without_points_to_cut_at_the_model_is_one_block() -> None:
+def test_without_a_cut_the_model_is_one_block() -> None:
     class Short(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_without_points_to_cut_at_the_model_is_one_block() -> None:
 
 
 class Mixture(nn.Module):
-    """A layer whose experts come between two residual sums; a shared part of it needs none of them."""
+    """A layer with experts between two residual sums, and a shared part that bypasses the experts."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -126,16 +126,18 @@ class Mixture(nn.Module):
 
     def forward(self, state: torch.Tensor, mask: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
         state = state + self.mix(torch.bmm(mask.expand(ROWS, TOKENS, TOKENS), state))
-        seen = torch.tanh(state).reshape(-1, WIDTH)
-        shares, index = torch.topk(torch.softmax(self.router(seen), -1), CHOSEN)
-        said = EXPERTS(seen, shares, index.float(), self.number, WIDTH) + self.shared(seen)
-        return state + said.reshape(state.shape)
+        expert_inputs = torch.tanh(state).reshape(-1, WIDTH)
+        shares, index = torch.topk(torch.softmax(self.router(expert_inputs), -1), CHOSEN)
+        outputs = EXPERTS(expert_inputs, shares, index.float(), self.number, WIDTH) + self.shared(
+            expert_inputs
+        )
+        return state + outputs.reshape(state.shape)
 
 
 CHOICES, CHOSEN = 6, 2
 
 
-def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
+def test_a_layer_is_split_at_its_experts_and_joins_the_next_one() -> None:
     _, blocks = blocks_of(Model(*(Mixture(number) for number in range(3))))
     assert [block.experts for block in blocks] == [None, 0, 1, 2, None]
     assert block_types(blocks) == [0, 1, 2, 2, 4]
@@ -146,24 +148,24 @@ def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
         )
         for block in blocks[1:]
     ]
-    # What experts see, shares and index, and beside them the state and the shared part.
-    before, behind = WIDTH + 2 * CHOSEN + 2 * WIDTH, 3 * WIDTH
-    assert widths == [(WIDTH, before), (behind, before), (behind, before), (behind, VOCABULARY)]
+    # The input of experts, shares and index, followed by the hidden states and the shared part.
+    before, after = WIDTH + 2 * CHOSEN + 2 * WIDTH, 3 * WIDTH
+    assert widths == [(WIDTH, before), (after, before), (after, before), (after, VOCABULARY)]
 
 
-def test_a_layer_without_experts_behind_a_mixture_ends_where_it_ends() -> None:
+def test_a_layer_without_experts_after_a_mixture_is_its_own_block() -> None:
     _, blocks = blocks_of(Model(Layer(), Mixture(0), Layer()))
     assert [block.experts for block in blocks] == [None, None, 0, None, None]
 
 
 class FirstLayer(Layer):
-    """One that isn't like the others."""
+    """A layer that differs from the others."""
 
     def forward(self, state: torch.Tensor, mask: torch.Tensor, lora_b: torch.Tensor | None) -> torch.Tensor:
         return super().forward(state, mask, lora_b) @ self.up.weight
 
 
-def test_an_adapted_layer_that_isnt_like_the_others_is_no_part_of_the_embedding() -> None:
+def test_an_adapted_layer_unlike_the_others_is_not_part_of_the_embedding() -> None:
     for adapted in (3, 4):
         _, blocks = blocks_of(Model(FirstLayer(), *(Layer() for _ in range(3))), adapted)
         assert not blocks[0].modules

@@ -1,4 +1,4 @@
-"""A traced graph in the operators that the passes after it know."""
+"""A traced graph becomes functional, in operators that later passes know."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from server_export.trace.functional import functional_graph
 torch.set_num_threads(1)
 
 
-class Turned(nn.Linear):
-    """A layer that multiplies by its weight, turned."""
+class Transposed(nn.Linear):
+    """A layer that multiplies by its transposed weight."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.weight.T + self.bias
 
 
-def test_what_has_the_shape_of_something_else_depends_on_its_shape_alone() -> None:
+def test_fills_depend_on_the_shape_only() -> None:
     class Filled(nn.Module):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
             return states + torch.zeros_like(states) + states.new_ones(2, 5, 1) + torch.full_like(states, 3.0)
@@ -28,8 +28,8 @@ def test_what_has_the_shape_of_something_else_depends_on_its_shape_alone() -> No
     assert len(fills) == 3 and not any(node.all_input_nodes for node in fills)
 
 
-def test_a_product_with_a_weight_that_is_turned_is_a_layer() -> None:
-    layer, states = Turned(4, 3).requires_grad_(False), torch.randn(2, 5, 4)
+def test_a_product_with_a_transposed_weight_is_a_linear_layer() -> None:
+    layer, states = Transposed(4, 3).requires_grad_(False), torch.randn(2, 5, 4)
     graph_module = functional_graph(torch.export.export(layer, (states,), strict=False))
     assert len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 1
     torch.testing.assert_close(graph_module(states), layer(states))

@@ -1,4 +1,4 @@
-"""Where several values are alive, layers are blocks: the state is theirs, and what several read is shared."""
+"""Where several values are live, layers are blocks, and values that several layers read are shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, TOKENS, WIDTH, VOCABULARY, STREAMS = 3, 5, 8, 16, 2
 
 
 class Layer(nn.Module):
-    """Changes two streams in place, with an input of its own; looks at its own keys or at another's."""
+    """Modifies two streams in place, with its own input, and attends to its own or another layer's keys."""
 
     def __init__(self, has_keys: bool) -> None:
         super().__init__()
@@ -23,19 +23,19 @@ class Layer(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(
-        self, streams: torch.Tensor, own: torch.Tensor, keys: torch.Tensor, lora_b: torch.Tensor | None
+        self, streams: torch.Tensor, own_input: torch.Tensor, keys: torch.Tensor, lora_b: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = streams[0]
         keys = keys if self.keys is None else self.keys(first)
         seen = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
-        mixed = self.mix(seen * own) if lora_b is None else self.mix(seen * own) + seen @ lora_b
+        mixed = self.mix(seen * own_input) if lora_b is None else self.mix(seen * own_input) + seen @ lora_b
         streams = streams * torch.tensor(0.5).sqrt()
         streams[1:] += mixed
         return streams, keys
 
 
 class Model(nn.Module):
-    """The last two of four layers look at the keys of the second."""
+    """A model in which the last two of four layers read the keys of the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,22 +67,22 @@ def cut_model(adapted: int) -> tuple[GraphModule, list[ModelBlock], tuple[torch.
 
 
 @pytest.mark.parametrize("adapted", [1, 3])
-def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
-    graph, blocks, given = cut_model(adapted)
-    state, shared, adapter = given[0], dict[int, torch.Tensor](), iter(given[1:])
+def test_the_blocks_in_order_compute_the_model(adapted: int) -> None:
+    graph, blocks, arguments = cut_model(adapted)
+    state, shared, adapter = arguments[0], dict[int, torch.Tensor](), iter(arguments[1:])
     for block in blocks:
-        inputs = {"hidden_states": state, "tokens": given[0]}
+        inputs = {"hidden_states": state, "tokens": arguments[0]}
         inputs |= {f"shared_in.{number}": shared[value] for number, value in enumerate(block.shared_in)}
         inputs |= {f"lora_b.{number}": next(adapter) for number, _ in enumerate(block.modules)}
-        state, *answers = block.call(inputs).values()
-        shared |= dict(zip(block.shared_out, answers, strict=True))
+        state, *shared_values = block.call(inputs).values()
+        shared |= dict(zip(block.shared_out, shared_values, strict=True))
         assert state.shape[:2] == (ROWS, TOKENS)
-        assert all(value.shape == (ROWS, TOKENS, WIDTH) for value in answers)
-    torch.testing.assert_close(state, graph(*given))
+        assert all(value.shape == (ROWS, TOKENS, WIDTH) for value in shared_values)
+    torch.testing.assert_close(state, graph(*arguments))
 
 
-def test_shared_values_come_from_the_block_that_makes_them() -> None:
-    """Each layer's part of one value, and keys. What is behind the layers is a block until one is alive."""
+def test_shared_values_come_from_the_block_that_computes_them() -> None:
+    """Shared are each layer's part of one value, and keys; the last block starts at a single live value."""
     _, blocks, _ = cut_model(4)
     assert [len(block.shared_out) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
     assert [block.shared_in for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
@@ -91,15 +91,15 @@ def test_shared_values_come_from_the_block_that_makes_them() -> None:
     assert block_types(blocks) == [0, 1, 2, 3, 3, 5, 6]
 
 
-def test_a_block_of_what_no_adapter_changes_is_of_another_kind() -> None:
-    """The keys of the second layer change with its adapter."""
+def test_a_block_whose_inputs_no_adapter_changes_has_another_type() -> None:
+    """The keys of the second layer depend on its adapter."""
     below, above = (cut_model(adapted)[1][4] for adapted in (2, 3))
     assert below.signature[1:] == above.signature[1:]
     assert (below.signature[0], above.signature[0]) == ((False, False), (False, True))
 
 
 class Flat(nn.Module):
-    """Changes streams by themselves laid side by side."""
+    """Modifies streams, given also as one concatenated tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class Flat(nn.Module):
         return streams, streams.reshape(ROWS, TOKENS, STREAMS * WIDTH)
 
 
-class Laid(nn.Module):
-    """Each layer reads what the one before made, and the same in another shape."""
+class Reshaping(nn.Module):
+    """A model whose layers read the output of the previous layer in two shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class Laid(nn.Module):
         return self.head(streams.mean(2))
 
 
-def test_the_same_in_another_shape_is_no_shared_value() -> None:
+def test_a_reshape_of_the_hidden_states_is_not_a_shared_value() -> None:
     tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
     with torch.no_grad():
-        graph = functional_graph(torch.export.export(Laid(), (tokens,), strict=False))
+        graph = functional_graph(torch.export.export(Reshaping(), (tokens,), strict=False))
     expected = graph(tokens)
     blocks = cut(graph, {}, table=None)
     assert not any(block.shared_out for block in blocks[1:])
@@ -138,6 +138,6 @@ def test_the_same_in_another_shape_is_no_shared_value() -> None:
     shared = dict[int, torch.Tensor]()
     for block in blocks:
         inputs = {f"shared_in.{number}": shared[value] for number, value in enumerate(block.shared_in)}
-        state, *answers = block.call({"hidden_states": state, "tokens": tokens, **inputs}).values()
-        shared |= dict(zip(block.shared_out, answers, strict=True))
+        state, *shared_values = block.call({"hidden_states": state, "tokens": tokens, **inputs}).values()
+        shared |= dict(zip(block.shared_out, shared_values, strict=True))
     torch.testing.assert_close(state, expected)

@@ -1,4 +1,4 @@
-"""What a model computes of positions alone becomes a table or a constant."""
+"""Values that a model computes from positions alone become tables or constants."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def names(graph_module: GraphModule) -> list[str]:
 
 
 def sines(state: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(state.shape[1], device=state.device).float()
-    return state + torch.sin(places[:, None] * torch.arange(WIDTH, device=state.device))
+    positions = torch.arange(state.shape[1], device=state.device).float()
+    return state + torch.sin(positions[:, None] * torch.arange(WIDTH, device=state.device))
 
 
 def test_sines_of_positions_are_rows_of_a_table() -> None:
@@ -42,7 +42,7 @@ def test_sines_of_positions_are_rows_of_a_table() -> None:
     assert torch.equal(table.of(5)[0], sines(torch.zeros(1, 5, WIDTH))[0])
 
 
-def test_what_holds_of_positions_is_calculated_with_as_1_or_0() -> None:
+def test_booleans_of_positions_are_used_as_1_or_0() -> None:
     def after_the_first(state: torch.Tensor) -> torch.Tensor:
         is_first = torch.arange(state.shape[1], device=state.device)[None, :, None] == 0
         return is_first + state * ~is_first
@@ -54,32 +54,32 @@ def test_what_holds_of_positions_is_calculated_with_as_1_or_0() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_numbers_of_positions_are_counted_from_the_first(first: int) -> None:
+def test_position_ids_count_from_the_first_one(first: int) -> None:
     def looked_up(state: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(first, first + state.shape[1], device=state.device)
-        return torch.gather(state, 1, places[None, :, None].expand(state.shape))
+        positions = torch.arange(first, first + state.shape[1], device=state.device)
+        return torch.gather(state, 1, positions[None, :, None].expand(state.shape))
 
     _, tables = folded(looked_up)
     assert [(table.type, table.first) for table in tables.all] == [("positions", first)]
 
 
-@pytest.mark.parametrize(("window", "known"), [(LONGEST, None), (3, 3)])
-def test_a_triangle_is_a_causal_mask(window: int, known: int | None) -> None:
+@pytest.mark.parametrize(("window", "expected_window"), [(LONGEST, None), (3, 3)])
+def test_a_triangle_is_a_causal_mask(window: int, expected_window: int | None) -> None:
     def masked(state: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(state.shape[1], device=state.device)
-        distance = places[:, None] - places
+        positions = torch.arange(state.shape[1], device=state.device)
+        distance = positions[:, None] - positions
         hidden = (distance < 0) | (distance >= window)
         mask = torch.zeros(distance.shape, device=state.device).masked_fill(hidden, -1e9)
         return torch.softmax(state @ state.mT + mask, -1)
 
     _, tables = folded(masked)
-    assert [(table.type, table.window) for table in tables.all] == [("causal", known)]
+    assert [(table.type, table.window) for table in tables.all] == [("causal", expected_window)]
 
 
-def test_numbers_of_pairs_of_positions_are_refused() -> None:
+def test_values_of_pairs_of_positions_are_refused() -> None:
     def with_noise(state: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(state.shape[1], device=state.device).float()
-        return torch.softmax(state @ state.mT + torch.sin(places[:, None] * places), -1)
+        positions = torch.arange(state.shape[1], device=state.device).float()
+        return torch.softmax(state @ state.mT + torch.sin(positions[:, None] * positions), -1)
 
     with raises(Refusal, "computed-of-positions", saying="[9, 9] torch.float32"):
         folded(with_noise)

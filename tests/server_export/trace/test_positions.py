@@ -1,4 +1,4 @@
-"""How many positions a model has, and how it numbers them."""
+"""The number of positions of a model, and its position ids."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.tiny_types import POSITIONS, make_tiny
 
 
 @pytest.mark.parametrize(("model_type", "first"), [("bert", 0), ("roberta", 2), ("nystromformer", 2)])
-def test_positions_are_numbered_as_the_model_does(model_type: str, first: int, tmp_path: Path) -> None:
-    """RoBERTa counts from after its padding, Nystromformer from two, in a table that has two rows more."""
+def test_the_first_position_id_is_the_models(model_type: str, first: int, tmp_path: Path) -> None:
+    """RoBERTa counts from after its padding token, Nystromformer from two in a table with two more rows."""
     model = make_tiny(model_type)
     assert first_position(model) == first
     count = position_count(LoadedModel(model, model_type, None, False))
@@ -22,8 +22,8 @@ def test_positions_are_numbered_as_the_model_does(model_type: str, first: int, t
     assert count == table.num_embeddings - first
 
 
-def test_a_model_without_a_number_of_positions_has_any() -> None:
-    """XLNet says -1."""
+def test_a_model_without_a_limit_has_any_number_of_positions() -> None:
+    """XLNet sets -1."""
     model = make_model("llama")
     assert position_count(LoadedModel(model, "llama", None, True)) == POSITIONS
     model.config.max_position_embeddings = -1

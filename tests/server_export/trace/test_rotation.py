@@ -1,4 +1,4 @@
-"""What turns the halves of a head becomes a linear layer."""
+"""The rotation of halves of a head becomes a linear layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from server_export.trace.rotation import write_rotations_as_linear
 torch.set_num_threads(1)
 
 
-def test_halves_are_turned_by_a_layer() -> None:
+def test_halves_are_rotated_by_a_linear_layer() -> None:
     class Rotary(torch.nn.Module):
         def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            turned = torch.cat([-x[..., 3:], x[..., :3]], -1)
-            return x * cos + turned * sin
+            rotated = torch.cat([-x[..., 3:], x[..., :3]], -1)
+            return x * cos + rotated * sin
 
     inputs = torch.randn(2, 3, 5, 6), torch.randn(5, 6), torch.randn(5, 6)
     graph_module = torch.export.export(Rotary(), inputs, strict=False).module(check_guards=False)
@@ -28,7 +28,7 @@ def test_halves_are_turned_by_a_layer() -> None:
 
 
 @pytest.mark.parametrize("parts", [(0, 3, 3, 6), (3, 6, 3, 6), (2, 6, 0, 2)])
-def test_what_turns_no_halves_stays(parts: tuple[int, int, int, int]) -> None:
+def test_other_concatenations_stay(parts: tuple[int, int, int, int]) -> None:
     class Other(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             a, b, c, d = parts

@@ -1,4 +1,4 @@
-"""Tables of any length are what transformers' model computes for rows of that length."""
+"""Tables of any length equal what transformers' models compute for rows of that length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST, LENGTH = 40, 9
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
-def test_rotary_tables_are_the_models(architecture: str) -> None:
+def test_rotary_tables_equal_the_models(architecture: str) -> None:
     model = make_model(architecture)
     (original,) = (module for module in model.modules() if hasattr(module, "rope_type"))
     with torch.device("meta"):
@@ -30,13 +30,13 @@ def test_rotary_tables_are_the_models(architecture: str) -> None:
     assert make_rotary_tables(outline, ModelTables(LONGEST)) == 1
     (rotary,) = (module for module in outline.modules() if isinstance(module, TableRotary))
     positions = torch.arange(LENGTH).reshape(1, LENGTH)
-    for kind, parts in rotary.values.items():
-        expected = original(torch.zeros(1), positions, *([] if kind is None else [kind]))
+    for layer_type, parts in rotary.values.items():
+        expected = original(torch.zeros(1), positions, *([] if layer_type is None else [layer_type]))
         for part, table in zip(expected, parts, strict=True):
             assert torch.equal(ModelTable("rotary", values=table).of(LENGTH), part)
 
 
-def test_masks_positions_and_types_follow_the_length() -> None:
+def test_masks_positions_and_token_types_follow_the_length() -> None:
     mask = causal_mask(LENGTH, 4, torch.float32)
     assert torch.equal(ModelTable("causal", 4, members=2).of(LENGTH), torch.stack([mask, mask]))
     assert ModelTable("positions", first=2).of(3).tolist() == [[2, 3, 4]]
@@ -45,18 +45,18 @@ def test_masks_positions_and_types_follow_the_length() -> None:
 
 def test_a_window_on_both_sides_is_a_table_by_distance() -> None:
     tables = ModelTables(LONGEST)
-    # It is traced, and never run.
+    # The operator is traced and never run.
     with pytest.raises(NotImplementedError):
         tables.window(LENGTH, 3, 2)
     (table,) = tables.all
     for length in (LENGTH, LONGEST):
-        place = torch.arange(length)
-        mask = torch.where((place[:, None] - place).abs() < 3, 0.0, MASKED)
+        position = torch.arange(length)
+        mask = torch.where((position[:, None] - position).abs() < 3, 0.0, MASKED)
         assert torch.equal(table.of(length), torch.stack([mask, mask]))
 
 
-def test_numbers_by_distance_are_those_that_a_device_makes(tmp_path: Path) -> None:
-    """Of a token from one behind it on the left, from one before it on the right."""
+def test_tables_by_distance_equal_those_of_the_device(tmp_path: Path) -> None:
+    """The first columns hold the distances to earlier tokens, the last ones those to later tokens."""
     values = np.arange(2 * LONGEST - 1)
     table = ModelTable("relative", members=2, values=values)
     expected = [[3, 2, 1], [4, 3, 2], [5, 4, 3]]

@@ -1,4 +1,4 @@
-"""What a tuning says at its end."""
+"""The lines that a tuning prints at its end."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ RESULT: dict[str, Any] = {
 }
 
 
-def said(**changes: Any) -> str:
+def printed(**changes: Any) -> str:
     return "\n".join(result_lines(Path("tuned"), RESULT | changes))
 
 
-def test_it_says_when_no_sampled_answer_changed() -> None:
+def test_it_prints_whether_sampled_completions_changed() -> None:
     def samples(*after: str) -> dict[str, Any]:
-        asked = ["one", "two"]
+        prompts = ["one", "two"]
         return {
-            "before": [{"prompt": prompt, "text": "a"} for prompt in asked],
-            "after": [{"prompt": prompt, "text": text} for prompt, text in zip(asked, after, strict=True)],
+            "before": [{"prompt": prompt, "text": "a"} for prompt in prompts],
+            "after": [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, after, strict=True)],
         }
 
-    assert "training changed none of the 2 sampled answers" in said(samples=samples("a", "a"))
-    assert "1 of 2 sampled answers changed" in said(samples=samples("a", "b"))
-    assert "sampled answers" not in said()
+    assert "training changed none of the 2 sampled answers" in printed(samples=samples("a", "a"))
+    assert "1 of 2 sampled answers changed" in printed(samples=samples("a", "b"))
+    assert "sampled answers" not in printed()
 
 
-def test_it_says_which_weights_were_trained_against() -> None:
-    text = said(quantization="8da4w")
+def test_it_prints_which_weights_the_adapter_was_trained_with() -> None:
+    text = printed(quantization="8da4w")
     assert "trained and scored against weights in 8da4w" in text
     assert "prge publish tuned --format merged" in text
-    assert "merged" not in said()
+    assert "merged" not in printed()

@@ -1,4 +1,4 @@
-"""Decisions of a tuning, as tables of cases."""
+"""Decisions of a tuning, in tables of cases."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ def facts(rows: int = 100, longest: int = 60, widest: int = 1) -> RowFacts:
     ("objective", "tokens", "beta"),
     [("dpo", 1, 1.0), ("dpo", 20, 1.0), ("kto", 80, 0.25), ("dpo", 1000, 0.1), ("ipo", 80, None)],
 )
-def test_preferences_of_short_answers_hold_closer_to_the_start(
-    objective: str, tokens: int, beta: float | None
-) -> None:
+def test_beta_is_larger_for_short_completions(objective: str, tokens: int, beta: float | None) -> None:
     facts = RowFacts(50, 2000, 10**6, 2, 100 * tokens, objective=objective)
-    found = decisions.beta(facts)
-    assert (found.value if found else None) == beta
+    decision = decisions.beta(facts)
+    assert (decision.value if decision else None) == beta
 
 
 @pytest.mark.parametrize(
     ("parameters", "scheme"), [(900_000, "fp32"), (49_999_999, "fp32"), (135_000_000, "8da4w")]
 )
-def test_weights_of_a_small_model_stay_whole(parameters: int, scheme: str) -> None:
+def test_weights_of_a_small_model_are_not_quantized(parameters: int, scheme: str) -> None:
     assert decisions.scheme(parameters).value == scheme
 
 
@@ -51,25 +49,25 @@ def test_weights_of_a_small_model_stay_whole(parameters: int, scheme: str) -> No
         (100_000, None, 100_032),
     ],
 )
-def test_the_longest_row_fits_where_the_model_has_the_positions(
+def test_the_longest_row_fits_if_the_model_has_the_positions(
     longest: int, positions: int | None, length: int
 ) -> None:
     assert decisions.sequence_length(longest, positions).value == length
 
 
-def test_rows_are_as_long_as_the_memory_of_a_step_allows() -> None:
-    found = decisions.sequence_length(5_000, 32_768, lambda length: length << 20, 2 << 30)
-    assert found.value == 1216
-    assert "a step on 5,056 would take 4.94 GiB, on 1,216 1.19 GiB of the 2.00 GiB" in found.why
+def test_the_memory_of_a_step_limits_the_length_of_rows() -> None:
+    decision = decisions.sequence_length(5_000, 32_768, lambda length: length << 20, 2 << 30)
+    assert decision.value == 1216
+    assert "a step on 5,056 would take 4.94 GiB, on 1,216 1.19 GiB of the 2.00 GiB" in decision.why
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(3, 1), (10, 2), (40, 4), (999, 8), (67_000, 16)])
-def test_a_step_has_more_rows_where_there_are_more(rows: int, batch: int) -> None:
+def test_the_batch_size_grows_with_the_number_of_rows(rows: int, batch: int) -> None:
     assert decisions.batch_size(facts(rows)).value == batch
 
 
 @given(st.integers(1, 10**6))
-def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) -> None:
+def test_a_run_has_a_few_epochs_within_bounds(rows: int) -> None:
     batch = decisions.batch_size(facts(rows)).value
     read = batch * decisions.steps(facts(rows), batch).value
     assert rows <= read or read >= 24_000
@@ -77,14 +75,14 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [(1.0, 25), (3.0, 75), (0.5, 13), (0.001, 1), (100.0, 2500)])
-def test_epochs_of_the_user_are_steps_by_rows_and_batch(epochs: float, expected: int) -> None:
+def test_epochs_of_the_user_determine_the_steps(epochs: float, expected: int) -> None:
     decision = decisions.steps(replace(facts(), rows=200), 8, epochs)
     assert decision.value == expected
     assert "epochs of 200 rows, 8 a step" in decision.why
 
 
 @pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])
-def test_few_rows_of_a_class_are_never_left_out(fewest: int | None, folds: int | None) -> None:
+def test_few_rows_of_a_class_are_never_held_out(fewest: int | None, folds: int | None) -> None:
     decision = decisions.head_folds(replace(facts(), fewest=fewest))
     assert (decision and decision.value) == folds
 
@@ -95,31 +93,31 @@ MOST = Decision("steps", 500, "")
 
 @pytest.mark.parametrize("searched", [False, True])
 @pytest.mark.parametrize("spent", [1_700.0, 1_100.0, 800.0])
-def test_the_steps_fit_into_the_time_that_is_left_with_every_start_and_evaluation(
+def test_the_steps_fit_into_the_time_left_with_all_starts_and_evaluations(
     spent: float, searched: bool
 ) -> None:
-    found = {each.name: each for each in decisions.steps_in(30, spent, PACE, MOST, searched)}
-    steps, left = found["steps"], max(1_800 - spent, 600)
-    searched = searched and "learning_rate" not in found
+    by_name = {each.name: each for each in decisions.steps_in(30, spent, PACE, MOST, searched)}
+    steps, left = by_name["steps"], max(1_800 - spent, 600)
+    searched = searched and "learning_rate" not in by_name
     assert decisions.training_seconds(steps.value, PACE, searched) <= left
     if steps != MOST:
         assert decisions.training_seconds(steps.value + 2, PACE, searched) > 0.9 * left
 
 
-def test_an_export_that_takes_all_minutes_leaves_training_a_third() -> None:
+def test_training_gets_a_third_of_the_minutes_even_after_a_long_export() -> None:
     [decision] = decisions.steps_in(30, 9_000, PACE, Decision("steps", 9_000, ""), searched=False)
     assert 500 < decision.value < 600 and "a third of 30 minutes" in decision.why
 
 
-def test_a_search_counts_all_of_its_runs() -> None:
-    """Of 120 steps: at most six runs of 10 and three of 30, each with a start and two evaluations."""
+def test_the_time_of_a_search_includes_all_of_its_runs() -> None:
+    """For 120 steps: at most six runs of 10 steps and three of 30, each with a start and two evaluations."""
     runs = 6 * (2 + 10 + 1) + 3 * (2 + 30 + 1)
     final = 2 + 120 + 11 * 0.5
     assert decisions.training_seconds(120, PACE, searched=True) == runs + final
     assert decisions.training_seconds(120, PACE, searched=False) == final
 
 
-def test_minutes_that_leave_no_time_to_search_a_rate_say_so() -> None:
+def test_without_time_for_a_search_the_reason_is_given() -> None:
     steps, rate = decisions.steps_in(2, 60.0, PACE, MOST, searched=True)
     assert "1 min 0 s left" in steps.why
     assert rate.name == "learning_rate" and "2 minutes leave no time" in rate.why
@@ -127,8 +125,8 @@ def test_minutes_that_leave_no_time_to_search_a_rate_say_so() -> None:
     assert decisions.steps_in(0.01, 60.0, PACE, MOST, searched=True)[0].value == 1
 
 
-def test_a_pace_leaves_the_fit_of_heads_aside() -> None:
-    """The first step's seconds hold it, and what comes before the first step is the start."""
+def test_a_pace_excludes_the_time_of_fitting_heads() -> None:
+    """The time until the first step includes fitting heads; the rest of it is the start."""
     taken = [49.0 + 0.8 * step for step in range(1, 11)]
     pace = decisions.pace(taken, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
     assert pace.step == pytest.approx(0.8) and pace.start == pytest.approx(5)
@@ -140,45 +138,45 @@ def test_a_run_has_ten_evaluations_at_most(steps: int, evaluations: int) -> None
     assert math.ceil(steps / decisions.evaluate_every(steps)) == evaluations
 
 
-def needed(rest: int, of_an_example: int) -> Callable[[int], int]:
-    """Bytes of a run: what all take, and what an example of a step takes."""
-    return lambda examples: rest + of_an_example * examples
+def needed(fixed: int, per_example: int) -> Callable[[int], int]:
+    """Return a function from the number of examples of a step to the bytes of a run."""
+    return lambda examples: fixed + per_example * examples
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(2_000, 8), (1_000, 8), (900, 4), (500, 2), (300, 1)])
 def test_a_step_has_as_many_examples_as_fit_into_memory(limit: int, expected: int) -> None:
-    wanted = decisions.Decision("batch_size", 8, "because")
-    found = decisions.within_memory(wanted, limit, needed(100, 100))
-    assert found.value == expected and "because" in found.why
+    unlimited = decisions.Decision("batch_size", 8, "because")
+    decision = decisions.within_memory(unlimited, limit, needed(100, 100))
+    assert decision.value == expected and "because" in decision.why
 
 
 @given(st.integers(300, 5_000), st.integers(1, 64))
-def test_what_is_chosen_takes_no_more_than_the_limit(limit: int, batch: int) -> None:
-    take = needed(50, 20)
-    found = decisions.within_memory(decisions.Decision("batch_size", batch, ""), limit, take).value
-    assert take(found) <= limit and found <= batch
+def test_the_chosen_batch_size_needs_no_more_than_the_limit(limit: int, batch: int) -> None:
+    bytes_of = needed(50, 20)
+    chosen = decisions.within_memory(decisions.Decision("batch_size", batch, ""), limit, bytes_of).value
+    assert bytes_of(chosen) <= limit and chosen <= batch
 
 
-def test_too_little_memory_names_the_least() -> None:
-    wanted = decisions.Decision("batch_size", 8, "")
+def test_too_little_memory_names_the_minimum() -> None:
+    unlimited = decisions.Decision("batch_size", 8, "")
     with raises(ConfigError, "memory-too-little", saying="--memory 200 bytes") as caught:
-        decisions.within_memory(wanted, 200, needed(100, 1000))
+        decisions.within_memory(unlimited, 200, needed(100, 1000))
     assert caught.value.problems[0].endswith(" 1 MB")
 
 
 @pytest.mark.parametrize(
-    ("estimator", "texts", "roles"),
+    ("estimator", "generates", "roles"),
     [
         (None, True, ["forward", "backward", "prefill", "decode"]),
         ("exact", False, ["forward", "backward"]),
-        ("tangent", True, ["forward", "tangent", "prefill", "decode"]),
+        ("tangent", True, ["forward", "jvp", "prefill", "decode"]),
         ("antithetic", False, ["forward"]),
     ],
 )
-def test_roles_are_those_that_steps_scores_and_samples_run(
-    estimator: Any, texts: bool, roles: list[str]
+def test_roles_are_those_that_steps_scores_and_samples_need(
+    estimator: Any, generates: bool, roles: list[str]
 ) -> None:
-    assert decisions.roles(estimator, texts).value == roles
+    assert decisions.roles(estimator, generates).value == roles
 
 
 def test_the_best_rate_is_that_of_the_longest_trials() -> None:
@@ -199,13 +197,13 @@ def adapter_of(*arguments: Any) -> dict[str, Any]:
     ("estimator", "free"), [(None, 600_000_000), ("exact", 600_000_000), ("exact", 1 << 40)]
 )
 def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None, free: int) -> None:
-    found = adapter_of(estimator, False, 1_000_000, free)
-    assert found == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
-    assert adapter_of(estimator, True, 1_000_000, free) == {**found, "adapter": "lora-fa"}
+    adapter = adapter_of(estimator, False, 1_000_000, free)
+    assert adapter == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
+    assert adapter_of(estimator, True, 1_000_000, free) == {**adapter, "adapter": "lora-fa"}
 
 
 @pytest.mark.parametrize(
-    ("estimator", "numbers", "free", "init"),
+    ("estimator", "numel", "free", "init"),
     [
         ("tangent", 1_000, 1 << 40, "random"),
         ("antithetic", 1_000, 1 << 40, "random"),
@@ -213,43 +211,43 @@ def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None
         (None, 1_875_001, 600_000_000, "eva"),
     ],
 )
-def test_few_numbers_are_trained_where_many_do_not_fit(
-    estimator: str | None, numbers: int | None, free: int, init: str
+def test_a_small_adapter_is_trained_if_a_large_one_does_not_fit(
+    estimator: str | None, numel: int | None, free: int, init: str
 ) -> None:
-    assert adapter_of(estimator, False, numbers, free) == {"rank": 8, "adapter": "lora-fa", "init": init}
+    assert adapter_of(estimator, False, numel, free) == {"rank": 8, "adapter": "lora-fa", "init": init}
 
 
-def test_a_short_run_that_was_better_than_the_final_one_is_made_again() -> None:
+def test_a_short_run_that_was_better_than_the_final_one_is_repeated() -> None:
     trials = [(0.001, 25, 0.33), (0.01, 75, 0.27), (0.003, 75, 0.37)]
-    found = {each.name: each.value for each in decisions.shorter(trials, 0.35, 300)}
-    assert found == {"learning_rate": 0.01, "steps": 75}
+    by_name = {each.name: each.value for each in decisions.shorter(trials, 0.35, 300)}
+    assert by_name == {"learning_rate": 0.01, "steps": 75}
 
 
 @pytest.mark.parametrize(
     ("trials", "best"), [([(0.01, 75, 0.27)], 0.27), ([(0.01, 75, 0.27)], None), ([], 0.3)]
 )
-def test_the_final_run_stays_where_none_was_better(
+def test_the_final_run_stays_if_no_short_run_was_better(
     trials: list[tuple[float, int, float]], best: float | None
 ) -> None:
     assert decisions.shorter(trials, best, 300) == []
 
 
-def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
+def test_rows_of_messages_get_a_template_if_there_is_none() -> None:
     assert decisions.chat_template(has_template=True) is None
-    found = decisions.chat_template(has_template=False)
-    assert found is not None and found.value == "plain" and "no chat template" in found.why
+    decision = decisions.chat_template(has_template=False)
+    assert decision is not None and decision.value == "plain" and "no chat template" in decision.why
 
 
 @pytest.mark.parametrize(
-    ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
+    ("without", "begun", "expected"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
 )
-def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
+def test_the_frozen_models_losses_decide_how_texts_begin(without: float, begun: float, expected: str) -> None:
     decision = decisions.prepend_bos("<s>", without, begun)
-    assert decision.value == found
+    assert decision.value == expected
     assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
 
 
-def test_a_run_may_take_half_of_what_a_phone_has_free() -> None:
+def test_a_run_may_use_half_of_a_phones_free_memory() -> None:
     assert decisions.memory(4 << 30) == Decision(
         "memory", 2 << 30, "half of the 4.00 GiB that the phone has free"
     )

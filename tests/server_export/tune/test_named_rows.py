@@ -1,4 +1,4 @@
-"""The rows that a user names: from which files and columns, what is wrong in them, how they are split."""
+"""The rows that a user names: files and columns, unusable rows, and splitting."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
 
 def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for place, file in enumerate(files):
-        write(file, *(pair(20 * place + number) for number in range(20)))
+    for index, file in enumerate(files):
+        write(file, *(pair(20 * index + number) for number in range(20)))
     parts = NamedRows(tune((files[0], files[1]))).split(TOKENIZER, SPEC)
     assert sorted(int(row.fields["prompt"][1:]) for them in parts.values() for row in them) == [*range(40)]
     write(files[0], pair(1), "{}", pair(2))
@@ -68,7 +68,7 @@ def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_parts_of_a_json_file_are_those_of_a_folder(tmp_path: Path) -> None:
+def test_parts_of_a_json_file_are_used_like_those_of_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     path.write_text(json.dumps({part: [{"text": f"a {part}"}] for part in ("train", "validation", "test")}))
     parts = NamedRows(tune(path)).split(TOKENIZER, SPEC)
@@ -78,14 +78,14 @@ def test_parts_of_a_json_file_are_those_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "columns", "told"),
+    ("objective", "columns", "note_end"),
     [
         ("auto", {"prompt", "completion", "label"}, "20 corrections, 1 good, 1 bad; rated answers"),
         ("completion", {"prompt", "completion"}, "completions, bad ratings left out"),
         ("dpo", {"prompt", "chosen", "rejected"}, "pairs, 2 ratings left out"),
     ],
 )
-def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], told: str) -> None:
+def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], note_end: str) -> None:
     answers = [AnswerRecord(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
     given = [each.to_feedback(correction=" c") for each in answers[2:]]
     append_feedback(
@@ -97,11 +97,11 @@ def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str],
     assert all(row.fields.keys() == columns for part in parts.values() for row in part)
     numbers = [row.number for part in parts.values() for row in part]
     assert len({*numbers}) == len(numbers)
-    assert any(note.endswith(told) for note in rows.notes)
+    assert any(note.endswith(note_end) for note in rows.notes)
 
 
 def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
-    """So that whoever reads the written rows takes them for the form that the user chose."""
+    """Readers of the written rows then recognize the form that the user chose."""
     lines = [{"story": f"text {n % 20}", "prompt": "p", "completion": "c", "id": n} for n in range(40)]
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), columns=("text=story",)))
     parts = rows.split(TOKENIZER, SPEC)
@@ -111,23 +111,23 @@ def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
     assert not {row.fields["text"] for row in train} & {row.fields["text"] for row in dev}
 
 
-def test_columns_of_no_form_are_told(tmp_path: Path) -> None:
+def test_unknown_columns_are_refused(tmp_path: Path) -> None:
     with raises(DataError, "form-unknown", saying="question"):
         NamedRows(tune(write(tmp_path / "a.jsonl", {"question": "a"})))
 
 
-def test_the_name_of_a_data_set_is_no_path() -> None:
+def test_the_name_of_a_data_set_is_not_a_path() -> None:
     assert tune(Path("nyu-mll/glue:sst2")).resolved().data == Path("nyu-mll/glue:sst2")
 
 
 def broken(folder: Path) -> Path:
-    """A file whose lines 2, 4 and 6 can't be used: no JSON, no completion, a number for a prompt."""
+    """Write a file whose lines 2, 4 and 6 can't be used: no JSON, no completion, a number as prompt."""
     odd = ["{oops", pair(4, ""), {"prompt": 6, "completion": " b"}]
     lines = [each for n in range(3) for each in (pair(n), odd[n])]
     return write(folder / "a.jsonl", *lines, *(pair(n) for n in range(10, 20)))
 
 
-def test_all_rows_that_cant_be_used_are_told_at_once_by_their_lines(tmp_path: Path) -> None:
+def test_all_unusable_rows_are_listed_at_once_by_their_lines(tmp_path: Path) -> None:
     path = broken(tmp_path)
     with raises(DataError, "rows-unusable", saying=str(path)) as caught:
         NamedRows(tune(path)).check(TOKENIZER, SPEC)
@@ -135,10 +135,10 @@ def test_all_rows_that_cant_be_used_are_told_at_once_by_their_lines(tmp_path: Pa
     assert "--on-bad-row skip" in caught.value.remedy
 
 
-def test_rows_that_cant_be_used_are_skipped_and_told(tmp_path: Path) -> None:
+def test_unusable_rows_are_skipped_and_listed(tmp_path: Path) -> None:
     path = broken(tmp_path)
     rows = NamedRows(tune(path, on_bad_row="skip"))
-    for _ in range(2):  # with another first token, say
+    for _ in range(2):  # again, as for another first token
         rows.check(TOKENIZER, SPEC)
     assert [note.startswith("left out") for note in rows.notes].count(True) == 1
     parts = rows.split(TOKENIZER, SPEC)
@@ -156,7 +156,7 @@ def test_development_rows_are_checked_too(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2"]
 
 
-def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> None:
+def test_long_chats_are_listed_by_their_lines_and_lose_nothing(tmp_path: Path) -> None:
     turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     lines = [{"messages": turn * (12 if n == 7 else 1)} for n in range(1, 11)]
     rows, program = (
@@ -168,7 +168,7 @@ def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> 
     assert any("split between turns into several examples: 1 row (7)" in note for note in rows.notes)
 
 
-def test_target_tokens_that_would_be_lost_are_told_before_anything_is_made(tmp_path: Path) -> None:
+def test_target_tokens_that_would_be_lost_are_an_error_before_the_export(tmp_path: Path) -> None:
     long = pair(1, " word" * 60)
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", long, pair(2))))
     rows.check(TOKENIZER, SPEC)
@@ -187,7 +187,7 @@ def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
         rows.split(TOKENIZER, encoder)
 
 
-def test_settings_of_another_objective_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_settings_of_another_objective_are_refused_before_the_export(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
     with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
         NamedRows(tune(data, beta=0.3)).check(TOKENIZER, SPEC)

@@ -1,4 +1,4 @@
-"""The record of a tuning: what may be corrected when it goes on, and how long it has taken."""
+"""The record of a tuning: settings that may change when it is resumed, and its duration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def settings(tmp_path: Path) -> TuneSettings:
     return TuneSettings(data=tmp_path / "rows.jsonl", out=tmp_path / "out", model="model")
 
 
-def kept(settings: TuneSettings, *made: str) -> Record:
-    """A record that is kept, in a folder where some files were made."""
-    for name in made:
+def kept_record(settings: TuneSettings, *files: str) -> Record:
+    """Return a record that is kept, in a folder with some files."""
+    for name in files:
         path = settings.out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
@@ -43,18 +43,18 @@ def decided(record: Record) -> list[str]:
 def test_nothing_is_written_before_it_is_kept(settings: TuneSettings) -> None:
     record = Record(settings)
     record.decide(Decision("quantize", "fp32", "small"))
-    assert record.found("fact", lambda: 3) == 3
+    assert record.fact("fact", lambda: 3) == 3
     assert not settings.out.exists() and not record.is_kept
 
 
-def test_before_anything_is_made_every_setting_may_be_corrected(settings: TuneSettings) -> None:
-    kept(settings)
+def test_before_the_first_stage_every_setting_may_change(settings: TuneSettings) -> None:
+    kept_record(settings)
     record = Record(replace(settings, columns=("text=story",), rank=4))
     assert not record.is_kept and not decided(record)
 
 
-def test_with_a_bundle_what_runs_depend_on_may_be_corrected(settings: TuneSettings) -> None:
-    kept(settings, "bundle/manifest.json")
+def test_with_a_bundle_settings_of_runs_may_change(settings: TuneSettings) -> None:
+    kept_record(settings, "bundle/manifest.json")
     record = Record(replace(settings, batch_size=4))
     assert record.is_kept and decided(record) == ["quantize"]
     assert decided(Record(replace(settings, batch_size=4))) == ["quantize"]
@@ -65,16 +65,16 @@ def test_with_a_bundle_what_runs_depend_on_may_be_corrected(settings: TuneSettin
     assert f"prge tune --resume {settings.out}" in caught.value.remedy
 
 
-def test_what_runs_were_made_with_stays(settings: TuneSettings) -> None:
-    kept(settings, "search/0.01-8/journal.jsonl")
+def test_settings_of_existing_runs_may_not_change(settings: TuneSettings) -> None:
+    kept_record(settings, "search/0.01-8/journal.jsonl")
     assert decided(Record(replace(settings, learning_rate=0.1))) == ["quantize", "batch_size"]
     for changes in ({"steps": 7}, {"data": Path("/other")}, {"batch_size": 2}):
         with raises(ConfigError, "settings-changed", saying=next(iter(changes))):
             Record(replace(settings, learning_rate=0.1, **changes))
 
 
-def test_a_bundle_that_is_there_is_named_for_another_folder(settings: TuneSettings) -> None:
-    kept(settings, "bundle/manifest.json", "search/0.01-8/journal.jsonl")
+def test_the_remedy_names_an_existing_bundle(settings: TuneSettings) -> None:
+    kept_record(settings, "bundle/manifest.json", "search/0.01-8/journal.jsonl")
     for changes in ({"steps": 7}, {"minutes": 3.0}):
         with raises(ConfigError, "settings-changed") as caught:
             Record(replace(settings, **changes))
@@ -84,8 +84,8 @@ def test_a_bundle_that_is_there_is_named_for_another_folder(settings: TuneSettin
     assert "--bundle" not in (caught.value.remedy or "")
 
 
-def test_what_an_earlier_version_did_not_know_was_as_usual(settings: TuneSettings) -> None:
-    kept(settings, "search/0.01-8/journal.jsonl")
+def test_settings_that_an_earlier_version_lacked_had_their_defaults(settings: TuneSettings) -> None:
+    kept_record(settings, "search/0.01-8/journal.jsonl")
     path = settings.out / "tune.json"
     content = json.loads(path.read_text())
     del content["settings"]["weight_decay"], content["settings"]["loss_normalisation"]
@@ -97,7 +97,7 @@ def test_what_an_earlier_version_did_not_know_was_as_usual(settings: TuneSetting
 
 @pytest.mark.parametrize("status", ["completed", "diverged"])
 def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings, status: str) -> None:
-    kept(settings, "search/0.01-8/journal.jsonl", "run/journal.jsonl")
+    kept_record(settings, "search/0.01-8/journal.jsonl", "run/journal.jsonl")
     (settings.out / "run" / "run.json").write_text(json.dumps({"run": {"status": status}}))
     changed = replace(settings, learning_rate=0.1)
     if status == "diverged":
@@ -108,8 +108,8 @@ def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings,
             Record(changed)
 
 
-def test_what_went_before_a_kill_counts_and_the_pause_does_not(settings: TuneSettings) -> None:
-    kept(settings, "search/0.01-8/journal.jsonl")
+def test_time_before_a_kill_counts_and_the_pause_does_not(settings: TuneSettings) -> None:
+    kept_record(settings, "search/0.01-8/journal.jsonl")
     path = settings.out / "tune.json"
     content = json.loads(path.read_text())
     begun = time.time() - 5000
@@ -117,17 +117,17 @@ def test_what_went_before_a_kill_counts_and_the_pause_does_not(settings: TuneSet
     for each in settings.out.rglob("*"):
         os.utime(each, (begun, begun))
     os.utime(settings.out / "search" / "0.01-8" / "journal.jsonl", (begun + 50, begun + 50))
-    (settings.out / "run.lock").touch()  # by who goes on
+    (settings.out / "run.lock").touch()  # by the resumed tuning
     assert Record(settings).seconds == pytest.approx(150, abs=5)
 
 
-def test_places_outside_that_a_strangers_record_names_are_refused(
+def test_paths_outside_of_the_folder_in_a_strangers_record_are_refused(
     settings: TuneSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.jinja").write_text("x")
     monkeypatch.chdir(tmp_path)
     settings = replace(settings, chat_template="mine.jinja")
-    kept(settings)
+    kept_record(settings)
     path = settings.out / "tune.json"
     content = json.loads(path.read_text())
 
@@ -146,10 +146,10 @@ def test_places_outside_that_a_strangers_record_names_are_refused(
             record("plain", heads)
 
 
-def test_a_folder_with_a_link_out_of_it_is_not_gone_on_with(settings: TuneSettings, tmp_path: Path) -> None:
+def test_a_folder_with_a_link_to_the_outside_is_not_resumed(settings: TuneSettings, tmp_path: Path) -> None:
     from server_export.tune.stages import tune
 
-    kept(settings)
+    kept_record(settings)
     (tmp_path / "mine.txt").write_text("mine")
     (settings.out / "report.html").symlink_to(tmp_path / "mine.txt")
     with raises(RunError, "link-outside", saying="report.html"):

@@ -1,4 +1,4 @@
-"""The rows of a tuning as its folder has them."""
+"""The files of rows in the folder of a tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_row_is_a_line_and_no_line_is_blank(tmp_path: Path) -> None:
     assert files.test is None
 
 
-def test_what_was_written_before_is_gone(tmp_path: Path) -> None:
+def test_rows_that_were_written_before_are_removed(tmp_path: Path) -> None:
     files = RowFiles(tmp_path / "rows", None)
     files.write({"train": [Row(1, {"text": "a"})], "dev": [Row(2, {"text": "b"})]})
     files.write({"train": [Row(1, {"text": "c"})]})

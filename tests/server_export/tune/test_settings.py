@@ -1,4 +1,4 @@
-"""Settings of a tuning that can't be used are refused before anything is read."""
+"""Unusable settings of a tuning are refused before anything is read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def settings(**changes: Any) -> TuneSettings:
 
 
 @pytest.mark.parametrize("name", ["adapt_layers", "quantize", "target_modules"])
-def test_settings_of_an_export_are_refused_beside_a_bundle(name: str) -> None:
+def test_settings_of_an_export_are_refused_with_a_bundle(name: str) -> None:
     with raises(ConfigError, "settings-unusable", saying=f"--{name.replace('_', '-')}"):
         settings(model=None, bundle=Path("b"), **{name: "top:2"})
 
 
-def test_steps_are_chosen_in_one_way() -> None:
+def test_only_one_setting_may_determine_the_steps() -> None:
     with raises(ConfigError, "settings-unusable", saying="--steps and --epochs"):
         settings(steps=3, epochs=1.0)
     with raises(ConfigError, "settings-unusable", saying="--epochs and --minutes"):

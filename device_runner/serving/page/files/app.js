@@ -1,4 +1,4 @@
-// The page: what the server is, its key, the language, and one of two views.
+// The page: connects to the server, asks for the API key, and shows one of two views.
 import { Component, Refused, get, html, keep, pause, render, speak, spoken, t, watchers } from "./base.js";
 import { Talk } from "./talk.js";
 import { Training } from "./training.js";
@@ -41,7 +41,7 @@ class App extends Component {
       this.setState((state) => ({ is_wrong: state.needs_key }));
     });
   };
-  /** Go to the other view without loading the page again: a conversation stays. */
+  /** Switch to the other view without reloading the page, so that the conversation stays. */
   go = (event, path) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();

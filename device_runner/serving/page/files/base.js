@@ -1,4 +1,4 @@
-// What all of the page shares: texts, numbers, requests with the key, streams of events.
+// Shared by the whole page: texts, number formats, requests with the API key, event streams.
 import { h, html, render, Component } from "./preact.js";
 export { h, html, render, Component };
 
@@ -8,7 +8,7 @@ const known = localStorage.getItem(LANGUAGE);
 let language = Object.hasOwn(table, known) ? known : /^de\b/i.test(navigator.language) ? "de" : "en";
 
 export const spoken = () => language;
-/** A text by its name; `{}` in it are the values, in order. */
+/** Return a text by its name, with each `{}` replaced by the next value. */
 export function t(name, ...values) {
   const text = Object.hasOwn(table[language], name) ? table[language][name] : String(name);
   return values.reduce((said, value) => said.replace("{}", () => value), text);
@@ -19,7 +19,7 @@ export function speak(other) {
   document.documentElement.lang = language;
 }
 
-/** A number as prge writes it: four digits that matter, thousands apart by a narrow space. */
+/** Format a number as prge does: four significant digits, thousands separated by a narrow space. */
 export function number(value) {
   if (typeof value !== "number" || !isFinite(value)) return String(value ?? "–");
   if (Math.abs(value) >= 1e15) return value.toExponential(3);
@@ -34,21 +34,21 @@ export function duration(seconds) {
   return minutes < 60 ? `${minutes} min ${total % 60} s` : `${number(Math.floor(minutes / 60))} h ${minutes % 60} min`;
 }
 
-/** What the server refuses, or that it can't be reached: then its status is 0. */
+/** A request that the server refused; status 0 if the server is not reachable. */
 export class Refused extends Error {
   constructor(status, message, code) {
     super(message);
     Object.assign(this, { status, code });
   }
 }
-/** Called with every Refused, before who asked knows of it. */
+/** Functions that are called with every Refused, before the caller sees it. */
 export const watchers = new Set();
 const told = (error) => {
   watchers.forEach((watch) => watch(error));
   return error;
 };
 
-/** A conversation stays with its tab when the page is loaded again, unless the browser has no room for it. */
+/** Store a conversation in its tab for the next load of the page, unless it is too large. */
 export function keep_talk(talk) {
   try {
     sessionStorage.setItem(TALK, JSON.stringify(talk));
@@ -66,7 +66,7 @@ export function kept_talk() {
 }
 
 export const keep = (key) => sessionStorage.setItem(KEY, key);
-/** The answer to a request; `body` makes it a POST. Raises Refused, or an AbortError. */
+/** Send a request, as POST if it has a body, and return the response. Throws Refused or an AbortError. */
 export async function ask(path, body, signal) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   const key = sessionStorage.getItem(KEY);
@@ -84,7 +84,7 @@ export async function ask(path, body, signal) {
 }
 export const get = async (path, signal) => (await ask(path, undefined, signal)).json();
 
-/** The events of a stream, as the server sends them: lines `data: JSON`. Raises as `ask`. */
+/** Yield the events of a stream of `data: JSON` lines. Throws like `ask`. */
 export async function* events(path, body, signal) {
   const reader = (await ask(path, body, signal)).body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -110,24 +110,24 @@ export async function* events(path, body, signal) {
 }
 
 export const pause = (milliseconds) => new Promise((go) => setTimeout(go, milliseconds));
-/** Names with values, what isn't known left out. */
+/** A list of names and values, without unknown values. */
 export const Facts = ({ facts }) => html`<dl class="facts">
   ${facts.filter(([, value]) => value !== undefined && value !== null && value !== "").map(
     ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
 </dl>`;
 const HOW = ["base_model", "architecture", "parameters", "weights", "adapter", "rank", "alpha", "estimator", "objective",
   "optimizer", "learning_rate", "train", "training_rows", "steps_taken", "seconds", "best", "hash"];
-/** What the server tells of a model or a run, by names of texts. */
+/** Return the server's facts about a model or a run, with translated names. */
 export const told_facts = (facts) => HOW.map((name) => {
   const value = facts[name];
   return [t(name), typeof value !== "number" ? value : name === "seconds" ? duration(value) : number(value)];
 });
 
-/** A button that sends no form. */
+/** A button that does not submit a form. */
 export const Button = ({ act, children, ...more }) => html`<button type="button" onClick=${act} ...${more}>${children}</button>`;
 
 const LONGEST = 20000;
-/** Somebody's text, as it is and never as markup; of a very long one the beginning, until all is asked for. */
+/** Show text as plain text, never as markup; of a very long text only the beginning, with a button for the rest. */
 export class Text extends Component {
   shouldComponentUpdate(props, state) {
     return props.text !== this.props.text || state.all !== this.state.all || props.spoken !== this.props.spoken;

@@ -1,4 +1,4 @@
-// Talking to models: turns, each with the answers of one or several of them side by side.
+// Chat: turns, each with the answers of one or several models side by side.
 import {
   Button, Component, Facts, Refused, Text, ask, events, get, html, keep_talk, kept_talk, number, pause, t, told_facts,
 } from "./base.js";
@@ -54,16 +54,16 @@ export class Talk extends Component {
   stop = () => this.stopping?.abort();
   keep = () => {
     const { turns, chosen, settings } = this.state;
-    // What is being written ends with the page.
+    // Answers in progress end with the page.
     const ended = (each) => (each.state === "writing" ? { ...each, state: "stopped" } : each);
     keep_talk({ turns: turns.map((turn) => ({ ...turn, answers: turn.answers.map(ended) })), chosen, settings });
   };
-  /** Change one answer of a turn; nothing where it isn't there any more. */
+  /** Change one answer of a turn, if it still exists. */
   change(id, model, change) {
     this.setState(({ turns }) => ({ turns: turns.map((turn) => turn.id !== id ? turn
       : { ...turn, answers: turn.answers.map((each) => (each.model === model ? { ...each, ...change } : each)) }) }));
   }
-  /** Ask all chosen models; `before` are the turns that go before. */
+  /** Send a message to all selected models; `before` are the previous turns. */
   async ask(text, before) {
     const { chosen, settings } = this.state;
     if (!text.trim() || !chosen.length || this.stopping) return;
@@ -163,7 +163,7 @@ export class Talk extends Component {
   }
 }
 
-/** What was said before, as a model needs it: its own answers, else another's. */
+/** Return the previous messages for a model: with its own answers, or another model's where it has none. */
 function spoken_before(turns, model) {
   return turns.flatMap(({ text, answers }) => {
     const said = answers.find((each) => each.model === model && each.text) ?? answers.find((each) => each.text);
@@ -206,7 +206,7 @@ class Answer extends Component {
         <path d=${THUMB} /></svg><//>`;
   }
   notes({ state, tokens, took, is_short }) {
-    // Of a burst only the way is measured, not the writing.
+    // For text that arrives at once, the time would measure the network, not the generation.
     const speed = tokens > 1 && took > 0.1 && `${number((tokens - 1) / took)} ${t("speed")}`;
     const end = ["stopped", "cut", "writing"].includes(state) && t(state);
     return [tokens && `${number(tokens)} ${t(tokens === 1 ? "token" : "tokens")}`, speed, end, is_short && t("short")].filter(Boolean).join(" · ");
@@ -228,7 +228,7 @@ class Answer extends Component {
   }
 }
 
-/** A text that is changed and sent, or left as it was. */
+/** A form to edit a text. */
 class Writing extends Component {
   componentDidMount() {
     this.area.focus();
@@ -277,7 +277,7 @@ const Settings = ({ settings, set }) => SETTINGS.map(([name, step, usual]) => ht
 function About({ about, chosen }) {
   const { bundle = {}, models, context, feedback } = about;
   const facts = [[t("bundle"), bundle.bundle], ...told_facts(bundle), [t("context"), `${number(context)} ${t("tokens")}`]];
-  // What is the bundle's is told once.
+  // Facts of the bundle are shown only once.
   const own = (model) => told_facts({ adapter: models && t("none"), ...models?.[model], base_model: "", weights: "" });
   return html`<${Facts} facts=${facts} />
     ${chosen.map((model) => html`<h3 key=${model}>${model}</h3><${Facts} facts=${own(model)} />`)}

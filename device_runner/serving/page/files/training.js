@@ -1,4 +1,4 @@
-// Runs as they go on: the server reads and draws them, and sends what is new.
+// Training runs in progress: the server reads the files, draws the charts, and sends updates.
 import {
   Button, Component, Facts, Refused, Text, ask, duration, events, get, html, number, pause, spoken, t, told_facts,
 } from "./base.js";
@@ -126,7 +126,7 @@ function Result({ told: { score, evaluations } }) {
       ${cells(each).map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 }
 
-/** A drawing of the server, as a picture and not as markup of the page. */
+/** Show a chart of the server as an image, not as markup of the page. */
 class Picture extends Component {
   componentDidMount() {
     this.draw();

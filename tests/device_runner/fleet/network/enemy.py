@@ -1,4 +1,4 @@
-"""A device with a key that speaks Flower's protocol by itself: it can say what no SuperNode says."""
+"""A device that uses Flower's protocol directly, and can send what no SuperNode sends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SUPERLINK = 1
 
 @dataclass(frozen=True)
 class PulledTask:
-    """A task that came, and what Flower says of it."""
+    """A task that was received, with Flower's metadata."""
 
     content: bytes
     metadata: Metadata
@@ -79,23 +79,23 @@ class HostileDevice:
         self.client.close()
 
     def leave(self) -> None:
-        """Say goodbye."""
+        """Deactivate the node."""
         self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
 
     def pull(self) -> PulledTask | None:
-        """The next task, if there is one."""
-        said = self.client.PullMessages(PullMessagesRequest(node=self.node))
-        if not said.messages_list:
+        """Return the next task, or None."""
+        reply = self.client.PullMessages(PullMessagesRequest(node=self.node))
+        if not reply.messages_list:
             return None
-        metadata = message_from_proto(said.messages_list[0]).metadata
-        (tree,) = said.message_object_trees
+        metadata = message_from_proto(reply.messages_list[0]).metadata
+        (tree,) = reply.message_object_trees
         contents = {
             each.object_id: self.client.PullObject(
                 PullObjectRequest(node=self.node, run_id=metadata.run_id, object_id=each.object_id)
             ).object_content
             for each in iterate_object_tree(tree)
         }
-        if not all(contents.values()):  # the round's time was up meanwhile
+        if not all(contents.values()):  # the round has ended meanwhile
             return None
         message = inflate_object_from_contents(tree.object_id, contents)
         assert isinstance(message, Message)
@@ -107,7 +107,7 @@ class HostileDevice:
         return PulledTask(decode_content(message), metadata)
 
     def reply(self, asked: PulledTask, content: bytes | RecordDict | Error, **changes: Any) -> Message:
-        """The message of an answer, whose metadata may be `changes`."""
+        """Return the message of a reply; `changes` overrides its metadata."""
         fields: dict[str, Any] = {
             "run_id": asked.metadata.run_id,
             "message_id": "",
@@ -137,7 +137,7 @@ class HostileDevice:
         node: Node | None = None,
         told: Callable[[Message], Message] = lambda message: message,
     ) -> None:
-        """Send a message; `told` changes what is said beside its objects.
+        """Send a message; `told` changes the message without its objects.
 
         Raises:
             httpx.HTTPStatusError: the server refuses.
@@ -166,7 +166,7 @@ class HostileDevice:
             )
 
     def push_objects(self, asked: PulledTask, contents: Sequence[bytes]) -> None:
-        """Answer by objects, the message itself first, each the child of the one before."""
+        """Reply with raw objects, the message first, each the child of the previous one."""
         names = [get_object_id(content) for content in contents]
         tree = ObjectTree(object_id=names[-1])
         for name in reversed(names[:-1]):
@@ -176,13 +176,13 @@ class HostileDevice:
 
 
 def object_of(kind: str, body: bytes, children: Sequence[bytes] = ()) -> bytes:
-    """An object as Flower writes it: what it is, whose hashes it has, how long it is, and its body."""
+    """Encode an object as Flower does: its type, the hashes of its children, its length, and its body."""
     names = ",".join(get_object_id(child) for child in children)
     return f"{kind} {names} {len(body)}".encode() + b"\0" + body
 
 
 def garbage(kind: str = "ConfigRecord", body: bytes = b"\xff" * 40) -> list[bytes]:
-    """Objects of a message whose innermost one no protobuf parser takes."""
+    """Return the objects of a message whose innermost object is invalid protobuf."""
     record = object_of(kind, body)
     records = RecordDict({"fleet": ConfigRecord({"content": b""})}).deflate().partition(b"\0")[2]
     middle = object_of("RecordDict", records, [record])

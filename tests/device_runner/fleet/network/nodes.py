@@ -1,4 +1,4 @@
-"""Devices of a fleet as processes, and a server within this one."""
+"""Devices of a fleet as processes, and a server within the test process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 
 class Echoes:
-    """Rounds whose tasks are their numbers; keeps what devices answer."""
+    """A stand-in for a coordinator whose tasks are the round numbers; records the replies."""
 
     def __init__(self, rounds: int, most: int = 100) -> None:
         self.round, self.rounds, self.most = 0, rounds, most
@@ -44,7 +44,7 @@ class Echoes:
 
 @contextmanager
 def device(folder: Path, server: str, keys: Path | None = None, code: str = "task") -> Iterator[Device]:
-    """A device in a process of its own, that answers `task` with `code`'s value."""
+    """Start a device in a process of its own, which answers `task` with the value of `code`."""
     script = f"""
 import os, sys, time
 from pathlib import Path
@@ -76,27 +76,27 @@ class Device:
 
     @property
     def console(self) -> str:
-        """What it has printed."""
+        """Return the process's output."""
         return (self.folder / "console.txt").read_text()
 
 
 @contextmanager
 def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[SuperLink]:
-    """A server that listens on loopback."""
+    """Open a server that listens on loopback."""
     with superlink(folder, "127.0.0.1", port, ServerKeys.open(keys) if keys else None) as link:
         yield link
 
 
 def run_all_rounds(link: SuperLink, rounds: Any, devices: int, seconds: float = SECONDS) -> list[str]:
-    """Take all rounds; the lines that were told."""
+    """Run all rounds, and return the logged lines."""
     lines: list[str] = []
     rounds.flags = RoundsFlags(seconds=seconds)
-    with link.run() as post:
-        run_rounds(post, rounds, devices, lines.append)
+    with link.run() as mailbox:
+        run_rounds(mailbox, rounds, devices, lines.append)
     return lines
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at."""
+    """Return a free port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

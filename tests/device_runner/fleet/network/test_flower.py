@@ -1,4 +1,4 @@
-"""Flower's private parts that `flower.py` uses are there as its version has them; each fails by its name."""
+"""Tests that the private parts of Flower that `flower.py` uses exist as in its version, one by one."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ SOURCE = ast.parse(inspect.getsource(flower))
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name names: a module and attributes of it."""
+    """Resolve a dotted name of a module and its attributes."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
@@ -162,7 +162,7 @@ def resolve(name: str) -> Any:
 
 
 def private_imports() -> set[str]:
-    """Names that `flower.py` imports of Flower and that `flwr.app` doesn't export."""
+    """Return the names that `flower.py` imports from Flower and that `flwr.app` does not export."""
     return {
         f"{node.module}.{each.name}"
         for node in ast.walk(SOURCE)
@@ -205,7 +205,7 @@ def test_a_message_has_its_fields(name: str) -> None:
 
 
 def test_the_fleet_api_has_its_paths() -> None:
-    """The door lets devices reach all of them."""
+    """The admission control passes all of them."""
     assert {path.removeprefix("/v1/fleet/") for path in flower.FLEET_PATHS} == {
         "register-node",
         "activate-node",
@@ -227,8 +227,8 @@ def test_a_device_without_a_key_is_refused_as_flower_does() -> None:
     assert flower.refusal("/v1/fleet/pull-messages").status_code == 401
 
 
-def test_what_has_no_signature_is_where_it_was() -> None:
-    """A message's name is set by its metadata's attribute; middleware finds state and request by theirs."""
+def test_attributes_without_signature_exist() -> None:
+    """A message's id is an attribute of its metadata, and middleware finds its state by attributes."""
     metadata = flwr.app.Metadata(1, "", 2, 3, "", "", 0.0, 1.0, "train")
     message = make_message(metadata=metadata, content=flwr.app.RecordDict())
     reply = flower.FlowerTask(b"", "1", message).failure("Killed")

@@ -1,4 +1,4 @@
-"""The server against its own devices and against strangers: nothing that is said ends or fills it."""
+"""Tests of the server against its own devices and strangers: no message stops it or fills its storage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECONDS = 8.0
 
 @dataclass
 class Scene:
-    """A server, its keys, two devices of which one is an enemy, and rounds that go on meanwhile."""
+    """A server, its keys, an honest and a hostile device, and rounds in progress."""
 
     link: SuperLink
     keys: Path
@@ -51,21 +51,21 @@ class Scene:
     rounds: Echoes
 
     def task(self) -> PulledTask:
-        """The enemy's next task."""
+        """Return the hostile device's next task."""
         return _task(self.enemy)
 
     def goes_on(self) -> None:
         """Assert that the round ends with the honest device's answer."""
-        asked = _task(self.honest)
+        task = _task(self.honest)
         before = self.rounds.round
-        self.honest.push(self.honest.reply(asked, asked.content))
+        self.honest.push(self.honest.reply(task, task.content))
         _wait(lambda: self.rounds.round > before)
-        assert self.rounds.received[-1][self.honest.node.node_id] == asked.content
+        assert self.rounds.received[-1][self.honest.node.node_id] == task.content
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One server for all tests: each is another thing that it withstands."""
+    """One server for all tests, each of which attacks it in another way."""
     folder = tmp_path_factory.mktemp("hostile")
     keys = folder / "keys"
     make_keys(keys, [], ["honest", "enemy"])
@@ -84,10 +84,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def _task(device: HostileDevice) -> PulledTask:
     deadline = time.monotonic() + 20
-    while (asked := device.pull()) is None:
+    while (task := device.pull()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return asked
+    return task
 
 
 _RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
@@ -183,45 +183,47 @@ def _tree(enemy: HostileDevice, asked: PulledTask) -> ObjectTree:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_is_no_answer_is_nothing(scene: Scene, name: str) -> None:
+def test_invalid_replies_are_ignored(scene: Scene, name: str) -> None:
     ANSWERS[name](scene.enemy, scene.task())
     scene.goes_on()
     assert not scene.rounds.received[-1].get(scene.enemy.node.node_id)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
-    asked = scene.task()
+def test_forbidden_requests_of_a_device_are_refused(scene: Scene, name: str) -> None:
+    task = scene.task()
     with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
-        REFUSED[name](scene, asked)
-    scene.enemy.push(scene.enemy.reply(asked, b"x"))
+        REFUSED[name](scene, task)
+    scene.enemy.push(scene.enemy.reply(task, b"x"))
     scene.goes_on()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
 
-def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a time that is none, if nobody refused it."""
+def test_messages_that_flower_fails_on_only_affect_their_sender(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN times, if they were not refused."""
     monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
-    asked = scene.task()
-    scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
+    task = scene.task()
+    scene.enemy.push(scene.enemy.reply(task, b"x", created_at=float("nan")))
     scene.goes_on()
     assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
 def test_an_answer_counts_once(scene: Scene) -> None:
-    asked = scene.task()
+    task = scene.task()
     for content in (b"first", b"second"):
         with contextlib.suppress(httpx.HTTPStatusError):
-            scene.enemy.push(scene.enemy.reply(asked, content))
+            scene.enemy.push(scene.enemy.reply(task, content))
     for _ in range(20):
         with contextlib.suppress(httpx.HTTPStatusError):
-            scene.enemy.push(scene.enemy.reply(asked, os.urandom(8)))
+            scene.enemy.push(scene.enemy.reply(task, os.urandom(8)))
     scene.goes_on()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
 
 
-class TestAStranger:
-    """Without a key."""
+class TestStranger:
+    """Requests without a key."""
 
     def _connect(self, scene: Scene) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=str(scene.keys / "server" / "ca.pem"))
@@ -231,7 +233,7 @@ class TestAStranger:
 
     def test_fills_no_memory(self, scene: Scene) -> None:
         path = "/v1/fleet/push-object"
-        body = b"x" * 10_000_000  # of this process, as the server is
+        body = b"x" * 10_000_000  # the server is in this process too
         before = _resident()
         for _ in range(20):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
@@ -261,19 +263,22 @@ class TestAStranger:
                 connection.sendall(request_.encode())
             assert f" {status} ".encode() in connection.recv(100)
 
-    def test_gets_one_last_word(self, scene: Scene) -> None:
-        """Requests that follow each other, what is none after the last answer, and a body that is none."""
+    def test_gets_one_last_response(self, scene: Scene) -> None:
+        """Pipelined requests, garbage after the last response, and an invalid body."""
         request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
+        for content in (
+            request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000,
+            request + b"!\r\n",
+        ):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
-                connection.sendall(said)
+                connection.sendall(content)
                 while connection.recv(1 << 16):
                     continue
         log = scene.keys.parent / "server" / "flower" / "superlink.log"
         assert "Traceback" not in log.read_text()
 
     def test_keeps_nobody_out(self, scene: Scene) -> None:
-        """Half heads, no heads and no handshakes: the oldest make room."""
+        """Incomplete heads, no heads and no handshakes: the oldest connections make room."""
         host, port = scene.link.address.split(":")
         with contextlib.ExitStack() as stack:
             for index in range(MOST_STRANGERS + 100):
@@ -285,8 +290,8 @@ class TestAStranger:
             scene.goes_on()
 
 
-def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of a connection, and one that follows another request."""
+def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow requests: the first one of a connection, and one after another request."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
         host, port = link.address.split(":")
@@ -320,7 +325,7 @@ def test_the_store_holds_one_round(scene: Scene) -> None:
                 "object_children",
             )
         }
-    # Two tasks and two answers at most, of three objects each.
+    # At most two tasks and two replies, of three objects each.
     assert max(counts.values()) <= 12, counts
 
 
@@ -330,7 +335,7 @@ def test_a_key_has_its_share_of_connections() -> None:
         for _ in range(MOST_CONNECTIONS_OF_A_KEY + 4):
             clients.append(socket.create_connection(listener.getsockname(), 5))
             _, address = listener.accept()
-            listener.know(address, b"key")
+            listener.mark_known(address, b"key")
         assert [client.recv(1) for client in clients[:4]] == [b""] * 4
         clients[4].setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Keys of a fleet: who gets what, who may read it, and what is told of damaged ones."""
+"""Tests of a fleet's keys: who gets which files, their permissions, and the errors about damaged ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from device_runner.fleet.network.keys import DeviceKeys, KeysError, ServerKeys, 
 
 def names_of(keys: Path) -> list[str]:
     certificate = x509.load_pem_x509_certificate((keys / "server" / "server.pem").read_bytes())
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return sorted(str(name.value) for name in found)
+    result = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return sorted(str(name.value) for name in result)
 
 
-def test_each_side_gets_a_folder_that_its_owner_alone_reads(tmp_path: Path) -> None:
-    made = make_keys(tmp_path / "keys", ["server.lan", "192.168.1.5"], ["one", "two"])
-    assert made.devices == ("one", "two")
-    assert made.until is not None
+def test_each_side_gets_a_folder_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    created = make_keys(tmp_path / "keys", ["server.lan", "192.168.1.5"], ["one", "two"])
+    assert created.devices == ("one", "two")
+    assert created.until is not None
     files = {str(path.relative_to(tmp_path / "keys")) for path in (tmp_path / "keys").rglob("*.*")}
     own = {f"devices/{name}/{file}" for name in ("one", "two") for file in ("ca.pem", "device.key")}
     server = {"ca.pem", "server.pem", "server.key", "devices/one.pub", "devices/two.pub"}
@@ -36,7 +36,7 @@ def test_each_side_gets_a_folder_that_its_owner_alone_reads(tmp_path: Path) -> N
     assert sorted(keys.devices) == ["one", "two"]
 
 
-def test_the_certificate_is_that_of_its_hosts_for_those_who_know_the_authority(tmp_path: Path) -> None:
+def test_the_certificate_is_valid_for_its_hosts(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", ["server.lan"], ["one"])
     keys = ServerKeys.open(tmp_path / "keys" / "server")
     authority = DeviceKeys.open(tmp_path / "keys" / "devices" / "one").authority
@@ -50,7 +50,7 @@ def test_the_certificate_is_that_of_its_hosts_for_those_who_know_the_authority(t
 
 
 def handshake(serving: ssl.SSLContext, asking: ssl.SSLContext, host: str) -> None:
-    """Shake hands in memory."""
+    """Do a TLS handshake in memory."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = serving.wrap_bio(to_server, to_client, server_side=True)
     client = asking.wrap_bio(to_client, to_server, server_hostname=host)
@@ -69,8 +69,8 @@ def test_devices_and_hosts_can_be_added(tmp_path: Path) -> None:
     kept = ["authority.key", "server/ca.pem", "devices/one/device.key", "server/devices/one.pub"]
     before = [(keys / name).read_bytes() for name in kept]
     certificate = (keys / "server" / "server.pem").read_bytes()
-    made = make_keys(keys, [], ["one", "two"])
-    assert (made.devices, made.until) == (("two",), None)
+    created = make_keys(keys, [], ["one", "two"])
+    assert (created.devices, created.until) == (("two",), None)
     assert (keys / "server" / "server.pem").read_bytes() == certificate
     assert make_keys(keys, ["new.lan"], []).until is not None
     assert "new.lan" in names_of(keys)
@@ -86,9 +86,7 @@ def test_devices_and_hosts_can_be_added(tmp_path: Path) -> None:
         ([], [""], "''"),
     ],
 )
-def test_names_that_cant_be_used_are_told(
-    tmp_path: Path, hosts: list[str], devices: list[str], value: str
-) -> None:
+def test_invalid_names_are_reported(tmp_path: Path, hosts: list[str], devices: list[str], value: str) -> None:
     with raises(KeysError, "names-unusable", saying=value):
         make_keys(tmp_path / "keys", hosts, devices)
     assert not (tmp_path / "keys").exists()
@@ -115,7 +113,9 @@ def test_damaged_and_missing_keys_are_named(tmp_path: Path) -> None:
         make_keys(keys, [], ["two"])
 
 
-def test_keys_that_others_may_read_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_others_can_read_cause_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_keys(tmp_path / "keys", [], ["one"])
     folder = tmp_path / "keys" / "devices" / "one"
     DeviceKeys.open(folder)

@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes as real processes on loopback: rounds go round, strangers stay out."""
+"""Tests of a SuperLink and devices as real processes on loopback: rounds complete, strangers are refused."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
-    """Flower's own SuperLink lets everyone who reaches it start apps and register devices."""
+def test_the_server_accepts_no_commands(tmp_path: Path) -> None:
+    """Flower's own SuperLink lets anyone who reaches it start apps and register devices."""
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
         control = ControlHttpClient.from_server_address(link.address, True, None, [])
         for ask in (
@@ -65,7 +65,7 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
+def test_a_device_without_a_known_key_is_not_admitted(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     make_keys(ours, [], ["one"])
     make_keys(others, [], ["one"])
@@ -73,12 +73,12 @@ def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
     (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
     with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
         with device(tmp_path / "stranger", link.address, stranger) as child:
-            _wait(lambda: "doesn't let this device in, it answers 412" in child.console)
+            _wait(lambda: "does not admit this device: it returned status 412" in child.console)
         assert list(link.names().values()) == ["one"]
 
 
 @pytest.mark.whole
-def test_a_device_knows_its_server(tmp_path: Path) -> None:
+def test_a_device_verifies_its_server(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     make_keys(ours, [], ["one"])
     make_keys(others, [], ["one"])
@@ -97,8 +97,8 @@ def test_a_device_knows_its_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
-    """A round goes on without a device that vanishes; a server that is back finds its devices."""
+def test_killed_devices_and_servers_recover(tmp_path: Path) -> None:
+    """A round continues without a device that disappears; a restarted server finds its devices."""
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])
     folder = tmp_path / "server"
@@ -115,7 +115,7 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
             names = link.names()
         assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
         with serving(folder, keys / "server", port) as link:
-            # Where a killed device begins anew, the server takes it for absent for a moment.
+            # The server considers a device that was killed and restarted absent for a moment.
             node = tmp_path / "two" / NAME / "node"
             before = node.stat().st_mtime_ns
             devices.enter_context(joined("two"))
@@ -131,7 +131,7 @@ def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
         run_all_rounds(link, rounds, 1, seconds=15)
-        assert "a task or its answer is lost" in child.console
+        assert "A task or its reply was lost" in child.console
     assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
 
 

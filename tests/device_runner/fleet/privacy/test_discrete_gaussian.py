@@ -1,4 +1,4 @@
-"""Noise of whole numbers has the distribution that its name says, and tells no more than normals would."""
+"""Tests that the noise has its nominal distribution, and reveals no more than normals would."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def _words(seed: int) -> Any:
 
 
 def _masses(bits: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers that are worth counting, and their probabilities."""
+    """Return values that are likely enough to count, and their probabilities."""
     numbers = np.arange(-(12 << bits), (12 << bits) + 1)
     masses = np.exp(-(numbers**2) / 2 / 4.0**bits)
     return numbers, masses / masses.sum()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_numbers_come_as_often_as_their_probabilities_say(bits: int) -> None:
+def test_samples_have_their_nominal_probabilities(bits: int) -> None:
     drawn = discrete_gaussian(bits, 400_000, _words(bits))
     numbers, masses = _masses(bits)
     seen, expected = np.histogram(drawn, [*numbers, numbers[-1] + 1])[0], masses * len(drawn)
     often = expected > 20
     distance = ((seen - expected) ** 2 / expected)[often].sum()
-    # Chi-squared: five deviations above its mean.
+    # Chi-squared: five standard deviations above its mean.
     freedom = int(often.sum()) - 1
     assert distance < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_a_kept_sampler_draws_the_same_distribution() -> None:
+def test_another_sampler_has_the_same_distribution() -> None:
     from opendp import prelude as dp
 
     dp.enable_features("contrib")
@@ -54,8 +54,8 @@ def test_a_kept_sampler_draws_the_same_distribution() -> None:
     assert distance < len(left) + 5 * math.sqrt(2 * len(left))
 
 
-def test_its_epsilon_is_below_that_of_a_kept_library() -> None:
-    """Theirs comes from concentrated differential privacy, which bounds less tightly."""
+def test_its_epsilon_is_below_that_of_another_library() -> None:
+    """The paper's bound comes from concentrated differential privacy, which is less tight."""
     from opendp import prelude as dp
 
     dp.enable_features("contrib")
@@ -68,24 +68,24 @@ def test_its_epsilon_is_below_that_of_a_kept_library() -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 37, 700, 1024, 3000])
-def test_it_tells_at_most_what_normals_of_a_smaller_variance_tell(shift: int) -> None:
-    """Delta of two discrete Gaussians apart by a whole number, term by term, at the normals' epsilon."""
+def test_it_reveals_at_most_what_normals_of_a_smaller_variance_reveal(shift: int) -> None:
+    """Compute delta of two discrete Gaussians an integer apart, term by term, at the normals' epsilon."""
     bits = 10
     _, masses = _masses(bits)
     counted = math.sqrt(1 - 16 / 4.0**bits)
     for delta in (1e-3, 1e-5, 1e-9):
         epsilon = epsilon_of([(counted * 2**bits / shift, 1)], delta)
-        told = np.maximum(masses[shift:] - np.exp(epsilon) * masses[:-shift], 0).sum()
-        assert told + masses[:shift].sum() <= delta * (1 + 1e-6)
+        excess = np.maximum(masses[shift:] - np.exp(epsilon) * masses[:-shift], 0).sum()
+        assert excess + masses[:shift].sum() <= delta * (1 + 1e-6)
 
 
-def test_it_is_never_the_same_again_and_has_its_deviation() -> None:
+def test_samples_differ_and_have_the_nominal_deviation() -> None:
     drawn = discrete_gaussian(20, 20_001)
     assert drawn.shape == (20_001,) and abs(drawn.mean()) < 0.05 * 2**20
     assert abs(drawn.std() / 2**20 - 1) < 0.05
     assert not np.array_equal(drawn, discrete_gaussian(20, 20_001))
 
 
-def test_words_that_would_make_some_numbers_likelier_are_drawn_again() -> None:
+def test_words_that_would_bias_the_result_are_rejected() -> None:
     drawn = iter([np.array([2**64 - 1, 7], np.uint64), np.array([2**64 - 2], np.uint64)])
     assert uniform_below(3, 2, lambda count: next(drawn)).tolist() == [(2**64 - 2) % 3, 1]

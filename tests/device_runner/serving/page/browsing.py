@@ -1,4 +1,4 @@
-"""The page as tests see it: a server in a process of its own, in Debian's Chromium."""
+"""The page in tests: a server in a process of its own, and Debian's Chromium."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHILD = REPOSITORY / "tests/device_runner/serving/page/child.py"
 
 @dataclass
 class Served:
-    """A server, by its process and URL."""
+    """A running server: its process and URL."""
 
     process: subprocess.Popen[str]
     url: str
@@ -33,12 +33,12 @@ class Served:
 
 @contextmanager
 def served(**settings: Any) -> Iterator[Served]:
-    """A scripted server with settings of child.py."""
+    """Start a scripted server with settings for child.py."""
     with server_process(CHILD, json.dumps(settings, default=str)) as (process, url):
         yield Served(process, url)
 
 
-# Holds a run folder as a run does, and takes a step for each line that it is told.
+# Holds a run folder as a run does, and takes a step for each line of its input.
 RUNNING = """
 import json, signal, sys
 from pathlib import Path
@@ -61,7 +61,7 @@ with run_lock(folder):
 
 @contextmanager
 def going_on(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a run of 25 steps out of 40."""
+    """Start a process that holds a run after 25 of 40 steps."""
     write_run(folder, status="running", steps=25)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, "-c", RUNNING, str(folder)]
@@ -81,7 +81,7 @@ def step(process: subprocess.Popen[str], number: int) -> None:
 
 
 def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:
-    """Pictures of a page, on a phone and a screen, light and dark; checks that it fits in."""
+    """Take screenshots of a page on a phone and a screen, light and dark; checks that the page fits."""
     for width, height in ((390, 844), (1280, 800)):
         for scheme in ("light", "dark"):
             page = visit(url, viewport={"width": width, "height": height}, color_scheme=scheme)
@@ -93,16 +93,16 @@ def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda p
 
 
 def check_axe(page: Any) -> None:
-    """Check names, contrast and what else axe knows of a page as it is."""
+    """Check accessibility of the present page with axe."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(page).response["violations"]
-    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+    result = Axe().run(page).response["violations"]
+    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in result]
     assert problems == []
 
 
 def ask(page: Any, text: str) -> Any:
-    """Send a message; the last turn's answers."""
+    """Send a message, and return the answers of the last turn."""
     page.get_by_role("button", name="Send").wait_for()
     page.get_by_role("textbox", name="Message").fill(text)
     page.keyboard.press("Enter")

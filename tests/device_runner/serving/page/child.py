@@ -25,7 +25,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.uvicorn_server import Server, format_address, listening
-from device_runner.serving.worker import Tell
+from device_runner.serving.worker import EventHandler
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.generation.loop import Completion, Request, Ticket
 from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
@@ -53,7 +53,7 @@ ABOUT = {
 
 
 class ScriptedWorker:
-    """In the place of a worker."""
+    """Stands in for a worker: answers follow from the prompt."""
 
     alive = True
     context = 1 << 20
@@ -61,8 +61,8 @@ class ScriptedWorker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def submit(self, requests: Sequence[tuple[Request, Tell]]) -> list[Ticket]:
-        tickets = [Ticket(request, [], tell, tell) for request, tell in requests]
+    def submit(self, requests: Sequence[tuple[Request, EventHandler]]) -> list[Ticket]:
+        tickets = [Ticket(request, [], handler, handler) for request, handler in requests]
         for ticket in tickets:
             Thread(target=self._write, args=(ticket,), daemon=True).start()
         return tickets
@@ -72,19 +72,19 @@ class ScriptedWorker:
             ticket.cancelled = True
 
     def _write(self, ticket: Ticket) -> None:
-        asked = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
-        users = re.findall(r"user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
-        text = (users or [asked])[-1].strip()
+        prompt = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
+        users = re.findall(r"user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+        text = (users or [prompt])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
-        said, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
+        words, turns, choice = [], max(1, len(users)), ticket.request.settings.sampling
         for piece in _pieces(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
             if ticket.cancelled:
                 break
-            said.append(piece)
+            words.append(piece)
             ticket.send_text(piece)
         reason = "cancelled" if ticket.cancelled else "stop"
         ticket.answer = Completion(
-            "".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1
+            "".join(words), tuple(range(len(words))), reason, 1, 1, 0, 0.1, len(words), 0.1
         )
         ticket.end()
 
@@ -104,13 +104,13 @@ def _pieces(asked: str, who: str) -> Iterator[str]:
 
 
 class ScriptedLearning:
-    """In the place of what learns: two adapters were learnt, the newest is served."""
+    """Stands in for a learner with two learned adapters, of which the newest is served."""
 
     current = 2
     storage = ThreadPoolExecutor(1)
 
     def pause(self, is_answering: bool) -> None:
-        """Nothing is computed."""
+        """Do nothing."""
 
     def history(self) -> list[dict[str, Any]]:
         held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
@@ -124,9 +124,9 @@ class ScriptedLearning:
             for version in range(3)
         ]  # fmt: skip
 
-    def take_back(self, version: int) -> int:
+    def revert(self, version: int) -> int:
         if not self.current:
-            raise RequestError(409, "the adapter of the start is served: there is none to take back")
+            raise RequestError(409, "the initial adapter is served: there is no adapter to take back")
         self.current -= 1
         return self.current
 
@@ -148,4 +148,4 @@ if __name__ == "__main__":
         access = Access((given["key"],) if given["key"] else ())
         app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
         print(format_address(listener), flush=True)
-        Server(app, worker, ending=runs.close if runs else lambda: None).run([listener])
+        Server(app, worker, on_stopping=runs.close if runs else lambda: None).run([listener])

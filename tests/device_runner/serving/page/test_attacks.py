@@ -1,4 +1,4 @@
-"""What pages of others and greedy clients may do to a server with runs: nothing."""
+"""Tests that foreign web pages and greedy clients can do nothing to a server with runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path) -> None:
                 assert answer.status == 404, (target, path)
 
 
-def test_a_key_in_a_url_opens_nothing_and_is_not_told(
+def test_a_key_in_a_url_has_no_effect_and_is_not_logged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with served(runs=tmp_path, key="secret") as server:
@@ -98,7 +98,7 @@ Promise.all(tried).then(found => setTimeout(() => document.title = "tried " + fo
 
 @contextmanager
 def elsewhere(text: str) -> Iterator[int]:
-    """A web server of somebody else, which has one page."""
+    """A foreign web server with one page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -118,10 +118,10 @@ def elsewhere(text: str) -> Iterator[int]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("host", ["evil.localhost", "127.0.0.1"])
-def test_a_page_of_others_stops_no_run_and_reads_nothing(
+def test_a_foreign_page_stops_no_run_and_reads_nothing(
     tmp_path: Path, visit: Callable[..., Any], host: str
 ) -> None:
-    """The server takes 127.0.0.1 at another port for a page of this machine, `evil.localhost` not."""
+    """The server accepts pages from 127.0.0.1 at another port as local, but not from `evil.localhost`."""
     words = ("CORS", "blocked", "Content Security", "frame", "400", "403", "415", "429")
     with going_on(tmp_path / "run") as process, served(runs=tmp_path) as server:
         with elsewhere(EVIL.format(url=server.url)) as port:
@@ -132,15 +132,15 @@ def test_a_page_of_others_stops_no_run_and_reads_nothing(
             assert {plain_json, plain, unread} <= {"refused", "opaque"}
             assert all("training" not in (frame.title() or "").lower() for frame in page.frames[1:])
         assert process.poll() is None
-        # Nothing was asked of it.
+        # The run was not asked to stop.
         own = visit(f"{server.url}/training", expected=("429",))
         own.get_by_role("button", name="Stop after this step").click()
-        own.get_by_text("The run ends after its step.").wait_for()
+        own.get_by_text("The run stops after this step.").wait_for()
         assert process.wait(10) == 0
 
 
 def test_a_link_to_the_page_asks_nothing(tmp_path: Path, visit: Callable[..., Any]) -> None:
-    """What a link brings along would be asked by whoever follows it, with what they have said before."""
+    """A link must not send a message in the name of the person who follows it."""
     with served(feedback=tmp_path / "feedback.jsonl") as server:
         for words in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
             page = visit(server.url)

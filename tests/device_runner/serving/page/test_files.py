@@ -1,4 +1,4 @@
-"""The page's files: what is vendored, what a browser is told of them, which of them need no key."""
+"""Tests of the page's files: vendored ones, security headers, and access without a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_watch_app
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import FOLDER, words_of
+from device_runner.serving.page.static import FOLDER, translator
 from prge.report import rendering
 
 # npm's htm 3.1.1, preact/standalone.module.js.
@@ -25,7 +25,7 @@ def client(tmp_path) -> TestClient:
     return TestClient(make_watch_app(Runs(tmp_path), Access(("secret",))), "http://localhost")
 
 
-def test_what_is_vendored_is_as_it_was_and_has_its_licences() -> None:
+def test_vendored_files_are_unchanged_and_have_their_licences() -> None:
     assert hashlib.sha256((FOLDER / "preact.js").read_bytes()).hexdigest() == VENDORED
     assert "Apache License" in (FOLDER / "LICENSE.htm").read_text()
     assert "The MIT License" in (FOLDER / "LICENSE.preact").read_text()
@@ -58,11 +58,11 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".j
 @pytest.mark.parametrize(
     "name", ["..%2fstatic.py", "LICENSE.htm%2f..%2f..%2fruns.py", "%2e%2e/runs.py", "x.js", ""]
 )
-def test_no_other_file_is_given(client: TestClient, name: str) -> None:
+def test_no_other_file_is_served(client: TestClient, name: str) -> None:
     assert client.get(f"/page/{name}").status_code == 404
 
 
-def test_every_answer_tells_a_browser_to_load_nothing_from_elsewhere(client: TestClient) -> None:
+def test_every_response_forbids_loading_from_elsewhere(client: TestClient) -> None:
     for path, kind in (("/", "text/html; charset=utf-8"), ("/page/app.js", "text/javascript; charset=utf-8")):
         headers = client.get(path).headers
         assert headers["content-type"] == kind
@@ -78,7 +78,7 @@ def test_every_answer_tells_a_browser_to_load_nothing_from_elsewhere(client: Tes
     assert client.get("/page/app.js", headers={"Origin": "http://evil.example"}).status_code == 403
 
 
-def test_the_page_names_nothing_of_elsewhere_and_has_no_script_or_style_inside() -> None:
+def test_the_page_has_no_foreign_urls_and_no_inline_script_or_style() -> None:
     for path in FOLDER.iterdir():
         if path.suffix in TYPES and path.name != "preact.js":
             urls = re.findall(r"https?://[^\s\"'<>]+", path.read_text(encoding="utf-8"))
@@ -97,10 +97,10 @@ def test_texts_are_there_in_both_languages_and_are_used() -> None:
             == text.count("{}")
             == len([*Formatter().parse(text)]) - (text[-2:] != "{}")
         )
-    word = words_of("de")
+    word = translator("de")
     assert word("loss") == "Verlust" and word("something else") == "something else"
-    assert words_of("en")("loss") == words_of("../de")("loss") == "loss"
-    # In order: colours of pages are the same everywhere.
+    assert translator("en")("loss") == translator("../de")("loss") == "loss"
+    # The page's colours are those of reports.
     style = (FOLDER / "style.css").read_text()
     for colour in re.findall(r"--(?:text|muted|page|box|line): (#\w+)", rendering.PAGE.read_text()):
         assert colour in style

@@ -1,4 +1,4 @@
-"""Runs as a server finds, reads, tells of and stops them: within its folder and within bounds."""
+"""Tests of how a server finds, reads, streams and stops runs: within its folder and within bounds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import pytest
 from device_runner.serving.page import runs, stopping
 from device_runner.serving.page import tail as following
 from device_runner.serving.page.runs import Runs
-from device_runner.serving.page.static import words_of
-from device_runner.serving.page.stopping import state_of
-from device_runner.serving.page.tail import Followed, Lines, Thinned
+from device_runner.serving.page.static import translator
+from device_runner.serving.page.stopping import process_state
+from device_runner.serving.page.tail import LineReader, RunFollower, ThinnedRecords
 from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
 from prge.formats.run_folder import run_lock
@@ -31,16 +31,16 @@ from tests.device_runner.reporting.run_folders import write_run
 from tests.refusals import raises
 
 
-def listed(root: Path) -> list[dict[str, Any]]:
-    return asyncio.run(Runs(root).listed())["data"]
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    return asyncio.run(Runs(root).list_runs())["data"]
 
 
-def followed(folder: Path) -> Followed:
-    return Followed(folder, lambda: None)
+def followed(folder: Path) -> RunFollower:
+    return RunFollower(folder, lambda: None)
 
 
-def told(run: Followed) -> dict[str, Any]:
-    return run.told("en", str)
+def snapshot(run: RunFollower) -> dict[str, Any]:
+    return run.snapshot("en", str)
 
 
 def refusal(root: Path, name: str) -> int:
@@ -53,9 +53,9 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first")
     write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
     (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()
-    found = {each["run"]: each["status"] for each in listed(tmp_path)}
-    assert found == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
-    assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
+    result = {each["run"]: each["status"] for each in list_runs(tmp_path)}
+    assert result == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
+    assert [(each["run"], each["name"]) for each in list_runs(tmp_path / "a" / "first")] == [(".", "first")]
     with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
@@ -65,23 +65,23 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     ["..", "../secret", "a/../../secret", "/etc", "{root}/../secret", "linked", "elsewhere/secret", "a\0b",
      "x" * 5000, "none", ""],
 )  # fmt: skip
-def test_what_lies_elsewhere_is_no_run(tmp_path: Path, name: str) -> None:
+def test_folders_elsewhere_are_not_runs(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
     write_run(tmp_path / "secret")
     write_run(root / "a")
     (root / "linked").symlink_to(tmp_path / "secret")
     (root / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(RequestError) as caught:
-        Runs(root).at(name.replace("{root}", str(root)))
+        Runs(root).folder_of(name.replace("{root}", str(root)))
     assert caught.value.status == 404
-    assert [each["run"] for each in listed(root)] == ["a"]
+    assert [each["run"] for each in list_runs(root)] == ["a"]
 
 
-def test_a_name_that_is_not_unicode_hides_itself_alone(tmp_path: Path) -> None:
+def test_a_name_that_is_not_unicode_hides_only_itself(tmp_path: Path) -> None:
     write_run(tmp_path / os.fsdecode(b"\xff"))
     write_run(tmp_path / "\u202ea\n")
-    assert [each["run"] for each in listed(tmp_path)] == ["\u202ea\n"]
-    (only,) = listed(tmp_path / os.fsdecode(b"\xff"))
+    assert [each["run"] for each in list_runs(tmp_path)] == ["\u202ea\n"]
+    (only,) = list_runs(tmp_path / os.fsdecode(b"\xff"))
     assert json.dumps(only, ensure_ascii=False).encode()
 
 
@@ -91,26 +91,24 @@ def test_a_run_with_a_link_in_it_is_not_shown(tmp_path: Path, name: str) -> None
     (tmp_path / "secret").write_text("{}")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(tmp_path / "secret")
-    assert listed(tmp_path / "runs") == []
+    assert list_runs(tmp_path / "runs") == []
     with pytest.raises(RequestError):
-        Runs(tmp_path / "runs").at("a")
+        Runs(tmp_path / "runs").folder_of("a")
 
 
-def test_a_folder_of_thousands_is_looked_through_in_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_thousands_is_searched_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MOST_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / str(number))
-    found = asyncio.run(Runs(tmp_path).listed())
-    assert len(found["data"]) == 3 and found["cut"]
+    result = asyncio.run(Runs(tmp_path).list_runs())
+    assert len(result["data"]) == 3 and result["cut"]
     monkeypatch.setattr(runs, "MOST_ENTRIES", 2)
-    assert asyncio.run(Runs(tmp_path).listed())["cut"]
+    assert asyncio.run(Runs(tmp_path).list_runs())["cut"]
 
 
 def test_only_new_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    lines = Lines(path)
+    lines = LineReader(path)
     assert lines.new() == (False, [])
     path.write_bytes(b"a\nb\nc")
     assert lines.new() == (True, [b"a\n", b"b\n"])
@@ -126,16 +124,16 @@ def test_only_new_lines_are_read(tmp_path: Path) -> None:
     assert lines.new() == (True, [b"y\n", b"z\n"])
 
 
-def test_no_pipe_is_waited_for_and_no_link_followed(tmp_path: Path) -> None:
+def test_pipes_and_links_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/etc/passwd")
     for name in ("pipe", "link"):
-        assert Lines(tmp_path / name).new() == (False, [])
+        assert LineReader(tmp_path / name).new() == (False, [])
 
 
 def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MOST_RECORDS", 8)
-    thinned = Thinned()
+    thinned = ThinnedRecords()
     for step in range(1, 101):
         thinned.add({"step": step})
         steps = [each["step"] for each in thinned.records]
@@ -146,7 +144,7 @@ def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.whole
 def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
-    """Read in pieces, kept in part."""
+    """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
         '{"event": "step", "step": %d, "loss": 2.5, "rows": 4, "seconds": 1.5, "padding": "'
@@ -160,41 +158,41 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     run, looks, longest = followed(folder), 0, 0.0
     while True:
         begun = time.monotonic()
-        found, looks = told(run), looks + 1
+        result, looks = snapshot(run), looks + 1
         longest = max(longest, time.monotonic() - begun)
         if not run.has_more:
             break
-    assert found["steps"] == 399_999 and 20 < looks < 40 and longest < 3
-    assert sum(each["event"] == "step" for each in run.look().metrics) <= following.MOST_RECORDS + 1
-    assert sum(len(each["svg"]) for each in found["pictures"]) < 200_000
+    assert result["steps"] == 399_999 and 20 < looks < 40 and longest < 3
+    assert sum(each["event"] == "step" for each in run.read().metrics) <= following.MOST_RECORDS + 1
+    assert sum(len(each["svg"]) for each in result["pictures"]) < 200_000
 
 
-def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_not_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MOST_BYTES", 1000)
     folder = write_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
     run = followed(folder)
     for _ in range(10):
-        found = told(run)
-    assert found["steps"] == 7
-    assert found["problems"] == ["metrics.jsonl: 6 lines that are no records"]
-    (german,) = run.told("de", words_of("de"))["problems"]
-    assert german == "metrics.jsonl: 6 Zeilen, die keine Einträge sind"
+        result = snapshot(run)
+    assert result["steps"] == 7
+    assert result["problems"] == ["metrics.jsonl: 6 malformed lines"]
+    (german,) = run.snapshot("de", translator("de"))["problems"]
+    assert german == "metrics.jsonl: 6 fehlerhafte Zeilen"
 
 
 @pytest.mark.parametrize(
     "config",
     ["steps: .inf", "steps: -5", f"steps: {10**4000}", "steps: [1]", "&a [*a]", "learning_rate: .nan"],
 )
-def test_odd_settings_break_nothing(tmp_path: Path, config: str) -> None:
+def test_unusual_settings_break_nothing(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "config.yaml").write_text(config)
     summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
     (folder / "run.json").write_text(json.dumps(summary))
-    found = told(followed(folder))
-    json.dumps(found, allow_nan=False)
-    assert found["planned"] is None and found["left"] is None and found["memory"] is None
+    result = snapshot(followed(folder))
+    json.dumps(result, allow_nan=False)
+    assert result["planned"] is None and result["left"] is None and result["memory"] is None
 
 
 def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
@@ -204,7 +202,7 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
             stream.write(json.dumps({"step": step, "prompt": "Once", "text": "x" * 5000}) + "\n")
         for number in range(50):
             stream.write(json.dumps({"step": 0, "prompt": [number], "text": ""}) + "\n")
-    samples = told(followed(folder))["samples"]
+    samples = snapshot(followed(folder))["samples"]
     assert [each["step"] for each in samples[0]["answers"]] == [0, 70, 80, 90]
     assert len(samples) == following.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
 
@@ -234,9 +232,9 @@ def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
-    assert state_of(tmp_path / "run") == (True, holding.pid)
-    found = told(followed(tmp_path / "run"))
-    assert found["status"] == "running" and found["can_stop"] and found["memory"] > 5e6
+    assert process_state(tmp_path / "run") == (True, holding.pid)
+    result = snapshot(followed(tmp_path / "run"))
+    assert result["status"] == "running" and result["can_stop"] and result["memory"] > 5e6
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
     assert holding.stdout is not None and holding.stdout.readline() == "asked\n"
@@ -245,7 +243,7 @@ def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[s
     assert (caught.value.status, caught.value.code) == (409, "run_not_stopped")
     holding.kill()
     holding.wait()
-    assert state_of(tmp_path / "run") == (False, None)
+    assert process_state(tmp_path / "run") == (False, None)
     assert refusal(tmp_path, "run") == 409
 
 
@@ -255,7 +253,7 @@ def test_a_lock_that_names_another_process_harms_nobody(
     other = write_run(tmp_path / "other", status="running")
     for content in (f"{holding.pid}\n", "1\n", "-1\n", "0\n", "x", f"{os.getpid()}\n", "9" * 20):
         (other / "run.lock").write_text(content)
-        assert state_of(other) == (False, None), content
+        assert process_state(other) == (False, None), content
         assert refusal(tmp_path, "other") == 409
 
 
@@ -267,15 +265,15 @@ def test_a_run_that_takes_no_step_yet_or_is_this_process_is_not_stopped(
     assert refusal(tmp_path, "run") == 409
     own = write_run(tmp_path / "own", status="running")
     with run_lock(own):
-        assert state_of(own) == (True, None)
+        assert process_state(own) == (True, None)
         assert refusal(tmp_path, "own") == 409
 
 
-def test_where_nothing_is_told_of_processes_a_run_is_seen_and_not_stopped(
+def test_without_proc_a_run_is_listed_but_cannot_be_stopped(
     tmp_path: Path, holding: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stopping, "PROCESSES", tmp_path / "none")
-    assert state_of(tmp_path / "run") == (True, None)
+    assert process_state(tmp_path / "run") == (True, None)
     assert refusal(tmp_path, "run") == 409
 
 
@@ -283,16 +281,16 @@ def test_streams_are_bounded_and_share_what_they_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "run")
-    opened_runs: list[weakref.ref[Followed]] = []
+    opened_runs: list[weakref.ref[RunFollower]] = []
 
-    def opening(folder: Path, temperature: Callable[[], float | None]) -> Followed:
-        run = Followed(folder, temperature)
+    def opening(folder: Path, temperature: Callable[[], float | None]) -> RunFollower:
+        run = RunFollower(folder, temperature)
         opened_runs.append(weakref.ref(run))
         return run
 
-    monkeypatch.setattr(runs, "Followed", opening)
+    monkeypatch.setattr(runs, "RunFollower", opening)
 
-    async def look() -> None:
+    async def read() -> None:
         served = Runs(tmp_path)
         opened = [await served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
         with pytest.raises(RequestError) as caught:
@@ -311,17 +309,17 @@ def test_streams_are_bounded_and_share_what_they_read(
         gc.collect()
         assert [each() for each in opened_runs] == [None]
 
-    asyncio.run(look())
+    asyncio.run(read())
 
 
 @pytest.mark.parametrize("became", ["nothing", "a link", "a link to itself", "a file"])
-def test_a_run_that_goes_away_is_told_of_no_more(
+def test_the_stream_of_a_deleted_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, became: str
 ) -> None:
     monkeypatch.setattr(runs, "SECONDS", 0.01)
     secret, folder = write_run(tmp_path / "secret"), write_run(tmp_path / "runs" / "run")
 
-    async def look() -> None:
+    async def read() -> None:
         events, _ = await Runs(tmp_path / "runs").follow("run", "en")
         assert (await anext(events)).startswith("data: {")
         shutil.rmtree(folder)
@@ -331,4 +329,4 @@ def test_a_run_that_goes_away_is_told_of_no_more(
             folder.symlink_to(secret if became == "a link" else folder)
         assert [each async for each in events] == []
 
-    asyncio.run(look())
+    asyncio.run(read())

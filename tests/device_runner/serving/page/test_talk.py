@@ -1,4 +1,4 @@
-"""Talking to models on the server's page, in a real browser."""
+"""Tests of the page's chat, in a real browser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     answer = ask(page, "Hello!")
     expect(answer).to_contain_text("This is base, turn 1, temperature 1.0. You said: Hello!")
     expect(answer.locator("footer")).to_contain_text(re.compile(r"10 tokens · [\d.\u202f]+ tokens/s"))
-    # What came at once was not written at once.
+    # Text that arrives in a burst says nothing about the generation speed.
     expect(ask(page, "burst").locator("footer .muted")).to_have_text("50 tokens")
     slow = ask(page, "slow")
     expect(slow).to_contain_text("word word")
@@ -49,7 +49,7 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     expect(slow).to_contain_text("stopped")
     written = slow.locator(".text").inner_text()
     assert 2 <= written.count("word") < 500
-    # It can be asked again; the next one knows what was said.
+    # The message can be sent again; the next turn includes the stopped answer.
     expect(ask(page, "Go on")).to_contain_text("turn 4")
 
 
@@ -79,11 +79,11 @@ def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit)
 
 
 @pytest.mark.whole
-def test_a_conversation_outlives_loading_the_page_again_but_not_its_tab(server: Served, visit: Visit) -> None:
+def test_a_conversation_survives_a_reload_but_not_its_tab(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()
     page.get_by_role("checkbox", name="base").uncheck()
-    page.get_by_role("spinbutton", name="Most tokens").fill("400")
+    page.get_by_role("spinbutton", name="Max tokens").fill("400")
     expect(ask(page, "one")).to_contain_text("You said: one")
     expect(ask(page, "slow")).to_contain_text("word word")
     page.reload()
@@ -92,34 +92,35 @@ def test_a_conversation_outlives_loading_the_page_again_but_not_its_tab(server: 
     expect(answers.first).to_contain_text("This is tuned, turn 1, temperature 1.0. You said: one")
     expect(answers.last).to_contain_text(re.compile("word word.*stopped", re.DOTALL))
     expect(page.get_by_role("checkbox", name="base")).not_to_be_checked()
-    expect(page.get_by_role("spinbutton", name="Most tokens")).to_have_value("400")
+    expect(page.get_by_role("spinbutton", name="Max tokens")).to_have_value("400")
     expect(ask(page, "three")).to_contain_text("This is tuned, turn 3")
     answers.first.get_by_role("button", name="Good answer").click()
-    expect(answers.first).to_contain_text("Kept, thank you.")
+    expect(answers.first).to_contain_text("Saved. Thank you.")
     page.get_by_role("button", name="New conversation").click()
     page.reload()
-    expect(page.locator("main")).to_contain_text("Write something below.")
+    expect(page.locator("main")).to_contain_text("Write a message below.")
     expect(page.locator(".turns > li")).to_have_count(0)
     other = visit(server.url)
     expect(other.get_by_role("checkbox", name="base")).to_be_checked()
 
 
 @pytest.mark.whole
-def test_what_can_not_be_kept_is_lost_with_the_page_and_nothing_else(server: Served, visit: Visit) -> None:
+def test_a_conversation_too_large_to_store_is_lost_with_the_page(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     ask(page, "x" * 400_000)
     page.evaluate("sessionStorage.setItem('other', 'x'.repeat(4_900_000))")
     page.reload()
     expect(ask(page, "Hello!")).to_contain_text("turn 1")
     for kept in ("{", "null", "[]", '{"turns": 1}'):
-        # Whatever lies there: it is written when the page goes, so from the next one's beginning.
+        # Invalid stored content; written while the page unloads, so that the next page finds it from the
+        # start.
         page.add_init_script(f"sessionStorage.setItem('prge-talk', {json.dumps(kept)})")
         page.reload()
         expect(ask(page, "Hello!")).to_contain_text("turn 1")
 
 
 @pytest.mark.whole
-def test_models_answer_side_by_side_and_each_knows_its_own(server: Served, visit: Visit) -> None:
+def test_models_answer_side_by_side_and_see_their_own_answers(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()
     answers = ask(page, "Who are you?")
@@ -139,37 +140,37 @@ def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
     for name in ("Good answer", "Bad answer"):
         answer = ask(page, name)
         answer.get_by_role("button", name=name).click()
-        expect(answer).to_contain_text("Kept, thank you.")
+        expect(answer).to_contain_text("Saved. Thank you.")
         expect(answer.get_by_role("button")).to_have_count(0)
     answer = ask(page, "Correct me")
     answer.get_by_role("button", name="Correct").click()
-    page.get_by_role("textbox", name="What it should have been").fill("Right <b>so</b>")
-    page.get_by_role("button", name="Keep the correction").click()
-    expect(answer).to_contain_text("Kept, thank you.")
+    page.get_by_role("textbox", name="Corrected answer").fill("Right <b>so</b>")
+    page.get_by_role("button", name="Save correction").click()
+    expect(answer).to_contain_text("Saved. Thank you.")
     good, bad, corrected = rows(server)[-3:]
     assert (good["rating"], bad["rating"], corrected["correction"]) == ("good", "bad", "Right <b>so</b>")
     assert corrected["messages"][-1] == {"role": "user", "content": "Correct me"}
 
 
 @pytest.mark.whole
-def test_a_server_that_keeps_nothing_says_so(visit: Visit) -> None:
+def test_a_server_without_feedback_says_so(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
-        page.get_by_role("textbox", name="Text to go on from").fill("Once upon")
+        page.get_by_role("textbox", name="Text to continue").fill("Once upon")
         page.keyboard.press("Enter")
         expect(page.locator(".answer")).to_contain_text("You said: Once upon")
         expect(page.get_by_role("button", name="Good answer")).to_have_count(0)
-        expect(page.locator("aside")).to_contain_text("aren't kept")
+        expect(page.locator("aside")).to_contain_text("are not stored")
         expect(page.locator("main")).to_contain_text("no chat template")
 
 
 @pytest.mark.whole
-def test_settings_of_drawing_go_with_the_question(server: Served, visit: Visit) -> None:
+def test_sampling_settings_are_sent_with_the_message(server: Served, visit: Visit) -> None:
     page = visit(server.url, expected=("400",))
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
     given = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2", "Repetition penalty": "1.1",
-             "Most tokens": "99", "Seed": "7"}  # fmt: skip
+             "Max tokens": "99", "Seed": "7"}  # fmt: skip
     for name, value in given.items():
         page.get_by_label(name).fill(value)
     expect(ask(page, "Hello")).to_contain_text("temperature 0.5")
@@ -185,18 +186,18 @@ def test_settings_of_drawing_go_with_the_question(server: Served, visit: Visit) 
 
 
 @pytest.mark.whole
-def test_what_it_learnt_and_taking_it_back(visit: Visit) -> None:
+def test_learned_adapters_and_reverting_them(visit: Visit) -> None:
     with served(learns=True) as server:
         page = visit(server.url)
         history = page.locator(".history li")
         expect(history).to_have_count(3)
-        expect(history.first).to_contain_text("Adapter 2: better answers now")
-        expect(history.first).to_contain_text("of 8 ratings and corrections · loss 2.087 → 1.912")
-        page.get_by_role("button", name="Take the newest one back").click()
-        expect(history.nth(1)).to_contain_text("answers now")
-        page.get_by_role("button", name="Take the newest one back").click()
-        expect(page.get_by_role("button", name="Take the newest one back")).to_have_count(0)
-        expect(history.last).to_contain_text("Adapter 0: the start answers now")
+        expect(history.first).to_contain_text("Adapter 2: accepted in use")
+        expect(history.first).to_contain_text("from 8 ratings and corrections · loss 2.087 → 1.912")
+        page.get_by_role("button", name="Revert to the previous adapter").click()
+        expect(history.nth(1)).to_contain_text("in use")
+        page.get_by_role("button", name="Revert to the previous adapter").click()
+        expect(page.get_by_role("button", name="Revert to the previous adapter")).to_have_count(0)
+        expect(history.last).to_contain_text("Adapter 0: initial adapter in use")
 
 
 @pytest.mark.whole
@@ -208,20 +209,20 @@ def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: V
     expect(page).to_have_title("Training – prge")
     expect(page.get_by_role("textbox", name="Message")).to_have_count(0)
     page.go_back()
-    expect(page).to_have_title("Talk – prge")
+    expect(page).to_have_title("Chat – prge")
     expect(page.locator(".turns > li")).to_have_count(2)
     expect(slow).to_contain_text("word word")
 
 
 @pytest.mark.whole
-def test_what_a_model_says_is_text(server: Served, visit: Visit) -> None:
+def test_a_models_output_is_shown_as_text(server: Served, visit: Visit) -> None:
     page = visit(server.url)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
     answer = ask(page, "hostile")
     expect(answer.locator(".text")).to_have_text(HOSTILE)
     assert answer.locator(".text").evaluate("at => at.children.length") == 0
-    assert page.title() == "Talk – prge" and "evil.example" not in "".join(asked)
+    assert page.title() == "Chat – prge" and "evil.example" not in "".join(urls)
     page.get_by_role("textbox", name="Message").fill(HOSTILE)
     page.keyboard.press("Enter")
     expect(page.locator(".asked .text").last).to_have_text(HOSTILE)
@@ -234,8 +235,8 @@ def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
     expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     begun = time.monotonic()
-    # The line isn't sent back: it is longer than the context.
-    expect(ask(page, "Hello")).to_contain_text("older messages were left out", timeout=30_000)
+    # The message is not sent with the next one, because it is longer than the context.
+    expect(ask(page, "Hello")).to_contain_text("older messages were omitted", timeout=30_000)
     assert time.monotonic() - begun < 10
     answer = page.locator(".answer").first
     answer.get_by_role("button", name="Show all 1\u202f048\u202f576 characters").click()
@@ -247,7 +248,7 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
     with served(chats=False) as server:
         page = visit(server.url)
         page.get_by_role("checkbox", name="tuned").check()
-        field = page.get_by_role("textbox", name="Text to go on from")
+        field = page.get_by_role("textbox", name="Text to continue")
         for number in range(334):
             field.fill(f"message {number}")
             field.press("Enter")
@@ -257,7 +258,7 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
         begun = time.monotonic()
         field.press_sequentially("twenty characters ..")
         assert time.monotonic() - begun < 2
-        # Time that a frame takes while an answer streams.
+        # Time per frame while an answer streams.
         field.fill("slow")
         field.press("Enter")
         page.wait_for_timeout(300)
@@ -269,15 +270,15 @@ def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
+def test_a_server_that_stops_and_restarts(visit: Visit) -> None:
     with served() as first:
         page = visit(first.url)
         expect(ask(page, "Hello!")).to_contain_text("You said")
         slow = ask(page, "slow")
         expect(slow).to_contain_text("word")
         port = first.port
-    expect(slow).to_contain_text("No answer: The server can't be reached.")
-    expect(page.locator(".banner")).to_contain_text("tries again")
+    expect(slow).to_contain_text("No answer: The server is not reachable.")
+    expect(page.locator(".banner")).to_contain_text("retries until")
     expect(ask(page, "Are you there?")).to_contain_text("No answer")
     with served(port=port):
         expect(page.locator(".banner")).to_contain_text("The server is back.")
@@ -288,7 +289,7 @@ def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
 
 @contextmanager
 def forwarded(port: int) -> Iterator[int]:
-    """Another port of this machine for a server's, as adb and ssh make one."""
+    """Forward another port of this machine to the server's, as adb and ssh do."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -316,32 +317,32 @@ def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None
 
 
 @pytest.mark.whole
-def test_a_key_is_asked_once_for_a_tab(visit: Visit) -> None:
+def test_a_key_is_requested_once_per_tab(visit: Visit) -> None:
     with served(key="secret") as server:
         page = visit(server.url, expected=("401",))
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        urls: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
         field = page.get_by_label("API key")
-        for given, told in (("wrong", "This key is wrong."), ("secret", "")):
+        for given, output in (("wrong", "This key is wrong."), ("secret", "")):
             field.fill(given)
             page.get_by_role("button", name="Open").click()
-            if told:
-                expect(page.get_by_role("alert").filter(has_text=told)).to_be_visible()
+            if output:
+                expect(page.get_by_role("alert").filter(has_text=output)).to_be_visible()
         expect(ask(page, "Hello")).to_contain_text("You said: Hello")
         page.reload()
         expect(ask(page, "Again")).to_contain_text("You said: Again")
-        assert "secret" not in "".join(asked) + page.url
+        assert "secret" not in "".join(urls) + page.url
         assert page.evaluate("document.cookie + JSON.stringify(localStorage)").count("secret") == 0
         other = page.context.new_page()
         other.goto(server.url)
         expect(other.get_by_label("API key")).to_be_visible()
-        # In a URL it is no key.
+        # A key in the URL has no effect.
         other.goto(f"{server.url}/?key=secret&api_key=secret")
         expect(other.get_by_label("API key")).to_be_visible()
 
 
 @pytest.mark.whole
-def test_the_keyboard_alone(server: Served, visit: Visit) -> None:
+def test_the_page_by_keyboard(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     reached = []
@@ -354,8 +355,8 @@ def test_the_keyboard_alone(server: Served, visit: Visit) -> None:
         )
         if reached[-1] == "Message":
             break
-    assert reached[0] == "To the content"
-    wanted = {"Talk", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
+    assert reached[0] == "Skip to content"
+    wanted = {"Chat", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
     assert wanted <= set(reached)
     page.keyboard.type("By keys")
     page.keyboard.press("Shift+Enter")
@@ -369,23 +370,21 @@ def test_the_keyboard_alone(server: Served, visit: Visit) -> None:
     page.keyboard.press("Enter")
     page.keyboard.type("!")
     page.keyboard.press("Enter")
-    expect(page.locator(".answer")).to_contain_text("Kept")
+    expect(page.locator(".answer")).to_contain_text("Saved")
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("locale", "title"), [("de-AT", "Gespräch – prge"), ("fr-FR", "Talk – prge")])
-def test_the_language_is_the_browsers_or_the_other(
-    server: Served, visit: Visit, locale: str, title: str
-) -> None:
+@pytest.mark.parametrize("locale", ["de-AT", "fr-FR"])
+def test_the_language_is_the_browsers_or_the_other(server: Served, visit: Visit, locale: str) -> None:
     page = visit(server.url, locale)
-    expect(page).to_have_title(title)
     is_german = locale == "de-AT"
+    expect(page.get_by_role("button", name="Senden" if is_german else "Send", exact=True)).to_be_visible()
     assert page.evaluate("document.documentElement.lang") == ("de" if is_german else "en")
     page.get_by_role("button", name="English" if is_german else "Deutsch").click()
-    expect(page.get_by_role("button", name="Send" if is_german else "Senden")).to_be_visible()
+    expect(page.get_by_role("button", name="Send" if is_german else "Senden", exact=True)).to_be_visible()
     page.reload()
-    expect(page).to_have_title("Talk – prge" if is_german else "Gespräch – prge")
-    expect(page.get_by_role("button", name="Send" if is_german else "Senden")).to_be_visible()
+    expect(page).to_have_title("Chat – prge")
+    expect(page.get_by_role("button", name="Send" if is_german else "Senden", exact=True)).to_be_visible()
     check_axe(page)
 
 

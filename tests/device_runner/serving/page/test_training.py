@@ -1,4 +1,4 @@
-"""Runs on the server's page while they go on, in a real browser."""
+"""Tests of the page's training runs, in a real browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Visit = Callable[..., Any]
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
-def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -> None:
+def test_a_run_is_followed_and_stopped(tmp_path: Path, visit: Visit) -> None:
     with going_on(tmp_path / "runs" / "first") as process, served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         expect(page.get_by_role("heading", name="first")).to_be_visible()
@@ -36,14 +36,14 @@ def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -
             samples.write(json.dumps({"step": 30, "prompt": "Once", "text": EVIL}) + "\n")
         expect(view.get_by_text(EVIL)).to_be_visible()
         page.get_by_role("button", name="Stop after this step").click()
-        expect(page.get_by_text("The run ends after its step.")).to_be_visible()
+        expect(page.get_by_text("The run stops after this step.")).to_be_visible()
         expect(view.locator(".mark")).to_have_text("stopped early")
         expect(page.get_by_role("button", name="Stop after this step")).to_have_count(0)
         assert process.wait(10) == 0 and page.title() == "Training – prge"
 
 
 @pytest.mark.whole
-def test_a_pause_and_what_it_waits_for_are_told(tmp_path: Path, visit: Visit) -> None:
+def test_a_pause_and_its_reason_are_shown(tmp_path: Path, visit: Visit) -> None:
     with going_on(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
         page = visit(f"{server.url}/training")
         mark = page.locator("article .mark")
@@ -64,9 +64,9 @@ def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> No
         page = visit(f"{server.url}/training", expected=("409",))
         button = page.get_by_role("button", name="Stop after this step")
         button.click()
-        expect(page.get_by_text("The run ends after its step.")).to_be_visible()
+        expect(page.get_by_text("The run stops after this step.")).to_be_visible()
         button.click()
-        expect(page.get_by_text("was asked before")).to_be_visible()
+        expect(page.get_by_text("was already asked to stop")).to_be_visible()
         os.kill(process.pid, signal.SIGCONT)
         assert process.wait(10) == 0
 
@@ -79,9 +79,9 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
     (tuned / "tune.json").write_text("{}")
     with served(runs=tuned) as server:
         page = visit(f"{server.url}/training")
-        listed = page.get_by_role("navigation", name="Runs").get_by_role("link")
-        expect(listed).to_have_count(3)
-        names = sorted(listed.all_inner_texts())
+        list_runs = page.get_by_role("navigation", name="Training runs").get_by_role("link")
+        expect(list_runs).to_have_count(3)
+        names = sorted(list_runs.all_inner_texts())
         assert [name.split("\n")[0] for name in names] == ["run", "search/0.01-4", "search/0.03-4"]
         page.get_by_role("link", name="search/0.03-4").focus()
         page.keyboard.press("Enter")
@@ -89,14 +89,14 @@ def test_runs_of_a_tuning_by_the_keyboard(tmp_path: Path, visit: Visit) -> None:
         expect(page.locator("article")).to_contain_text("Step 20 of 40")
         expect(page.locator("article .mark")).to_have_text("completed")
         expect(page.locator("table tbody tr")).to_have_count(2)
-        # A link to a run opens it; another folder is no run.
+        # A link to a run opens the run; other folders are not runs.
         page.goto(f"{server.url}/training#run=search%2F0.01-4")
         page.reload()
         expect(page.get_by_role("heading", name="search/0.01-4")).to_be_visible()
 
 
 @pytest.mark.whole
-def test_the_pictures_speak_german(tmp_path: Path, visit: Visit) -> None:
+def test_the_charts_are_translated(tmp_path: Path, visit: Visit) -> None:
     write_run(tmp_path / "first")
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training", "de-DE")
@@ -114,13 +114,13 @@ def test_the_pictures_speak_german(tmp_path: Path, visit: Visit) -> None:
 
 
 @pytest.mark.whole
-def test_a_server_that_goes_and_comes_back(tmp_path: Path, visit: Visit) -> None:
+def test_the_page_reconnects_to_a_restarted_server(tmp_path: Path, visit: Visit) -> None:
     write_run(tmp_path / "first", steps=25)
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training")
         expect(page.locator("article")).to_contain_text("Step 25 of 40")
         port = server.port
-    expect(page.locator(".banner")).to_contain_text("tries again")
+    expect(page.locator(".banner")).to_contain_text("retries until")
     with (tmp_path / "first" / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"event": "step", "step": 39, "loss": 3.0, "seconds": 19}) + "\n")
     with served(runs=tmp_path, port=port):
@@ -129,7 +129,7 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path, visit: Visit) -> None
 
 
 @pytest.mark.whole
-def test_what_a_stranger_wrote_into_a_run_is_text(tmp_path: Path, visit: Visit) -> None:
+def test_hostile_content_of_a_run_is_shown_as_text(tmp_path: Path, visit: Visit) -> None:
     folder = write_run(tmp_path / EVIL.replace("/", "_"), status=EVIL)
     summary = json.loads((folder / "run.json").read_text())
     summary["run"] |= {"model": {"name_or_path": EVIL}, "quantization": {"scheme": EVIL}}
@@ -154,7 +154,7 @@ def test_a_page_without_runs_says_how_to_have_them(tmp_path: Path, visit: Visit)
         expect(page.locator("main")).to_contain_text("prge watch FOLDER")
     with served(runs=tmp_path) as server:
         page = visit(f"{server.url}/training")
-        expect(page.locator("main")).to_contain_text("There is no run in this folder yet.")
+        expect(page.locator("main")).to_contain_text("This folder has no runs yet.")
         write_run(tmp_path / "new")
         expect(page.get_by_role("heading", name="new")).to_be_visible(timeout=15_000)
 

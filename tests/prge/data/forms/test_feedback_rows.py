@@ -1,4 +1,4 @@
-"""Feedback as rows to learn from: what corrections and ratings become, and what is said of it."""
+"""Conversion of feedback to rows for training, and its summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "feedback.jsonl"
 
 
-def made(path: Path, *rows: Any, objective: Any = "auto") -> tuple[list[dict[str, Any]], str]:
+def converted(path: Path, *rows: Any, objective: Any = "auto") -> tuple[list[dict[str, Any]], str]:
     path.unlink(missing_ok=True)
     append_feedback(path, rows)
     source = read_source(path, objective=objective)
@@ -38,38 +38,38 @@ def made(path: Path, *rows: Any, objective: Any = "auto") -> tuple[list[dict[str
 
 def test_corrections_become_completions_or_pairs(path: Path) -> None:
     rows = TEXT.to_feedback(correction="bad"), TEXT.to_feedback("good")
-    found, told = made(path, *rows)
-    assert found == [
+    result, summary = converted(path, *rows)
+    assert result == [
         {"prompt": "It was", "completion": " bad", "control_tokens": "prompt"},
         {"prompt": "It was", "completion": " great", "control_tokens": "prompt"},
     ]
-    assert told == "feedback: 1 corrections, 1 good, 0 bad; completions"
-    found, told = made(path, *rows, objective="dpo")
+    assert summary == "feedback: 1 corrections, 1 good, 0 bad; completions"
+    result, summary = converted(path, *rows, objective="dpo")
     pair = {"prompt": "It was", "chosen": " bad", "rejected": " great"}
-    assert found == [{**pair, "control_tokens": "prompt"}]
-    assert told.endswith("pairs, 1 ratings left out")
+    assert result == [{**pair, "control_tokens": "prompt"}]
+    assert summary.endswith("pairs, 1 ratings left out")
 
 
 def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
     rows = TEXT.to_feedback(correction="bad"), TEXT.to_feedback("good"), TEXT.to_feedback("bad")
-    found, told = made(path, *rows)
-    assert [(row["completion"], row["label"]) for row in found] == [
+    result, summary = converted(path, *rows)
+    assert [(row["completion"], row["label"]) for row in result] == [
         (" bad", True), (" great", False), (" great", True), (" great", False)
     ]  # fmt: skip
-    assert told == "feedback: 1 corrections, 1 good, 1 bad; rated answers"
+    assert summary == "feedback: 1 corrections, 1 good, 1 bad; rated answers"
     assert [row.number for row in read_source(path, objective="auto").rows] == [1, 2, 3, 4]
-    # Verbs that know no preferences never learn what was disliked.
+    # Verbs without preferences never train on disliked answers.
     assert [row.fields["completion"] for row in read_source(path).rows] == [" bad", " great"]
-    found, told = made(path, *rows, objective="completion")
-    assert len(found) == 2 and told.endswith("completions, bad ratings left out")
-    assert made(path, rows[0], objective="kto")[0] == made(path, *rows)[0][:2]
+    result, summary = converted(path, *rows, objective="completion")
+    assert len(result) == 2 and summary.endswith("completions, bad ratings left out")
+    assert converted(path, rows[0], objective="kto")[0] == converted(path, *rows)[0][:2]
 
 
-def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
-    (row,), _ = made(path, CHAT.to_feedback(correction="e"))
+def test_only_the_last_answer_of_a_conversation_is_trained_on(path: Path) -> None:
+    (row,), _ = converted(path, CHAT.to_feedback(correction="e"))
     weights = [(message["content"], message.get("weight", 1)) for message in row["messages"]]
     assert weights == [("a", 1), ("b", 0), ("c", 1), ("e", 1)]
-    (row,), _ = made(path, CHAT.to_feedback(correction="e"), objective="ipo")
+    (row,), _ = converted(path, CHAT.to_feedback(correction="e"), objective="ipo")
     assert row["prompt"] == MESSAGES and row["rejected"] == [{"role": "assistant", "content": "d"}]
 
 
@@ -83,7 +83,7 @@ def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
         ({"messages": "a"}, "rows-unreadable", "'a'"),
     ],
 )
-def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], code: str, value: str) -> None:
+def test_manually_changed_rows(path: Path, change: dict[str, Any], code: str, value: str) -> None:
     row = {**TEXT.to_feedback(correction="bad"), **change}
     path.write_text(json.dumps(TEXT.to_feedback("good")) + "\n" + json.dumps(row) + "\n")
     with raises(DataError, code, saying="row 2"):
@@ -102,4 +102,4 @@ def test_an_unknown_rating_and_other_rows(path: Path) -> None:
     with raises(DataError, "forms-mixed"):
         read_source(path)
     with raises(DataError, "rows-empty"):
-        made(path, TEXT.to_feedback("bad"), objective="completion")
+        converted(path, TEXT.to_feedback("bad"), objective="completion")

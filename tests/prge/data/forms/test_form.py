@@ -1,4 +1,4 @@
-"""What a row is by its columns, and what it becomes."""
+"""Forms of rows: recognition by their columns, and conversion."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def message(role: str, content: str) -> dict[str, str]:
         ("instruction output", "Alpaca"),
         ("instruction input output", "Alpaca"),
         ("conversations", "ShareGPT"),
-        # What has several: the first of the forms.
+        # Rows that match several forms have the first one.
         ("text prompt completion", "prompt and completion"),
         ("text instruction input output", "Alpaca"),
         ("prompt messages", "messages"),
@@ -48,7 +48,7 @@ def message(role: str, content: str) -> dict[str, str]:
         ("prompt completion label", "ratings"),
     ],
 )
-def test_the_columns_say_the_form(columns: str, form: str) -> None:
+def test_columns_determine_the_form(columns: str, form: str) -> None:
     assert find_form(rows(dict.fromkeys(columns.split(), "a")), "the data").name == form
 
 
@@ -60,7 +60,7 @@ def test_columns_that_the_user_names_choose_the_form() -> None:
         find_form(both, "the data", ["txt"])
 
 
-def test_unknown_columns_are_told_with_the_forms_that_are_known() -> None:
+def test_the_error_for_unknown_columns_lists_known_forms() -> None:
     with pytest.raises(DataError) as caught:
         find_form(rows({"question": "a", "answer": "b"}), "a.jsonl")
     [problem] = caught.value.problems
@@ -121,12 +121,12 @@ def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
         ({"instruction": "a", "input": 3, "output": "a"}, "column-not-text", "'input'"),
     ],
 )
-def test_what_is_no_row_of_its_form_is_told(fields: Mapping[str, Any], code: str, value: str) -> None:
+def test_invalid_rows_are_refused(fields: Mapping[str, Any], code: str, value: str) -> None:
     with raises(RowError, code, saying=value):
         plain(fields)
 
 
-def test_a_row_of_another_form_is_told() -> None:
+def test_a_row_of_another_form_is_refused() -> None:
     form = find_form(rows({"text": "a"}), "the data")
     with raises(RowError, "row-of-other-form", saying="txt"):
         form.row(Row(2, {"txt": "a"}), chat=False)
@@ -138,13 +138,13 @@ def test_a_row_has_nothing_of_other_forms() -> None:
     assert form.row(row, chat=True) == Row(1, {"text": "a"})
 
 
-def test_who_is_asked_needs_no_answer() -> None:
+def test_prompts_need_no_answer() -> None:
     assert plain({"prompt": "a"}, prompts_only=True) == {"prompt": "a"}
     assert plain({"instruction": "a"}, prompts_only=True) == {"messages": [message("user", "a")]}
     assert plain({"instruction": "a"}, prompts_only=True, chat=False)["prompt"].endswith("### Response:\n")
 
 
-def test_what_was_read_and_what_was_not() -> None:
+def test_format_columns() -> None:
     present = ["prompt", "completion", "id"]
     read = ("prompt", "completion")
     assert format_columns(read, present, {}) == "prompt, completion; not read: id"

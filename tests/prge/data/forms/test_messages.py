@@ -1,4 +1,4 @@
-"""Columns of chats that have a meaning, what their template is given, and the one date that it knows."""
+"""Rows of messages: special columns, arguments and date of the chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prge.errors import DataError
 from prge.objectives.examples import tokens_sha256
 from tests.bundles import make_spec
 from tests.prge.data.chat_templates import CHATML, DATED, ENDS_WITH_EOS, OF_PARTS, TAGGED, THINKS
-from tests.prge.data.published_templates import theirs
+from tests.prge.data.published_templates import transformers_tokenizer
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.refusals import raises
 
@@ -26,16 +26,16 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
-def said(role: str, content: Any, **further: Any) -> dict[str, Any]:
+def make_message(role: str, content: Any, **further: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **further}
 
 
-ASKED, ANSWERED = said("user", "Hi"), said("assistant", "Yo")
+ASKED, ANSWERED = make_message("user", "Hi"), make_message("assistant", "Yo")
 CHAT = [ASKED, ANSWERED]
 
 
 def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tuple[list[str], DataReport]:
-    """The texts of the examples of rows, each target token's in brackets."""
+    """Return the texts of the examples of rows, with target tokens in brackets."""
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
     model = make_spec(sequence_length=900, vocabulary_size=1000)
     numbered = [Row(number, fields) for number, fields in enumerate(rows, 1)]
@@ -43,9 +43,9 @@ def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tup
     texts = []
     for example in examples:
         (sequence,) = example.sequences
-        learnt = {target.position + 1 for target in sequence.targets}
-        first = min(learnt)
-        assert learnt == {*range(first, len(sequence.tokens))}, "one turn"
+        positions = {target.position + 1 for target in sequence.targets}
+        first = min(positions)
+        assert positions == {*range(first, len(sequence.tokens))}, "one turn"
         head, tail = sequence.tokens[:first], sequence.tokens[first:]
         texts.append(f"{tokenizer.decode(head)}[{tokenizer.decode(tail)}]")
     return texts, report
@@ -59,8 +59,8 @@ def problem_of(template: str | None, row: Mapping[str, Any]) -> str:
 
 
 def rendered(template: str, messages: list[Any], **variables: Any) -> str:
-    """A chat by transformers alone, its answer in brackets."""
-    tokenizer = theirs(template)
+    """Render a chat with transformers, with the answer in brackets."""
+    tokenizer = transformers_tokenizer(template)
     prompt = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True, **variables
     )
@@ -88,7 +88,7 @@ def test_a_column_with_the_name_of_a_variable_is_given_to_the_template() -> None
     assert report.columns == "messages; not read: enable_thinking"
 
 
-def test_what_a_template_does_not_read_is_told() -> None:
+def test_unread_template_arguments_are_reported() -> None:
     row = {"messages": CHAT, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
     _, report = built(CHATML, row, {"messages": CHAT})
     assert "tools that the chat template does not read: 1 row (1)" in report.summary()
@@ -102,12 +102,12 @@ def test_what_a_template_does_not_read_is_told() -> None:
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
         {"instruction": "Hi", "output": "Yo"},
         {"prompt": [ASKED], "completion": [ANSWERED]},
-        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [said("assistant", "No")]},
+        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [make_message("assistant", "No")]},
         {"prompt": "Hi", "completion": [ANSWERED], "label": True},
     ],
 )
 def test_a_column_system_is_the_message_of_the_system(row: Mapping[str, Any]) -> None:
-    wanted = rendered(CHATML, [said("system", "Be brief."), *CHAT])
+    wanted = rendered(CHATML, [make_message("system", "Be brief."), *CHAT])
     what: Any = "completion" if {"chosen", "label"} & row.keys() else None
     texts, report = built(CHATML, {**row, "system": "Be brief."}, objective=what)
     assert texts == [wanted] and "system" in report.columns.split("; not read")[0]
@@ -116,7 +116,7 @@ def test_a_column_system_is_the_message_of_the_system(row: Mapping[str, Any]) ->
 
 
 def test_two_system_messages_that_differ_are_refused() -> None:
-    row = {"messages": [said("system", "Be kind."), *CHAT], "system": "Be brief."}
+    row = {"messages": [make_message("system", "Be kind."), *CHAT], "system": "Be brief."}
     assert "its column system and its system message differ" in problem_of(CHATML, row)
     assert built(CHATML, {**row, "system": "Be kind."})[0] == [rendered(CHATML, row["messages"])]
 
@@ -131,12 +131,16 @@ def test_the_history_of_instructions_is_earlier_turns() -> None:
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=CHATML)
     model = make_spec(sequence_length=900, vocabulary_size=1000)
     [example], report = build_examples([Row(1, row)], tokenizer, model)
-    messages = [said("system", "Be brief."), said("user", "a"), said("assistant", "b")]
-    messages += [said("user", "c"), said("assistant", "d")]
-    wanted = theirs(CHATML).apply_chat_template(messages, tokenize=False)
+    messages = [
+        make_message("system", "Be brief."),
+        make_message("user", "a"),
+        make_message("assistant", "b"),
+    ]
+    messages += [make_message("user", "c"), make_message("assistant", "d")]
+    wanted = transformers_tokenizer(CHATML).apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.sequences[0].tokens) == wanted
-    learnt = [target.token for target in example.sequences[0].targets]
-    assert tokenizer.decode(learnt) == "b<|im_end|>\nd<|im_end|>\n"
+    target_tokens = [target.token for target in example.sequences[0].targets]
+    assert tokenizer.decode(target_tokens) == "b<|im_end|>\nd<|im_end|>\n"
     assert report.columns == "instruction, output, history, system"
     assert "history must have lists of a question and its answer" in problem_of(
         CHATML, {**row, "history": ["a"]}
@@ -156,25 +160,30 @@ def test_history_and_system_of_instructions_without_a_template() -> None:
 @pytest.mark.parametrize("template", [CHATML, OF_PARTS])
 def test_contents_may_be_parts_that_are_texts(template: str) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    texts, _ = built(template, {"messages": [said("user", parts), ANSWERED]}, {"messages": CHAT})
+    texts, _ = built(template, {"messages": [make_message("user", parts), ANSWERED]}, {"messages": CHAT})
     assert texts[0] == texts[1]
     image = [{"type": "image", "url": "a.png"}]
-    assert problem_of(template, {"messages": [said("user", image), ANSWERED]}) == (
-        "row 1: message 1 (user) has a part of the type 'image': only texts are read"
+    assert problem_of(template, {"messages": [make_message("user", image), ANSWERED]}) == (
+        "row 1: message 1 (user) has a part of the type 'image': only text is supported"
     )
 
 
 def test_null_keys_of_messages_are_none_at_all() -> None:
-    """As data sets of the hub have them, whose rows all have the same keys."""
+    """Rows of the hub's data sets all have the same keys, with nulls."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
-    nulls = [said("user", "Hi", tool_calls=None), said("assistant", None, tool_calls=[call], weight=None)]
+    nulls = [
+        make_message("user", "Hi", tool_calls=None),
+        make_message("assistant", None, tool_calls=[call], weight=None),
+    ]
     texts, _ = built(THINKS, {"messages": nulls, "tools": None})
     assert texts == [rendered(THINKS, nulls)]
-    assert "has no content that is text" in problem_of(THINKS, {"messages": [ASKED, said("assistant", None)]})
+    assert "has no text as content" in problem_of(
+        THINKS, {"messages": [ASKED, make_message("assistant", None)]}
+    )
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({"tools": "weather"}, "tools must be a list, or JSON of one, not 'weather'"),
         ({"tools": {"a": 1}}, "tools must be a list, or JSON of one"),
@@ -183,25 +192,32 @@ def test_null_keys_of_messages_are_none_at_all() -> None:
         ({"system": 3}, "system must be a text, not 3"),
         ({"messages": "Hi"}, "messages must be a list, or JSON of one, not 'Hi'"),
         (
-            {"messages": [ASKED, said("assistant", "a", train="no")]},
+            {"messages": [ASKED, make_message("assistant", "a", train="no")]},
             "has the train 'no', must be true or false",
         ),
-        ({"messages": [ASKED, said("assistant", "a", weight="1")]}, "has the weight '1', must be 0 or 1"),
+        (
+            {"messages": [ASKED, make_message("assistant", "a", weight="1")]},
+            "has the weight '1', must be 0 or 1",
+        ),
     ],
 )
-def test_columns_that_are_not_what_they_mean_are_refused(fields: Mapping[str, Any], told: str) -> None:
-    assert told in problem_of(CHATML, {"messages": CHAT, **fields})
+def test_invalid_values_of_special_columns_are_refused(fields: Mapping[str, Any], expected: str) -> None:
+    assert expected in problem_of(CHATML, {"messages": CHAT, **fields})
 
 
 def test_a_prompt_that_ends_with_an_answer_is_refused() -> None:
-    row = {"prompt": CHAT, "completion": [said("assistant", "more")]}
+    row = {"prompt": CHAT, "completion": [make_message("assistant", "more")]}
     assert "its prompt ends with an answer" in problem_of(CHATML, row)
 
 
 def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None:
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=ENDS_WITH_EOS)
-    turns = [each for number in range(4) for each in (said("user", f"q{number}"), said("assistant", "a" * 9))]
-    row = Row(1, {"messages": [said("system", "Be kind."), *turns]})
+    turns = [
+        each
+        for number in range(4)
+        for each in (make_message("user", f"q{number}"), make_message("assistant", "a" * 9))
+    ]
+    row = Row(1, {"messages": [make_message("system", "Be kind."), *turns]})
 
     def examples(length: int, overflow: Any) -> tuple[list[Any], DataReport]:
         model = make_spec(sequence_length=length, vocabulary_size=1000)
@@ -239,20 +255,20 @@ def test_a_date_stands_for_today() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ [1, 2, 3, 4, 5, 6, 7, 8, 9] | random }}", "{{ lipsum(1) }}"])
-def test_templates_that_draw_render_the_same_text_each_time(source: str) -> None:
+def test_templates_with_random_numbers_are_deterministic(source: str) -> None:
     first, second = (ChatTemplate(source, SPECIAL) for _ in range(2))
     texts = {each.render([ASKED]) for each in (first, second, first)}
     assert len(texts) == 1
 
 
-def test_no_template_is_asked_for_no_messages() -> None:
+def test_no_template_is_compiled_without_messages() -> None:
     source = "{{ messages[0].role }}{% for m in messages %}{{ m.content }}|{% endfor %}"
-    [found] = ChatTemplate(source, SPECIAL).renderings([ANSWERED, ASKED, ANSWERED])
-    assert [found.text[start:end] for start, end in found.spans] == ["Yo|", "Yo|"]
+    [result] = ChatTemplate(source, SPECIAL).renderings([ANSWERED, ASKED, ANSWERED])
+    assert [result.text[start:end] for start, end in result.spans] == ["Yo|", "Yo|"]
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "expected"),
     [
         (CHATML, ["tool_calls", "reasoning_content"]),
         (CHATML.replace("in messages", "in messages if message.role != 'tool'"), None),
@@ -260,16 +276,16 @@ def test_no_template_is_asked_for_no_messages() -> None:
         (THINKS.replace("message.reasoning_content or ''", "''"), ["reasoning_content"]),
     ],
 )
-def test_what_a_template_leaves_out_is_told(template: str, told: list[str] | None) -> None:
+def test_ignored_parts_of_messages_are_reported(template: str, expected: list[str] | None) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
-    messages = [ASKED, said("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
-    messages += [said("tool", "21"), ANSWERED]
+    messages = [ASKED, make_message("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
+    messages += [make_message("tool", "21"), ANSWERED]
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
     model = make_spec(sequence_length=900, vocabulary_size=1000)
     _, report = build_examples([Row(1, {"messages": messages})], tokenizer, model)
-    found = [event.partition(" that the chat")[0] for event in report.notes if "leaves out" in event]
+    result = [event.partition(" that the chat")[0] for event in report.notes if "leaves out" in event]
     all_of_it = ["messages of the role tool", "tool_calls", "reasoning_content"]
-    assert found == (all_of_it if told is None else told)
+    assert result == (all_of_it if expected is None else expected)
 
 
 def test_variables_of_a_template() -> None:
@@ -277,16 +293,16 @@ def test_variables_of_a_template() -> None:
     assert ChatTemplate(CHATML, SPECIAL).variables == ChatTemplate(DATED, SPECIAL).variables == set()
 
 
-def test_tags_that_do_not_tell_which_message_they_enclose() -> None:
+def test_ambiguous_generation_tags_are_refused() -> None:
     source = TAGGED.replace("{%- for message in messages %}", "{%- for message in messages[-1:] %}")
     messages = [*CHAT, ASKED, ANSWERED]
-    [found] = ChatTemplate(source, SPECIAL).renderings(messages)
-    assert len(found.spans) == 1
+    [result] = ChatTemplate(source, SPECIAL).renderings(messages)
+    assert len(result.spans) == 1
     with raises(DataError, "turns-not-separable"):
         ChatTemplate(source, SPECIAL).renderings(messages, [3])
 
 
-def test_columns_that_are_not_read_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_columns_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, report = built(CHATML, {"messages": CHAT, "told_once": 1})
     for _ in range(2):
         warn_unread(report)

@@ -1,4 +1,4 @@
-"""Pairs and ratings: what of a row is prompt and answers, what is refused, and their examples."""
+"""Pairs and ratings: splitting into prompt and answers, invalid rows, and examples."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
     return [Row(number, each) for number, each in enumerate(fields, 1)]
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED = said("user", "How was it?")
-GOOD, BAD = said("assistant", "good"), said("assistant", "bad")
+ASKED = make_message("user", "How was it?")
+GOOD, BAD = make_message("assistant", "good"), make_message("assistant", "bad")
 
 
 def built(
@@ -55,15 +55,15 @@ def built(
 
 
 def texts(example: Example, tokenizer: Tokenizer = TOKENIZER) -> list[tuple[str, str]]:
-    """What is read and what is learnt of each candidate."""
-    found = []
+    """Return context and trained text of each candidate."""
+    result = []
     for index, sequence in enumerate(example.sequences):
         assert {target.candidate for target in sequence.targets} == {index}
         first = sequence.targets[0].position + 1
         assert [target.token for target in sequence.targets] == list(sequence.tokens[first:])
         assert sum(target.weight for target in sequence.targets) == pytest.approx(1)
-        found.append((tokenizer.decode(sequence.tokens[:first]), tokenizer.decode(sequence.tokens[first:])))
-    return found
+        result.append((tokenizer.decode(sequence.tokens[:first]), tokenizer.decode(sequence.tokens[first:])))
+    return result
 
 
 def test_a_pair_is_an_example_of_two_candidates() -> None:
@@ -97,7 +97,7 @@ def test_a_pair_is_an_example_of_two_candidates() -> None:
         ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
     ],
 )
-def test_what_is_prompt_and_what_is_answer(
+def test_prompt_and_answers_are_split(
     fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     if rejected is None:
@@ -122,7 +122,11 @@ def test_what_is_prompt_and_what_is_answer(
             "prompt-of-one-answer",
         ),
         (
-            {"chosen": [ASKED, GOOD], "rejected": [said("user", "What?"), BAD], "prompt": "How was it?"},
+            {
+                "chosen": [ASKED, GOOD],
+                "rejected": [make_message("user", "What?"), BAD],
+                "prompt": "How was it?",
+            },
             "prompt-missing",
         ),
         (
@@ -145,7 +149,7 @@ RATED = [
 ]
 
 
-def test_a_rating_has_the_answer_of_the_row_before_beside_its_own() -> None:
+def test_a_rating_is_compared_with_the_previous_answer() -> None:
     examples, report = built(*RATED)
     assert report.objective == "kto"
     assert [(each.liked, each.label, each.candidates) for each in examples] == [
@@ -173,36 +177,37 @@ def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "told"), [(True, "nothing says what isn't wanted"), (False, "write instead")]
+    ("label", "message"),
+    [(True, "without examples of what to avoid"), (False, "without examples of what to write")],
 )
-def test_labels_that_are_all_alike_are_told(label: bool, told: str) -> None:
+def test_equal_labels_are_reported(label: bool, message: str) -> None:
     _, report = built(*({**each, "label": label} for each in RATED))
-    assert told in report.summary()
-    assert told in "".join(report.events())
-    assert told not in built(*RATED)[1].summary()
+    assert message in report.summary()
+    assert message in "".join(report.events())
+    assert message not in built(*RATED)[1].summary()
 
 
 def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
     other = {"prompt": "a cat was", "chosen": " here", "rejected": " there"}
     examples, _ = built(PAIR, other, objective="kto")
     assert [(each.row, each.liked) for each in examples] == [(1, True), (2, True), (1, False), (2, False)]
-    # No answer stands beside the other one to the same prompt, but for the two at the ends.
+    # Except at the two ends, no answer is compared with the other answer to the same prompt.
     assert " here" in texts(examples[2])[1][1]
 
 
-def test_the_row_before_one_without_an_answer_is_taken() -> None:
-    found = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
-    assert [row.fields["other"] for row in found] == [" cat", " good", " good"]
+def test_rows_without_an_answer_are_skipped_as_comparison() -> None:
+    result = rows_for_kto(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
+    assert [row.fields["other"] for row in result] == [" cat", " good", " good"]
 
 
-def test_chosen_answers_alone_can_be_learnt() -> None:
+def test_chosen_answers_can_be_completions() -> None:
     [example], report = built(PAIR, objective="completion")
     assert (example.candidates, example.label, report.objective) == (1, None, "completion")
     assert " good" in texts(example)[0][1]
 
 
-def test_of_messages_what_follows_the_prompt_is_learnt() -> None:
-    before = [said("user", "Hi"), said("assistant", "hello"), ASKED]
+def test_messages_after_the_prompt_are_trained_on() -> None:
+    before = [make_message("user", "Hi"), make_message("assistant", "hello"), ASKED]
     [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
     chosen, rejected = texts(example, CHAT)
     assert chosen[0] == rejected[0]
@@ -269,7 +274,7 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
         built_of("dpo")
 
 
-def test_rows_that_lack_a_column_are_told() -> None:
+def test_rows_without_a_column_are_reported() -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
         with raises(DataError, "row-of-other-form", saying="row 2"):

@@ -15,7 +15,7 @@ from tests.refusals import raises
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 
-# task: a row, its prompt, what follows it for each candidate (or the first answer), the right one
+# task: a row, its prompt, the continuation for each candidate (or the first answer), the correct index
 GOLDEN: dict[str, tuple[dict[str, Any], str, list[str], int]] = {
     "sst2": (
         {"sentence": "a gem of a film ", "label": "1"},
@@ -129,8 +129,8 @@ def test_golden_prompt(name: str) -> None:
     if task.is_completion:
         assert task.join(prompt, task.answers(row)[0]) == following[0]
     else:
-        found = [task.candidate_text(prompt, each, row) for each in task.candidates(row)]
-        assert found == following
+        result = [task.candidate_text(prompt, each, row) for each in task.candidates(row)]
+        assert result == following
         assert task.label(row) == label
     assert set(task.needed_columns()) <= set(row)
 
@@ -141,7 +141,7 @@ def test_encoders_read_the_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_task_files_say_what_they_expect(name: str) -> None:
+def test_task_files_document_their_columns(name: str) -> None:
     import prge.data.forms.task
 
     head = (prge.data.forms.task.TASKS / f"{name}.yaml").read_text().split("name:")[0]
@@ -261,7 +261,7 @@ def test_templates_reach_nothing_but_columns(source: str) -> None:
         Template.parse(source)
 
 
-def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
+def test_all_problems_of_a_task_file_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "name: mine\ntemplate: '{text.upper}'\nlabel_word: {0: a}\nlabel_words: {0: No, 1: Yes, 2: [x]}\n"
@@ -269,18 +269,18 @@ def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load_task(path)
-    told = "\n".join(caught.value.problems)
+    message = "\n".join(caught.value.problems)
     for expected in (
         "unknown key 'label_word', did you mean label_words?",
         "label_words 0 is False: put it in quotes (YAML takes bare Yes and No for true and false)",
         "label_words 1 is True: put it in quotes",
         "label_words 2 is ['x'], must be a text",
         "separator is 3, must be a text",
-        "template: {text.upper} must be a column name, filters after | allowed, and nothing else",
+        "template: {text.upper} must be a column name, optionally with filters after |",
         "columns has unknown keys: labels; known are label, answers",
         "metric is 'bleu', must be one of accuracy, f1, f1_answer",
     ):
-        assert expected in told
+        assert expected in message
     assert str(path) in caught.value.what
     assert "known keys: name, template" in caught.value.remedy
 
@@ -294,7 +294,7 @@ QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric
         ({"template": "{a}", "label_words": {0: "a", 1: "b"}}, "name is missing"),
         ({"name": "a", "label_words": {0: "a", 1: "b"}}, "template is missing"),
         ({"name": "a", "template": "{a}"}, "one of label_words, choices, choices_column or columns.answers"),
-        ({"name": "a", "template": "{a}", "label_words": {0: "a"}}, "one candidate is no choice"),
+        ({"name": "a", "template": "{a}", "label_words": {0: "a"}}, "at least two candidates are needed"),
         ({"name": "a", "template": "{a}", "label_words": {0: "a", 1: "a "}}, "label_words has a word twice"),
         ({"name": "a", "template": "{a}", "label_words": {0: "", 1: "b"}}, "label_words has an empty word"),
         (
@@ -335,7 +335,7 @@ def test_task_that_can_not_be_used(content: object, problem: str) -> None:
     assert any(each.startswith(problem) for each in caught.value.problems), caught.value.problems
 
 
-def test_how_answers_are_written() -> None:
+def test_generation_settings() -> None:
     assert load_task("squad").generate == load_task("drop").generate == Generate(50, ("\n",))
     assert load_task("sst2").generate is None
     assert parse_task({**QUESTION, "generate": {}}, "a").generate == Generate(50, ("\n",))
@@ -355,7 +355,7 @@ def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
         load_task(path)
 
 
-def test_a_task_is_found_by_path(write: Callable[[str, str], Path]) -> None:
+def test_a_task_is_loaded_by_path(write: Callable[[str, str], Path]) -> None:
     path = write("mine.yaml", 'name: mine\ntemplate: "{text} It was"\nlabel_words: {0: bad, 1: good}\n')
     assert load_task(str(path)) == Task("mine", "{text} It was", label_words={"0": "bad", "1": "good"})
 

@@ -1,4 +1,4 @@
-"""Files of feedback: whole lines, rights, locks, and rows that are forgotten."""
+"""Files of feedback: complete lines, permissions, locks, and removed rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_writ
     whole = path.read_bytes()
     for cut in range(1, len(whole) // 2):
         path.write_bytes(whole[:-cut])
-        left = 2 if cut == 1 else 1  # its line break alone is missing
+        left = 2 if cut == 1 else 1  # only the line break is missing
         assert len(read_feedback(path)) == len(read_rows(path)) == left
         append_feedback(path, [ROW])
         assert path.read_bytes() == whole[: len(whole) // 2] * (left + 1)
@@ -60,7 +60,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS.keys())
-def test_a_file_of_something_else_is_refused_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_with_other_content_is_refused_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "people.csv"
     path.write_bytes(content)
     path.chmod(0o644)
@@ -82,7 +82,7 @@ def test_a_file_that_can_take_feedback_is_left_as_it_is_too(tmp_path: Path) -> N
         assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
 
-def test_what_is_no_file_takes_no_feedback(tmp_path: Path) -> None:
+def test_other_types_of_files_take_no_feedback(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW])
     (tmp_path / "link").symlink_to(path)
@@ -130,7 +130,7 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
 
 
 def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
-    """Who gives feedback meanwhile needn't wait, and a row that comes meanwhile is forgotten, too."""
+    """Appending meanwhile doesn't wait, and a row that is appended meanwhile is checked, too."""
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [ROW] * 3)
     seen = []
@@ -149,7 +149,7 @@ def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
     assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
 
 
-def test_a_file_that_is_replaced_while_rows_are_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_meanwhile_is_checked_again(tmp_path: Path) -> None:
     path = tmp_path / "feedback.jsonl"
     append_feedback(path, [{**ROW, "id": str(number)} for number in range(4)])
     calls = 0
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_lines_that_are_no_json_are_found_by_their_text_and_else_kept(tmp_path: Path) -> None:
+def test_lines_that_are_no_json_are_removed_by_their_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "A"}\nbroken\n\n{"messages": [{"content": "a"}]}\n')
     numbers = []
@@ -194,7 +194,7 @@ def test_a_correction_of_a_text_that_goes_on_keeps_its_space() -> None:
     )
 
 
-def test_a_row_tells_all(tmp_path: Path) -> None:
+def test_a_row_has_all_fields(tmp_path: Path) -> None:
     row = json.loads(json.dumps(ANSWERED.to_feedback(correction=" c")))
     assert row.pop("time").endswith("+00:00")
     assert row == {

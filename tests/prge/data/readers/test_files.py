@@ -1,4 +1,4 @@
-"""Rows of files: forms, quoting, encodings, every error with its row number, selections."""
+"""Reading rows of files: formats, quoting, encodings, errors with row numbers, selections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_jsonl_by_the_name_of_json(write: Write) -> None:
 
 
 def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of two bytes take hundreds in memory."""
+    """Rows of two bytes in a file take hundreds of bytes in memory."""
     monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
     with raises(DataError, "file-expands", saying="202"):
         read_rows(write("a.csv", "a\n" + "b\n" * 100))
@@ -64,7 +64,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "told"),
+    ("value", "variant", "message"),
     [
         (b"\x89PNG\r\n", "binary", "bytes"),
         (datetime.datetime(2024, 1, 2), "timestamp[s]", "datetime"),
@@ -76,8 +76,8 @@ def test_parquet(tmp_path: Path) -> None:
         (2.5, "double", "float"),
     ],
 )
-def test_what_is_no_text_is_refused_by_row_and_column(
-    tmp_path: Path, value: object, kind: str, told: str
+def test_values_that_are_no_text_are_refused_with_row_and_column(
+    tmp_path: Path, value: object, variant: str, message: str
 ) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -95,11 +95,11 @@ def test_what_is_no_text_is_refused_by_row_and_column(
         "double": pyarrow.float64(),
     }
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[kind])}), path)
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[variant])}), path)
     (row,) = read_rows(path)
-    with raises(RowError, "column-not-text", saying=told):
+    with raises(RowError, "column-not-text", saying=message):
         get_text(row.fields, "text")
-    if kind not in ("int64", "bool", "double"):
+    if variant not in ("int64", "bool", "double"):
         with raises(RowError, "column-not-text", saying="text"):
             Template.parse("{text}").render(row.fields)
 
@@ -117,7 +117,7 @@ def test_bytes_of_parquet_that_are_utf8_are_texts(tmp_path: Path) -> None:
     assert [row.fields["messages"][0]["content"] for row in read_rows(path)] == texts
 
 
-def test_what_json_can_not_hold_is_not_written(tmp_path: Path) -> None:
+def test_values_without_a_json_type_are_not_written(tmp_path: Path) -> None:
     fields = {
         "a": 1,
         "b": [{"c": "d"}],
@@ -269,15 +269,19 @@ def test_long_fields(write: Write) -> None:
         ("e.jsonl", '{"text": one}\n{"text": "two"}\n', ["row 1: not JSON: Expecting value at character 10"]),
         ("f.json", '{"columns": ["a"], "data": [[1, 2]]}', ["each list under data must have 1 values"]),
         ("c.json", "[]", ["it has no rows"]),
-        ("a.txt", "", ["its name ends in '.txt', known are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"]),
+        (
+            "a.txt",
+            "",
+            ["its name ends in '.txt'; known formats are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"],
+        ),
     ],
 )
 def test_problems_name_their_rows(write: Write, name: str, content: str | bytes, problems: list[str]) -> None:
     with pytest.raises(DataError) as caught:
         read_rows(write(name, content))
     assert len(caught.value.problems) == len(problems)
-    for told, expected in zip(caught.value.problems, problems, strict=True):
-        assert told.startswith(expected)
+    for message, expected in zip(caught.value.problems, problems, strict=True):
+        assert message.startswith(expected)
 
 
 def test_many_problems_are_counted(write: Write) -> None:
@@ -316,7 +320,7 @@ def test_selection_that_leaves_nothing() -> None:
         select_rows([1, 2, 3], Selection(start=3))
 
 
-def test_selection_that_can_not_be() -> None:
+def test_invalid_selections() -> None:
     with pytest.raises(ConfigError) as caught:
         Selection(start=-1, limit=0, shuffle_seed=-1)
     assert len(caught.value.problems) == 3

@@ -1,4 +1,4 @@
-"""Parquet: files of a few bytes that stand for gigabytes, files that lie, files that crash a decoder."""
+"""Parquet: small files that expand to gigabytes, wrong metadata, and files that crash the decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 MOST_MEGABYTES = 300
-# Prints what is refused, and the megabytes that reading took: this process and the children it waited for.
+# Prints the error, and the peak memory in megabytes of this process and its children.
 READ = """
 import resource, sys
 import pyarrow.compute, pyarrow.parquet
@@ -57,37 +57,37 @@ def one_text_of_zeros() -> pyarrow.Table:
 
 
 def medium_texts() -> pyarrow.Table:
-    """Batches of these fit the child: they are counted as they come."""
+    """Batches of these fit the child's memory, so the parent counts them."""
     indices = pyarrow.array([0] * 100_000, pyarrow.int32())
     return pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, ["x" * 20_000])})
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (one_long_text, "takes more than"),
-        (many_equal_numbers, "stand for rows of more than 9,536 MiB"),
+        (many_equal_numbers, "expand to rows of more than 9,536 MiB"),
         (one_row_of_many_nulls, "takes more than"),
-        (one_text_of_zeros, "stand for rows of more than 190 MiB"),
-        (medium_texts, "stand for rows of more than"),
+        (one_text_of_zeros, "expand to rows of more than 190 MiB"),
+        (medium_texts, "expand to rows of more than"),
     ],
 )
-def test_what_takes_far_more_memory_than_its_size_explains_is_refused(
-    tmp_path: Path, make: Callable[[], Any], told: str
+def test_files_that_expand_too_much_are_refused(
+    tmp_path: Path, make: Callable[[], Any], message: str
 ) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(make(), path, compression="zstd")
     assert path.stat().st_size < 400_000
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     command = [sys.executable, "-c", READ, str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    *lines, taken = said.splitlines()
-    assert f"{path} can't be read as data" in lines[0] and told in lines[1], said
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    *lines, taken = output.splitlines()
+    assert f"{path} can't be read as data" in lines[0] and message in lines[1], output
     assert int(taken) < MOST_MEGABYTES
 
 
 def test_ordinary_files_are_read_whatever_they_repeat(tmp_path: Path) -> None:
-    """Values as pyarrow makes them of the same table, with dictionaries, batches and groups of rows."""
+    """Values equal pyarrow's for the same table, with dictionaries, batches and row groups."""
     texts = [f"{index} words of this row" for index in range(5000)]
     table = pyarrow.table(
         {

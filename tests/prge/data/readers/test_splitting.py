@@ -1,4 +1,4 @@
-"""Rows into parts: by content, whatever their order, none in two."""
+"""Splitting rows by content: independent of the order, without overlap."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_a_part_has_its_share_within_bounds(count: int, expected: int) -> None:
         assert len(split_rows(several(count)).dev) == expected
 
 
-def test_three_rows_give_one_and_say_that_it_says_little() -> None:
+def test_few_rows_are_split_with_a_warning() -> None:
     parts = split_rows(several(3))
     assert (len(parts.train), len(parts.dev)) == (2, 1)
-    assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few say little"]
+    assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few rows are noisy"]
 
 
 def test_of_equal_rows_none_can_be_split_off() -> None:
@@ -112,7 +112,7 @@ def test_where_all_groups_are_large_the_smallest_is_split_off() -> None:
     assert {row.fields["text"] for row in parts.dev} == {"b"}
 
 
-def test_columns_that_nobody_reads_make_no_difference() -> None:
+def test_unread_columns_make_no_difference() -> None:
     twins = [Row(1, {"text": "a", "id": 1}), Row(2, {"id": 2, "text": "a"}), Row(3, {"text": "b", "id": 3})]
     parts = split_rows(twins, columns=["text"])
     assert {tuple(numbers(parts.train)), tuple(numbers(parts.dev))} == {(1, 2), (3,)}

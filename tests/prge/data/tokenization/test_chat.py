@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them; what the assistant wrote is found again."""
+"""Chat templates: texts equal those of transformers, and the assistant's text is located."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def written_in(found: Rendering) -> list[str]:
-    return [found.text[start:end] for start, end in found.spans]
+def written_in(result: Rendering) -> list[str]:
+    return [result.text[start:end] for start, end in result.spans]
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
@@ -50,13 +50,13 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
         with raises(DataError, "messages-refused", saying="no system role"):
             mine.render(messages, add_generation_prompt=add_generation_prompt)
         return
-    theirs = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         messages,
         chat_template=TEMPLATES[name],
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
     )
-    assert mine.render(messages, add_generation_prompt=add_generation_prompt) == theirs
+    assert mine.render(messages, add_generation_prompt=add_generation_prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
     ],
 )
 def test_assistant_spans(name: str, written: list[str]) -> None:
-    [found] = ChatTemplate(TEMPLATES[name], SPECIAL).renderings(CONVERSATIONS["two turns"])
-    assert written_in(found) == written
-    assert found.turns == (1, 3) and found.is_exact and not found.is_tagged
+    [result] = ChatTemplate(TEMPLATES[name], SPECIAL).renderings(CONVERSATIONS["two turns"])
+    assert written_in(result) == written
+    assert result.turns == (1, 3) and result.is_exact and not result.is_tagged
 
 
 def test_turn_that_does_not_begin_with_the_generation_prompt() -> None:
     template = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-    [found] = ChatTemplate(template, SPECIAL).renderings(CONVERSATIONS["answer"])
-    assert not found.is_exact
-    assert written_in(found) == ["Grüße!\n\n1 + 1 = 2.<|im_end|>\n"]
+    [result] = ChatTemplate(template, SPECIAL).renderings(CONVERSATIONS["answer"])
+    assert not result.is_exact
+    assert written_in(result) == ["Grüße!\n\n1 + 1 = 2.<|im_end|>\n"]
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each() -> None:
     template = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}|{% endfor %}"
     messages = CONVERSATIONS["two turns"]
     first, second = ChatTemplate(template, SPECIAL).renderings(messages)
-    # What precedes an answer is the prompt that the model sees before it answers.
+    # The text before an answer is the prompt that the model sees before it answers.
     assert (first.text, first.turns) == (f"{messages[0]['content']}|Grüße!\n\n1 + 1 = 2.|", (1,))
     assert (second.text, second.turns) == (f"earlier|earlier|{messages[2]['content']}|Bye|", (3,))
     assert [written_in(each)[0] for each in (first, second)] == ["Grüße!\n\n1 + 1 = 2.|", "Bye|"]
@@ -107,7 +107,7 @@ def test_template_is_kept_in_its_sandbox(attack: str) -> None:
         ChatTemplate(attack, SPECIAL).render(CONVERSATIONS["answer"])
 
 
-def test_template_that_is_none() -> None:
+def test_invalid_template() -> None:
     with raises(BundleError, "chat-template-damaged"):
         ChatTemplate("{% for %}", SPECIAL)
 
@@ -118,10 +118,10 @@ def test_template_that_is_none() -> None:
         ("Hi", "messages must be a list of at least one message"),
         ([], "messages must be a list of at least one message"),
         ([{"content": "Hi"}], "message 1 has no role"),
-        ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no content that is text"),
+        ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no text as content"),
         (
             [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-            "message 2 (assistant) has a part of the type 'image': only texts are read",
+            "message 2 (assistant) has a part of the type 'image': only text is supported",
         ),
         ([SYSTEM, USER], "no message has the role 'assistant': there is nothing to learn from"),
     ],
@@ -140,11 +140,13 @@ def test_messages_without_an_answer_are_a_prompt() -> None:
 def test_same_tokens_as_transformers(name: str) -> None:
     import transformers
 
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS["two turns"]
     mine = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
-    wanted = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)["input_ids"]
+    wanted = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)[
+        "input_ids"
+    ]
     assert mine.encode(rendered, control=True) == wanted
 
 
@@ -192,13 +194,13 @@ def test_template_that_is_large_or_nests_is_refused(source: str) -> None:
 
 
 def children() -> set[str]:
-    """Processes that this one has begun and not waited for; tests before may have some."""
-    found = set()
+    """Return the child processes that were not waited for; earlier tests may have left some."""
+    result = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(path.parent.name)
-    return found
+                result.add(path.parent.name)
+    return result
 
 
 def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
@@ -222,8 +224,8 @@ def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
 
 def test_a_long_conversation_has_the_room_that_it_needs() -> None:
     messages = [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe! \U0001f600 " * 500_000}]
-    [found] = ChatTemplate(CHATML, SPECIAL).renderings(messages)
-    assert found.is_exact and len(found.spans) == 1 and len(found.text) > 4_000_000
+    [result] = ChatTemplate(CHATML, SPECIAL).renderings(messages)
+    assert result.is_exact and len(result.spans) == 1 and len(result.text) > 4_000_000
 
 
 @dataclass
@@ -233,7 +235,7 @@ class Took:
 
 @contextmanager
 def measured_children() -> Iterator[Took]:
-    """CPU seconds of the children that end in the block."""
+    """Measure the CPU seconds of children that end in the block."""
     took, before = Took(), sum(os.times()[2:4])
     try:
         yield took

@@ -1,4 +1,4 @@
-"""Chats of published templates have the tokens, targets and losses that transformers alone gives them."""
+"""Chats of published templates have the same tokens, targets and losses as in transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prge.errors import DataError
 from prge.objectives.examples import Example
 from tests.bundles import make_spec
 from tests.prge.data import chat_templates
-from tests.prge.data.published_templates import backend_for, published, theirs
+from tests.prge.data.published_templates import backend_for, published, transformers_tokenizer
 from tests.refusals import raises
 
 OWN = {
@@ -49,13 +49,13 @@ TAGGED = (
     "qwen2_5_training",
     "phi3_training",
 )
-# Those that render a turn otherwise once a question follows.
+# Templates that render a turn differently once a question follows.
 SEVERAL = {"THINKS", "ENDS_WITH_EOS", "qwen3", "qwen3_5_think", "qwen3_5_nothink", "phi3", "phi3_5", "gptoss"}
-# Those that read contents of parts alone.
+# Templates that read contents only as parts.
 OF_PARTS = {"OF_PARTS", "smolvlm"}
 
 
-def said(role: str, content: Any, **further: Any) -> dict[str, Any]:
+def make_message(role: str, content: Any, **further: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **further}
 
 
@@ -73,27 +73,27 @@ WEATHER = {
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
 TWO_TURNS = [
-    said("user", "Hi there"),
-    said("assistant", "Yo."),
-    said("user", "Bye"),
-    said("assistant", "See you."),
+    make_message("user", "Hi there"),
+    make_message("assistant", "Yo."),
+    make_message("user", "Bye"),
+    make_message("assistant", "See you."),
 ]
-GREETS = [said("assistant", "Welcome!"), *TWO_TURNS[:2]]
+GREETS = [make_message("assistant", "Welcome!"), *TWO_TURNS[:2]]
 USES_TOOLS = [
-    said("user", "Is it warm in Bonn?"),
-    said("assistant", "I will look.", tool_calls=[CALL]),
-    said("tool", "21 degrees", tool_call_id="c1", name="weather"),
-    said("assistant", "Yes, 21 degrees."),
+    make_message("user", "Is it warm in Bonn?"),
+    make_message("assistant", "I will look.", tool_calls=[CALL]),
+    make_message("tool", "21 degrees", tool_call_id="c1", name="weather"),
+    make_message("assistant", "Yes, 21 degrees."),
 ]
-NULL_CONTENT = [USES_TOOLS[0], said("assistant", None, tool_calls=[CALL]), *USES_TOOLS[2:]]
+NULL_CONTENT = [USES_TOOLS[0], make_message("assistant", None, tool_calls=[CALL]), *USES_TOOLS[2:]]
 CHATS: dict[str, dict[str, Any]] = {
     "two turns": {"messages": TWO_TURNS},
     "assistant first": {"messages": GREETS},
-    "system": {"messages": [said("system", "Be brief."), *TWO_TURNS]},
+    "system": {"messages": [make_message("system", "Be brief."), *TWO_TURNS]},
     "tools": {"messages": USES_TOOLS, "tools": [WEATHER]},
     "null content": {"messages": NULL_CONTENT, "tools": [WEATHER]},
 }
-# What comes before the first word of the assistant's that a conversation begins with.
+# Text before the first word of an assistant's turn that begins a conversation.
 GENERATION_PROMPTS = (
     *("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>\n"),
     *(
@@ -131,7 +131,7 @@ def built(source: str, *rows: Mapping[str, Any], **options: Any) -> tuple[list[E
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as transformers renders and encodes it: tokens up to its end, and how many come before it."""
+    """A turn encoded by transformers: tokens up to its end, and the number of tokens before it."""
 
     tokens: list[int]
     prompt: int
@@ -140,33 +140,33 @@ class Turn:
 
 
 def turns_of(name: str, messages: Sequence[Any], **kwargs: Any) -> list[Turn | None]:
-    """The assistant's turns by transformers alone; None for one that the template refuses to end with."""
-    tokenizer = theirs(source_of(name))
+    """Return the assistant's turns by transformers; None for a turn that the template refuses to end with."""
+    tokenizer = transformers_tokenizer(source_of(name))
     render = partial(tokenizer.apply_chat_template, tokenize=False, **kwargs)
-    found: list[Turn | None] = []
+    result: list[Turn | None] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         try:
             text = render(messages[: index + 1])
         except Exception:  # of jinja2, of many classes
-            found.append(None)
+            result.append(None)
             continue
         header = next(each for each in (OWN_PROMPTS.get(name), *GENERATION_PROMPTS) if each and each in text)
         answer = text[text.rindex(header) + len(header) :]
-        # Nothing comes before the first word of a conversation but what the template puts there.
+        # Only the template's own text comes before the first word of a conversation.
         prompt = render(messages[:index], add_generation_prompt=True) if index else text[: -len(answer)]
         common = commonprefix([prompt, text])  # noqa: RUF071 (texts, not paths)
         if len(prompt) - len(common) > len("<think>\n\n"):
-            # Asked is what a model sees before it answers, whatever becomes of that afterwards.
+            # A model sees the prompt as it is rendered before the answer, even if that changes later.
             common, text = prompt, prompt + answer
         tokens, before = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, common))
-        found.append(Turn(tokens, len(before), index == 0 or common == prompt))
-    return found
+        result.append(Turn(tokens, len(before), index == 0 or common == prompt))
+    return result
 
 
 def targets_of(example: Example) -> tuple[list[int], set[int]]:
-    """Tokens of an example, and the places of those that are learnt."""
+    """Return the tokens of an example, and the positions of its targets."""
     (sequence,) = example.sequences
     tokens = list(sequence.tokens)
     assert all(tokens[each.position + 1] == each.token for each in sequence.targets)
@@ -191,10 +191,10 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
         return
     turns = [turn for turn in wanted if turn is not None]
     examples, report = built(source, fields)
-    found = [targets_of(each) for each in examples]
+    result = [targets_of(each) for each in examples]
     for turn in turns:
-        mine = [places for each, places in found if each[: len(turn.tokens)] == turn.tokens]
-        assert any(set(range(turn.prompt, len(turn.tokens))) <= places for places in mine)
+        own = [positions for each, positions in result if each[: len(turn.tokens)] == turn.tokens]
+        assert any(set(range(turn.prompt, len(turn.tokens))) <= positions for positions in own)
     assert sum(report.targets) == sum(len(turn.tokens) - turn.prompt for turn in turns)
     text = report.summary()
     assert ("refuses to end with, not learnt: 1 row" in text) == (len(turns) < len(wanted))
@@ -206,11 +206,11 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, chat: str) -> N
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TAGGED)
-def test_generation_tags_say_what_is_learnt(name: str, chat: str) -> None:
+def test_generation_tags_determine_the_targets(name: str, chat: str) -> None:
     source, fields = source_of(name), CHATS[chat]
     variables = {"tools": fields["tools"]} if "tools" in fields else {}
     try:
-        found = theirs(source).apply_chat_template(
+        result = transformers_tokenizer(source).apply_chat_template(
             fields["messages"], return_dict=True, return_assistant_tokens_mask=True, **variables
         )
     except Exception:  # of jinja2, of many classes
@@ -218,32 +218,34 @@ def test_generation_tags_say_what_is_learnt(name: str, chat: str) -> None:
             built(source, fields)
         return
     [example], _ = built(source, fields)
-    tokens, places = targets_of(example)
-    assert places == {place for place, learnt in enumerate(found["assistant_masks"]) if learnt}
-    assert tokens == found["input_ids"][: max(places) + 1]
+    tokens, positions = targets_of(example)
+    assert positions == {
+        position for position, is_target in enumerate(result["assistant_masks"]) if is_target
+    }
+    assert tokens == result["input_ids"][: max(positions) + 1]
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
 @pytest.mark.parametrize(
     "name", ["CHATML", "THINKS", "TAGGED", "qwen3", "phi3_5", "gptoss", "llama3_2", "lfm2"]
 )
-def test_turns_that_are_not_to_be_learnt_are_read_alone(name: str, flag: dict[str, Any]) -> None:
+def test_excluded_turns_are_context(name: str, flag: dict[str, Any]) -> None:
     source = source_of(name)
     for number in (1, 3):
         messages = [{**each, **(flag if index == number else {})} for index, each in enumerate(TWO_TURNS)]
         [example], _ = built(source, {"messages": messages})
-        tokens, places = targets_of(example)
+        tokens, positions = targets_of(example)
         turn = turns_of(name, TWO_TURNS if number == 1 else TWO_TURNS[:2])[-1]
-        assert turn is not None and tokens == turn.tokens[: max(places) + 1]
-        end = len(turn.tokens) - (name == "TAGGED")  # whose tag leaves the last line break out
-        assert places == {*range(turn.prompt, end)}
+        assert turn is not None and tokens == turn.tokens[: max(positions) + 1]
+        end = len(turn.tokens) - (name == "TAGGED")  # this template's tag excludes the last line break
+        assert positions == {*range(turn.prompt, end)}
 
 
 @pytest.mark.parametrize(
     "name", ["CHATML", "qwen3", "qwen3_5_think", "phi3", "phi3_5", "gptoss", "llama3_2", "lfm2"]
 )
 def test_losses_are_those_that_transformers_computes(name: str) -> None:
-    """Of each turn alone: cross-entropy of a small Llama, by labels with -100 where the prompt is."""
+    """Compares the cross-entropy of a small Llama per turn, with labels -100 on the prompt."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -262,17 +264,17 @@ def test_losses_are_those_that_transformers_computes(name: str) -> None:
             wanted.append(float(model(ids, labels=labels).loss))
         sizes_of.append(len(turn.tokens) - turn.prompt)
     examples, _ = built(source, chat)
-    found = []
+    result = []
     for example in examples:
         (sequence,) = example.sequences
         with torch.no_grad():
             logprobs = model(torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
-        found.append(
+        result.append(
             -sum(each.weight * float(logprobs[each.position, each.token]) for each in sequence.targets)
         )
-    if len(examples) == 1:  # whose tokens count alike
+    if len(examples) == 1:  # all tokens have equal weight then
         wanted = [sum(loss * size for loss, size in zip(wanted, sizes_of, strict=True)) / sum(sizes_of)]
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert result == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["CHATML", "THINKS", "qwen3", "phi3_5", "gptoss", "llama3_2"])
@@ -285,10 +287,10 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
     if form == "text prompt":
         row["prompt"] = messages[0]["content"]
     [example], report = built(source_of(name), row)
-    tokens, places = targets_of(example)
+    tokens, positions = targets_of(example)
     turn = turns_of(name, messages)[-1]
     assert turn is not None and tokens == turn.tokens
-    assert places == {*range(turn.prompt, len(turn.tokens))}
+    assert positions == {*range(turn.prompt, len(turn.tokens))}
     assert report.summary().startswith("the data (prompt and completion): 1 rows, 1 examples")
 
 
@@ -296,13 +298,13 @@ def test_prompts_and_completions_may_be_messages(name: str, form: str) -> None:
     "name", ["CHATML", "THINKS", "qwen3", "qwen3_5_think", "phi3_5", "gptoss", "llama3_2"]
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_pairs_of_conversations_are_learnt_after_their_prompt(name: str, whole: bool) -> None:
-    prompt, better, worse = TWO_TURNS[:3], TWO_TURNS[3:], [said("assistant", "No, stay.")]
+def test_answers_of_pairs_are_targets_after_their_prompt(name: str, whole: bool) -> None:
+    prompt, better, worse = TWO_TURNS[:3], TWO_TURNS[3:], [make_message("assistant", "No, stay.")]
     row: dict[str, Any] = {"prompt": prompt, "chosen": better, "rejected": worse}
     if whole:
         row = {"chosen": [*prompt, *better], "rejected": [*prompt, *worse]}
     [example], _ = built(source_of(name), {**row, "system": "Be brief."}, objective="auto")
     for sequence, answer in zip(example.sequences, (better, worse), strict=True):
-        turn = turns_of(name, [said("system", "Be brief."), *prompt, *answer])[-1]
+        turn = turns_of(name, [make_message("system", "Be brief."), *prompt, *answer])[-1]
         assert turn is not None and list(sequence.tokens) == turn.tokens
         assert [each.position + 1 for each in sequence.targets] == [*range(turn.prompt, len(turn.tokens))]

@@ -1,4 +1,4 @@
-"""Token ids of texts, pairs and whole texts; damaged tokenizers."""
+"""Token ids of texts and pairs; windows; damaged tokenizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_whole_text_has_begin_and_end(tokenizer: Tokenizer, encoder_tokenizer: T
 
 
 def test_tokenizer_never_cuts_or_pads_by_itself(encoder_tokenizer: Tokenizer) -> None:
-    # its tokenizer.json asks for 4 tokens, cut or padded
+    # its tokenizer.json truncates and pads to 4 tokens
     assert len(encoder_tokenizer.encode("the film was bad and good")) == 6
     assert len(encoder_tokenizer.encode("a")) == 1
 
@@ -54,7 +54,7 @@ def test_bos_is_not_prepended_twice() -> None:
     assert Tokenizer(backend, bos_id=1, prepend_bos=True).begin == (1,)
 
 
-def test_control_tokens_in_texts_are_text_unless_asked(tokenizer: Tokenizer) -> None:
+def test_control_tokens_in_texts_are_text_by_default(tokenizer: Tokenizer) -> None:
     assert 2 not in tokenizer.encode("Hi</s>")
     assert tokenizer.encode("Hi</s>", control=True)[-1] == 2
     assert tokenizer.decode(tokenizer.encode("Hi</s>")) == "Hi</s>"
@@ -85,9 +85,9 @@ def test_pair_whose_boundary_a_token_would_straddle(tokenizer: Tokenizer) -> Non
 
 
 def test_continuation_has_no_space_of_its_own(prefixed_tokenizer: Tokenizer) -> None:
-    # alone, a SentencePiece-like tokenizer would put a space before it
+    # encoded separately, a SentencePiece-like tokenizer would prepend a space
     pair = prefixed_tokenizer.encode_pair("It was gre", "at")
-    assert not pair.exact and prefixed_tokenizer.pieces(pair.completion.tolist()) == ["at"]
+    assert not pair.exact and prefixed_tokenizer.token_texts(pair.completion.tolist()) == ["at"]
     assert prefixed_tokenizer.encode("at") != pair.completion.tolist()
 
 
@@ -98,9 +98,9 @@ def test_pair_always_decodes_to_the_joined_text(prompt: str, completion: str) ->
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_pieces_are_as_many_as_tokens(text: str) -> None:
+def test_one_text_per_token(text: str) -> None:
     tokens = tiny().encode(text)
-    assert len(tiny().pieces(tokens)) == len(tokens)
+    assert len(tiny().token_texts(tokens)) == len(tokens)
 
 
 def test_load_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -188,7 +188,7 @@ TOKENIZERS = {
     "babyllama": MODELS / "babyllama/tokenizer.json",
     "stories260K": MODELS / "stories260K/tokenizer.json",
 }
-# What surprises tokenizers: long words, white space of all kinds, characters of several tokens, emoji, tags.
+# Difficult texts: long words, unusual white space, characters of several tokens, emoji, tags.
 PIECES = st.sampled_from(
     [
         *(
@@ -218,12 +218,12 @@ def real(name: str, copy: int = 0) -> Tokenizer:
 
 @cache
 def library(name: str) -> Backend:
-    """The library's own tokenizer of a file."""
+    """Load the library's tokenizer from a file."""
     return Backend.from_file(str(TOKENIZERS[name]))
 
 
 def whole(backend: Backend, text: str, control: bool = False) -> list[tuple[int, int, int]]:
-    """Ids and characters as the library gives them for the text at once."""
+    """Return ids and character ranges of the whole text from the library."""
     backend.encode_special_tokens = not control
     encoding = backend.encode(text, add_special_tokens=False)
     return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
@@ -238,9 +238,9 @@ def test_a_text_in_windows_has_the_tokens_of_the_whole(
     text, tokenizer = "".join(pieces), real(name)
     prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
     with small_windows():
-        found = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
+        result = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
         pair = tokenizer.encode_pair(prompt, completion)
-    assert found == whole(library(name), text, control)
+    assert result == whole(library(name), text, control)
     some = [at for at in tokenizer.control_at(text) if text.startswith("</s>", at)]
     with small_windows():
         in_windows = tokenizer.ids(text, control=some)
@@ -278,7 +278,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
 
 
 def threes() -> Backend:
-    """A run of a's is tokens of three, so that windows agree on it only where it begins alike."""
+    """A run of a's has tokens of three characters, so windows agree only if they start at equal offsets."""
     vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
     return Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")]))
 
@@ -286,11 +286,11 @@ def threes() -> Backend:
 def test_a_window_grows_until_it_can_be_joined() -> None:
     text = "ab" * 400 + "a" * 1500 + "ba" * 900
     with small_windows():
-        found = [tuple(row) for part in Tokenizer(threes()).parts(text) for row in part.tolist()]
-    assert found == whole(threes(), text)
+        result = [tuple(row) for part in Tokenizer(threes()).parts(text) for row in part.tolist()]
+    assert result == whole(threes(), text)
 
 
-def test_a_word_without_an_end_is_told() -> None:
+def test_an_endless_word_is_refused() -> None:
     with raises(DataError, "text-not-divisible", saying="262144"):
         Tokenizer(threes()).encode("b" + "a" * (3 * LONGEST_WINDOW))
 
@@ -304,12 +304,12 @@ def test_ten_megabytes_take_little_memory(name: str) -> None:
         f"tokenizer = load_tokenizer({str(TOKENIZERS[name].parent)!r}, {{}})\n"
         "text = 'The quick brown fox jumps over 12 lazy dogs; it slept.\\n' * 178_571\n"
         "tokenizer.ids(text[:100])\n"
-        # After a large one was freed, glibc takes other large arrays from the heap.
+        # After freeing a large array, glibc allocates other large arrays on the heap.
         "freed = bytes(16_000_000)\n"
         "del freed"
     )
-    found = measure_program(preparation, "ids = tokenizer.ids(text)")
-    assert found.above_bytes < 50e6
+    result = measure_program(preparation, "ids = tokenizer.ids(text)")
+    assert result.above_bytes < 50e6
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -337,5 +337,5 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
         ),
     ],
 )
-def test_the_unknown_token_is_that_of_what_cant_be_spelled(model: Any, unknown: int | None) -> None:
+def test_unknown_id(model: Any, unknown: int | None) -> None:
     assert Tokenizer(Backend(model)).unknown_id == unknown

@@ -1,4 +1,4 @@
-"""A hostile `tokenizer.json` is refused; it neither ends this process nor takes its memory."""
+"""A malicious `tokenizer.json` is refused, without ending this process or taking its memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def within_bounds() -> Iterator[None]:
-    """No test takes much memory in this process."""
+    """Check that no test takes much memory in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KILOBYTES
@@ -49,7 +49,7 @@ def used(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text, control=True)
         tokenizer.decode(ids)
-        tokenizer.pieces(ids[:20])
+        tokenizer.token_texts(ids[:20])
         tokenizer.encode_pair("the film", text)
 
 
@@ -83,7 +83,7 @@ TEMPLATE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (charsmap(b""), "Cannot parse precompiled_charsmap"),
         (charsmap(b"\xff" * 64), "trying it ends its process"),
@@ -110,11 +110,11 @@ TEMPLATE = {
     ],
 )
 def test_hostile_files_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, told: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, message: str
 ) -> None:
-    with raises(BundleError, "tokenizer-damaged", saying=told) as caught:
+    with raises(BundleError, "tokenizer-damaged", saying=message) as caught:
         load(tmp_path, {**base(), **change})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_a_file_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 NUMBERS = [0, -1, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 1e308, None, "", True, [], {}]
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     keys = value if isinstance(value, dict) else range(min(len(value), 20)) if isinstance(value, list) else ()
     for key in keys:
-        yield from places(value[key], (*path, key))  # type: ignore[index]
+        yield from paths_in(value[key], (*path, key))  # type: ignore[index]
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -200,7 +200,7 @@ def test_changed_files_are_used_or_refused(tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     backends = (byte_level_backend, prefixed_backend, byte_fallback_backend, encoder_backend)
     original: Json = json.loads(backends[seed]().to_str())
-    outside = [path for path in places(original) if path and (path[0] != "model" or len(path) < 3)]
+    outside = [path for path in paths_in(original) if path and (path[0] != "model" or len(path) < 3)]
     for _ in range(25):
         if chosen.random() < 0.4:
             changed = bytearray(json.dumps(original, ensure_ascii=False).encode())
@@ -212,7 +212,7 @@ def test_changed_files_are_used_or_refused(tmp_path: Path, seed: int) -> None:
             for _ in range(chosen.randint(1, 3)):
                 path, other = chosen.choice(outside), chosen.choice(outside)
                 value = chosen.choice(NUMBERS) if chosen.random() < 0.6 else at(original, other)
-                with contextlib.suppress(KeyError, IndexError, TypeError):  # gone by an earlier change
+                with contextlib.suppress(KeyError, IndexError, TypeError):  # removed by an earlier change
                     at(content, path[:-1])[path[-1]] = copy.deepcopy(value)
         with contextlib.suppress(PrgeError):
             used(load(tmp_path, content))

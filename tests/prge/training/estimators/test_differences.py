@@ -1,4 +1,4 @@
-"""Scalars and gradients against derivatives known in closed form, sign included."""
+"""Projected gradients and gradients against derivatives in closed form, including their sign."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def _examples(count: int = 4) -> list[Example]:
     return Sampler(random_completions(12), count, SEED).batch(STEP)
 
 
-def _scalars(engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, count: int = 4) -> np.ndarray:
+def _projected_gradients(
+    engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, count: int = 4
+) -> np.ndarray:
     return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).projected_gradients
 
 
@@ -35,18 +37,20 @@ def _scalars(engine: NumpyEngine, rule: FiniteDifference, adapter: Adapter, coun
         (OneSided(4, 1e-4, normalize=False), 5e-3),
     ],
 )
-def test_scalars_are_directional_derivatives(rule: FiniteDifference, tolerance: float, count: int) -> None:
+def test_projected_gradients_are_directional_derivatives(
+    rule: FiniteDifference, tolerance: float, count: int
+) -> None:
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
     exact = Exact().measure(engine, Step(adapter, _examples(count), SEED, STEP)).gradient
     assert exact is not None
     directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
-    np.testing.assert_allclose(_scalars(engine, rule, adapter, count), expected, atol=tolerance)
+    np.testing.assert_allclose(_projected_gradients(engine, rule, adapter, count), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
-def test_all_variants_of_a_step_are_copies_of_one_call(rule: FiniteDifference) -> None:
+def test_all_perturbations_of_a_step_are_copies_of_one_call(rule: FiniteDifference) -> None:
     calls: list[Call] = []
 
     class Watching(NumpyEngine):
@@ -56,7 +60,7 @@ def test_all_variants_of_a_step_are_copies_of_one_call(rule: FiniteDifference) -
 
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
-    found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
+    result = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
     (call,) = calls
     directions = DirectionSampler(SEED, STEP, adapter.size)
     for copy, variant in zip(call.adapters, rule.perturbations(), strict=True):
@@ -64,33 +68,33 @@ def test_all_variants_of_a_step_are_copies_of_one_call(rule: FiniteDifference) -
         np.testing.assert_array_equal(copy, moved)
     losses = [compute_losses(engine, copy, _examples()).mean() for copy in call.adapters]
     np.testing.assert_allclose(
-        found.projected_gradients, rule.projected_gradients(np.array(losses)), rtol=1e-9
+        result.projected_gradients, rule.projected_gradients(np.array(losses)), rtol=1e-9
     )
-    assert found.loss == pytest.approx(np.mean(losses), rel=1e-12) and found.engine_seconds == 1
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-12) and result.engine_seconds == 1
 
 
 def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
     perturbed = np.array([1.0, 2.0, 6.0])
-    found = OneSided(3, 0.5).projected_gradients(np.array([0.5, *perturbed]))
-    np.testing.assert_allclose(found, (perturbed - 0.5) / perturbed.std())
+    result = OneSided(3, 0.5).projected_gradients(np.array([0.5, *perturbed]))
+    np.testing.assert_allclose(result, (perturbed - 0.5) / perturbed.std())
 
 
-def test_normalized_step_stands_still_where_all_losses_agree() -> None:
+def test_a_normalized_step_is_0_if_all_losses_are_equal() -> None:
     assert OneSided(3, 0.5).projected_gradients(np.ones(4)).tolist() == [0, 0, 0]
 
 
-def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
+def test_gradient_is_the_mean_of_projected_gradient_times_direction() -> None:
     scalars = [0.5, -2.0, 3.0]
     modules = NumpyEngine().model.modules
-    found = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
-    directions = DirectionSampler(1, 2, len(found))
+    result = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
+    directions = DirectionSampler(1, 2, len(result))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])
 def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None:
-    """f(b) = b.H.b / 2 + g.b: the even part cancels, whatever the step; the sign is the slope's."""
+    """f(b) = b.H.b / 2 + g.b: the even part cancels for every step size; the sign is the derivative's."""
     random = np.random.default_rng(4)
     root = random.normal(size=(20, 20))
     hessian, slope, at = root @ root.T, random.normal(size=20), random.normal(size=20)
@@ -106,14 +110,14 @@ def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None
 
 
 def test_one_sided_differences_keep_half_of_the_curvature() -> None:
-    """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
+    """f(b) = b.b / 2 at 0: the derivative is 0, the difference eps * dimension / 2."""
     rule = OneSided(1, 0.1, normalize=False)
     direction = DirectionSampler(SEED, STEP, 20)(0)
     values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.perturbations()])
     np.testing.assert_allclose(rule.projected_gradients(values), [0.1 * 20 / 2], rtol=1e-5)
 
 
-def test_clipping_bounds_the_scalars_of_a_step() -> None:
+def test_clipping_bounds_the_projected_gradients_of_a_step() -> None:
     engine = NumpyEngine()
     rule = Antithetic(4, 1e-2)
     step = Step(make_nonzero_adapter(engine), _examples(), SEED, STEP)
@@ -124,7 +128,7 @@ def test_clipping_bounds_the_scalars_of_a_step() -> None:
     np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
 
 
-def test_root_mean_square_of_the_scalars_is_the_norm_of_the_gradient() -> None:
+def test_root_mean_square_of_the_projected_gradients_is_the_norm_of_the_gradient() -> None:
     gradient = np.random.default_rng(6).normal(size=200)
     directions = DirectionSampler(SEED, STEP, 200)
     scalars = np.array([directions(query) @ gradient for query in range(4000)])

@@ -28,7 +28,7 @@ MODULES = (AdaptedModule("q", rank=2, in_features=4, out_features=3), AdaptedMod
 
 
 def _philox_block(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x64-10 written from Salmon et al. 2011, figure 4, in plain integers."""
+    """Philox 4x64-10 after Salmon et al. 2011, figure 4, in plain integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
         high0, low0 = divmod(_M0 * c[0], 2**64)
@@ -38,19 +38,19 @@ def _philox_block(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
-def test_words_are_philox_of_seed_step_and_query() -> None:
+def test_random_integers_are_philox_of_seed_step_and_query() -> None:
     expected = [word for block in (1, 2) for word in _philox_block([block, 0, 0, 7], [123, 45])]
     assert philox(123, 45, 7, 8).tolist() == expected
 
 
-def test_rademacher_takes_one_bit_each_lowest_first() -> None:
+def test_rademacher_uses_one_bit_per_sign_lowest_first() -> None:
     word = int(philox(1, 2, 3, 1)[0])
     expected = [1.0 if word >> bit & 1 else -1.0 for bit in range(64)]
     assert rademacher(1, 2, 3, 64).tolist() == expected
 
 
 def test_rademacher_is_pinned() -> None:
-    """A change here breaks the replay of every journal that was ever written."""
+    """A change would break the replay of all existing journals."""
     signs = rademacher(42, 1000, 3, 10_001)
     assert signs.dtype == np.float32
     assert (
@@ -127,74 +127,79 @@ def test_shared_directions_differ_by_query_alone() -> None:
 def test_sequences_take_the_directions_of_their_example() -> None:
     directions = RankOneDirections(5, 6, 2, 3, MODULES)
     owner = np.array([1, 1, 2])
-    found = directions.of(owner)
-    assert list(found) == ["u.q", "v.q", "u.v", "v.v"]
+    result = directions.for_sequences(owner)
+    assert list(result) == ["u.q", "v.q", "u.v", "v.v"]
     for matrix, u, v in directions.factors():
         for name, factor in ((matrix.u, u), (matrix.v, v)):
-            assert found[name].dtype == np.float32
+            assert result[name].dtype == np.float32
             for sequence, example in enumerate(owner.tolist()):
-                assert np.array_equal(found[name][:, sequence], factor[:, example])
+                assert np.array_equal(result[name][:, sequence], factor[:, example])
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_one_direction_is_what_its_scalar_alone_makes_of_the_gradient(shared: bool) -> None:
+def test_a_single_projected_gradient_of_1_gives_its_direction(shared: bool) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
-    scalars = np.zeros((3, 4))
-    scalars[1, 2] = 12
-    np.testing.assert_array_equal(directions(1, 2), directions.gradient(scalars))
+    projected_gradients = np.zeros((3, 4))
+    projected_gradients[1, 2] = 12
+    np.testing.assert_array_equal(directions(1, 2), directions.gradient(projected_gradients))
     assert directions(0).dtype == np.float32
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradient_is_the_mean_of_scalar_times_rank_one_direction(shared: bool) -> None:
+def test_gradient_is_the_mean_of_projected_gradient_times_rank_one_direction(shared: bool) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
-    scalars = np.random.default_rng(0).normal(size=(3, 4))
+    projected_gradients = np.random.default_rng(0).normal(size=(3, 4))
     expected = [
-        np.einsum("qe,qer,qeo->ro", scalars, u, v).ravel() / scalars.size for _, u, v in directions.factors()
+        np.einsum("qe,qer,qeo->ro", projected_gradients, u, v).ravel() / projected_gradients.size
+        for _, u, v in directions.factors()
     ]
-    found = directions.gradient(scalars)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-6, atol=1e-7)
+    result = directions.gradient(projected_gradients)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, np.concatenate(expected), rtol=1e-6, atol=1e-7)
 
 
 TABLES = arrays(np.float64, (3, 4), elements=st.floats(-1e37, 1e37, allow_subnormal=True))
 
 
 @given(TABLES, st.randoms(use_true_random=False))
-def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(scalars: np.ndarray, random) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(
+    projected_gradients: np.ndarray, random
+) -> None:  # type: ignore[no-untyped-def]
     directions = RankOneDirections(1, 2, 3, 4, MODULES)
     terms = [(query, example) for query in range(3) for example in range(4)]
     random.shuffle(terms)
-    cut = truncate_to_grid(scalars)
+    cut = truncate_to_grid(projected_gradients)
     gradient = []
     for matrix, u, v in directions.factors():
         total = np.zeros((matrix.rank, matrix.width))
         for term in terms:
             total += cut[term] * np.outer(u[term], v[term])
         gradient.append((total / 12).astype(np.float32).ravel())
-    assert np.concatenate(gradient).tobytes() == directions.gradient(scalars).tobytes()
+    assert np.concatenate(gradient).tobytes() == directions.gradient(projected_gradients).tobytes()
 
 
 @given(TABLES)
-def test_a_journal_keeps_every_bit_of_scalars_and_gradient(scalars: np.ndarray) -> None:
+def test_a_journal_keeps_every_bit_of_projected_gradients_and_gradient(
+    projected_gradients: np.ndarray,
+) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES)
-    cut = truncate_to_grid(scalars)
+    cut = truncate_to_grid(projected_gradients)
     stored = np.array(json.loads(json.dumps(cut.tolist())))
     assert truncate_to_grid(stored).tobytes() == stored.tobytes() == cut.tobytes()
-    assert directions.gradient(stored).tobytes() == directions.gradient(scalars).tobytes()
+    assert directions.gradient(stored).tobytes() == directions.gradient(projected_gradients).tobytes()
 
 
 @given(TABLES)
-def test_a_grid_loses_a_billionth_of_the_largest_scalar_at_most(scalars: np.ndarray) -> None:
-    cut = truncate_to_grid(scalars)
-    largest = np.abs(scalars).max()
-    assert np.abs(cut - scalars).max() <= largest * 2.0**-29
+def test_a_grid_loses_at_most_a_billionth_of_the_largest_value(projected_gradients: np.ndarray) -> None:
+    cut = truncate_to_grid(projected_gradients)
+    largest = np.abs(projected_gradients).max()
+    assert np.abs(cut - projected_gradients).max() <= largest * 2.0**-29
     assert np.abs(cut).max() <= largest
     if largest > 0:
         multiples = np.ldexp(cut, 30 - int(np.frexp(largest)[1]))
         assert np.array_equal(multiples, np.rint(multiples)) and np.abs(multiples).max() <= 2**30
 
 
-def test_what_is_not_finite_stays_for_the_loop_to_see() -> None:
+def test_values_that_are_not_finite_are_not_truncated() -> None:
     assert np.isnan(truncate_to_grid(np.array([1.0, np.nan]))[1])
     assert np.isinf(truncate_to_grid(np.array([1.0, np.inf]))[1])

@@ -1,4 +1,4 @@
-"""The exact gradient: that of the loss of prge.objectives.objective, whatever the examples and their parts."""
+"""The exact gradient equals that of prge.objectives.objective's loss, whatever the microbatches."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def _examples(rows: Sequence[Example], count: int, seed: int = SEED) -> list[Exa
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("count", [7, 14])
-def test_it_is_the_slope_of_the_mean_loss(name: str, count: int) -> None:
+def test_it_is_the_gradient_of_the_mean_loss(name: str, count: int) -> None:
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[name], count)
-    found = Exact().measure(engine, Step(adapter, examples, SEED, STEP))
+    result = Exact().measure(engine, Step(adapter, examples, SEED, STEP))
     assert engine.calls == 1
     expected = gradients_of(lambda values: compute_losses(engine, values, examples).mean(), adapter.values)
-    assert found.gradient is not None
-    np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
-    assert found.loss == pytest.approx(compute_losses(engine, adapter.values, examples).mean(), rel=1e-6)
+    assert result.gradient is not None
+    np.testing.assert_allclose(result.gradient, expected, atol=1e-4)
+    assert result.loss == pytest.approx(compute_losses(engine, adapter.values, examples).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("folds", [0, 3])
@@ -69,29 +69,29 @@ def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
     head: Classifier = (
         CrossFittedHeads([random_head(fold) for fold in range(folds)]) if folds else random_head()
     )
-    found = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head))
+    result = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head))
     expected = gradients_of(
         lambda values: compute_losses(engine, values, examples, head).mean(), adapter.values
     )
-    np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
+    np.testing.assert_allclose(result.gradient, expected, atol=1e-4)
 
 
 def test_a_trained_head_has_its_own_gradient() -> None:
     engine = NumpyEngine(encoder=True)
     adapter, head, examples = make_nonzero_adapter(engine), random_head(), _examples(CLASSES, 4)
-    found = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head, head))
+    result = Exact().measure(engine, Step(adapter, examples, SEED, STEP, head, head))
     expected = gradients_of(
         lambda values: compute_losses(engine, adapter.values, examples, head_from_values(values)).mean(),
         head.values,
     )
-    np.testing.assert_allclose(found.head_gradient, expected, atol=1e-4)
+    np.testing.assert_allclose(result.head_gradient, expected, atol=1e-4)
 
 
 # Parts of a step
 
 
 def _split(engine: NumpyEngine, step: Step, tokens: int) -> Measurement:
-    """A step whose microbatches have at most so many tokens."""
+    """Measure a step whose microbatches have at most this many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MICROBATCH_TOKENS", tokens)
         return Exact().measure(engine, step)
@@ -133,14 +133,14 @@ def _check_equal(whole: Measurement, split: Measurement) -> None:
     assert split.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
-def _check_rounding(found: Array, expected: Array) -> None:
-    """Both are the same numbers rounded to float32."""
-    assert found.dtype == expected.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2**-23 * np.abs(expected).max())
+def _check_rounding(result: Array, expected: Array) -> None:
+    """Check that both are the same values rounded to float32."""
+    assert result.dtype == expected.dtype == np.float32
+    np.testing.assert_allclose(result, expected, rtol=0, atol=2**-23 * np.abs(expected).max())
 
 
 def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
-    """KTO's, of the step's mean: parts would have means of their own."""
+    """KTO's loss depends on the mean of the step, which microbatches would change."""
     engine, objective = NumpyEngine(), KTO(0.3)
     rows = [
         replace(
@@ -152,11 +152,11 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
         for row in range(1, 7)
     ]
     step = Step(make_nonzero_adapter(engine), rows, SEED, STEP, objective=objective)
-    found = _split(engine, step, tokens=1)
+    result = _split(engine, step, tokens=1)
     assert engine.computed == [sequences_of(rows)]
     whole = Exact().measure(engine, step)
-    assert whole.gradient is not None and found.gradient is not None
-    assert found.gradient.tobytes() == whole.gradient.tobytes() and found.loss == whole.loss
+    assert whole.gradient is not None and result.gradient is not None
+    assert result.gradient.tobytes() == whole.gradient.tobytes() and result.loss == whole.loss
     halves = [Exact().measure(engine, replace(step, examples=half)) for half in (rows[:3], rows[3:])]
     assert np.mean([half.loss for half in halves]) != pytest.approx(whole.loss, rel=1e-3)
 
@@ -164,14 +164,14 @@ def test_a_loss_that_compares_examples_is_computed_in_one_call() -> None:
 # Limits
 
 
-def test_clipping_shortens_the_whole_gradient() -> None:
+def test_clipping_scales_the_whole_gradient() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 4), SEED, STEP)
 
     def gradient(clip: float) -> Array:
-        found = Exact(clip).measure(engine, step).gradient
-        assert found is not None
-        return found
+        result = Exact(clip).measure(engine, step).gradient
+        assert result is not None
+        return result
 
     whole = gradient(0.0)
     norm = float(np.linalg.norm(whole))
@@ -184,7 +184,7 @@ def test_clipping_shortens_the_whole_gradient() -> None:
 def test_every_example_is_clipped_before_the_mean(
     encoder: bool, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a larger norm get the limit's, all others stay what they are."""
+    """Gradients with a larger norm are scaled to the limit, others aren't changed."""
     # Sums have other bits where examples are computed together.
     monkeypatch.setattr(exact, "MICROBATCH_TOKENS", 1)
     count = 6
@@ -194,9 +194,9 @@ def test_every_example_is_clipped_before_the_mean(
     examples = _examples(rows, count)
 
     def gradient(examples: Sequence[Example], **limits: float) -> Array:
-        found = Exact(**limits).measure(engine, Step(adapter, examples, SEED, STEP, head)).gradient
-        assert found is not None
-        return found.astype(float)
+        result = Exact(**limits).measure(engine, Step(adapter, examples, SEED, STEP, head)).gradient
+        assert result is not None
+        return result.astype(float)
 
     alone = [gradient([example]) for example in examples]
     norms = np.array([np.linalg.norm(each) for each in alone])
@@ -204,7 +204,7 @@ def test_every_example_is_clipped_before_the_mean(
     shares = np.minimum(1, limit / norms)
     assert 0 < (shares < 1).sum() < count
     expected = sum(share * each for share, each in zip(shares, alone, strict=True)) / count
-    # The step's own limit comes after.
+    # The limit of the step is applied afterwards.
     expected *= min(1.0, clip / np.linalg.norm(expected)) if clip else 1.0
     np.testing.assert_allclose(
         gradient(examples, clip=clip, clip_examples=limit), expected, atol=1e-7 * np.abs(expected).max()
@@ -226,17 +226,17 @@ def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
     adapter, limit, count = make_nonzero_adapter(engine), 0.1, 5
     examples = _examples(random_completions(12), count)
     other = _examples(random_completions(12), 1, seed=SEED + 1)
-    found = [
+    result = [
         Exact(clip_examples=limit).measure(engine, Step(adapter, chosen, SEED, STEP)).gradient
         for chosen in (examples, [*examples[:-1], *other])
     ]
-    assert found[0] is not None and found[1] is not None
-    assert 0 < np.linalg.norm(found[0] - found[1]) <= 2 * limit / count * (1 + 1e-6)
+    assert result[0] is not None and result[1] is not None
+    assert 0 < np.linalg.norm(result[0] - result[1]) <= 2 * limit / count * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("limits", [{}, {"clip": 1e-3}, {"clip_examples": 1e-3}], ids=str)
-def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, float]) -> None:
+def test_clipping_keeps_values_that_are_not_finite(bad: float, limits: dict[str, float]) -> None:
     class Broken(NumpyEngine):
         def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Float64Array, Float64Array]:
             outputs, gradient = super().vjp(call, grad_fn)
@@ -246,8 +246,8 @@ def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, f
     engine = Broken()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(8), 2), SEED, STEP)
     with np.errstate(invalid="ignore"):
-        found = Exact(**limits).measure(engine, step).gradient
-    assert found is not None and not np.isfinite(found[0])
+        result = Exact(**limits).measure(engine, step).gradient
+    assert result is not None and not np.isfinite(result[0])
 
 
 def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> None:
@@ -256,14 +256,14 @@ def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> No
         check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 
-def test_a_journal_gives_the_same_bits_back() -> None:
+def test_a_journal_restores_the_same_bits() -> None:
     engine = NumpyEngine()
     adapter = make_nonzero_adapter(engine)
-    found = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
-    stored: Mapping[str, Any] = json.loads(json.dumps(found.learnt))
+    result = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
+    stored: Mapping[str, Any] = json.loads(json.dumps(result.journal_fields))
     assert "scalars" not in stored
     # Four bytes a number as text, three bytes in four letters.
     assert len(stored["gradient"]) == pytest.approx(adapter.size * 16 / 3, abs=4)
     again = Exact().gradient(stored, SEED, STEP, adapter.modules)
-    assert found.gradient is not None
-    assert again.tobytes() == found.gradient.tobytes()
+    assert result.gradient is not None
+    assert again.tobytes() == result.gradient.tobytes()

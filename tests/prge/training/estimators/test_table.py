@@ -1,4 +1,4 @@
-"""What the estimators of the table cost and need."""
+"""Costs and settings of the estimators in the table."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_what_a_step_of_five_queries_computes(
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_estimator_learns_something_for_each_of_its_queries(name: EstimatorName) -> None:
+def test_an_estimator_measures_a_projected_gradient_for_each_query(name: EstimatorName) -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), random_completions(3), 1, 0)
     queries = 5 if ESTIMATORS[name].has_directions else None
-    found = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
-    assert (found.gradient is None) == (queries is not None)
-    assert len(found.projected_gradients) == (queries or 0)
+    result = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
+    assert (result.gradient is None) == (queries is not None)
+    assert len(result.projected_gradients) == (queries or 0)

@@ -1,4 +1,4 @@
-"""Tangents against gradients in closed form: every scalar, their mean, and what the journal keeps."""
+"""Tangents against gradients in closed form: projected gradients, their mean, and the journal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
 
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
-    """The step's directions as vectors, [queries, examples, size]."""
+    """Returns the step's directions as vectors, [queries, examples, size]."""
     queries, examples = estimate.projected_gradients.shape
     step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
@@ -51,44 +51,44 @@ def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("count", [4, 12])
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
+def test_a_projected_gradient_is_the_derivative_of_its_example_along_its_direction(
     rows: str, count: int, shared: bool
 ) -> None:
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(ROWS[rows], count)
-    found = TangentEstimator(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
+    result = TangentEstimator(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
     exact = gradients_of(lambda values: compute_losses(engine, values, examples), adapter.values)
-    expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
-    np.testing.assert_allclose(found.projected_gradients, expected, atol=2e-5)
+    expected = np.einsum("qes,es->qe", _rank_one(result, adapter, shared), exact)
+    np.testing.assert_allclose(result.projected_gradients, expected, atol=2e-5)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(
-        found.loss, compute_losses(engine, adapter.values, examples).mean(), rtol=1e-12
+        result.loss, compute_losses(engine, adapter.values, examples).mean(), rtol=1e-12
     )
 
 
 @pytest.mark.parametrize("folds", [0, 2])
 @pytest.mark.parametrize("count", [4, 8])
-def test_scalars_of_an_encoder(folds: int, count: int) -> None:
+def test_projected_gradients_of_an_encoder(folds: int, count: int) -> None:
     engine = NumpyEngine(encoder=True)
     adapter, examples = make_nonzero_adapter(engine), _examples(CLASSES, count)
     head = CrossFittedHeads([random_head(1), random_head(2)]) if folds else random_head()
-    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
+    result = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
     exact = gradients_of(lambda values: compute_losses(engine, values, examples, head), adapter.values)
-    expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
-    np.testing.assert_allclose(found.projected_gradients, expected, atol=2e-5)
-    assert found.head_gradient is None
+    expected = np.einsum("qes,es->qe", _rank_one(result, adapter), exact)
+    np.testing.assert_allclose(result.projected_gradients, expected, atol=2e-5)
+    assert result.head_gradient is None
 
 
 def test_a_trained_head_gets_its_exact_gradient() -> None:
     engine = NumpyEngine(encoder=True)
     adapter, head, examples = make_nonzero_adapter(engine), random_head(), _examples(CLASSES, 8)
-    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
+    result = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
     expected = gradients_of(
         lambda values: compute_losses(engine, adapter.values, examples, head_from_values(values)).mean(),
         head.values,
     )
-    assert found.head_gradient is not None
-    np.testing.assert_allclose(found.head_gradient, expected, atol=1e-5)
+    assert result.head_gradient is not None
+    np.testing.assert_allclose(result.head_gradient, expected, atol=1e-5)
 
 
 def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
         directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
     )
     estimator = TangentEstimator(len(combinations))
-    found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
+    result = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
     np.testing.assert_allclose(
-        estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
+        estimator.gradient(result.journal_fields, SEED, STEP, adapter.modules), exact, atol=1e-5
     )
 
 
@@ -112,29 +112,29 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     engine = NumpyEngine()
     adapter, examples = make_nonzero_adapter(engine), _examples(random_completions(12))
     estimator = TangentEstimator(QUERIES, shared=True)
-    found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
+    result = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
-    along = _rank_one(found, adapter, shared=True)[:, 0]
-    np.testing.assert_allclose(found.projected_gradients.mean(1), along @ exact, atol=1e-6)
-    expected = (along * found.projected_gradients.mean(1)[:, None]).mean(0)
-    gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    along = _rank_one(result, adapter, shared=True)[:, 0]
+    np.testing.assert_allclose(result.projected_gradients.mean(1), along @ exact, atol=1e-6)
+    expected = (along * result.projected_gradients.mean(1)[:, None]).mean(0)
+    gradient = estimator.gradient(result.journal_fields, SEED, STEP, adapter.modules)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
-def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
+def test_clipping_scales_the_examples_with_large_gradients() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(12)), SEED, STEP)
     whole = TangentEstimator(QUERIES).measure(engine, step).projected_gradients
     size = np.sqrt((whole**2).mean(0))
     limit = float(np.median(size))
-    found = TangentEstimator(QUERIES, clip=limit).measure(engine, step).projected_gradients
-    np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
-    np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
+    result = TangentEstimator(QUERIES, clip=limit).measure(engine, step).projected_gradients
+    np.testing.assert_allclose(np.sqrt((result**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
+    np.testing.assert_allclose(result / result[0], whole / whole[0], rtol=1e-6)
 
 
 class Watching(NumpyEngine):
-    """Keeps what it is given and answers of derivatives."""
+    """Records its inputs and the largest derivative that it returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,17 +153,17 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
-    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
+    result = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
     ((call, given),) = engine.given
     assert len(call.sequences) == 7
     for kind, factor in (("u", u), ("v", v)):
         for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
             assert np.array_equal(given[f"{kind}.{MODULE}"][:, sequence], factor[:, example])
-    assert found.projected_gradients.shape == (QUERIES, 4)
+    assert result.projected_gradients.shape == (QUERIES, 4)
 
 
-def test_the_adapter_is_given_without_a_copy() -> None:
+def test_the_adapter_is_passed_without_a_copy() -> None:
     engine = Watching()
     adapter = make_nonzero_adapter(engine)
     TangentEstimator(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
@@ -174,16 +174,16 @@ def test_the_adapter_is_given_without_a_copy() -> None:
 def test_a_step_is_one_call_whatever_its_examples() -> None:
     engine = NumpyEngine()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(12), 8), SEED, STEP)
-    found = TangentEstimator(QUERIES).measure(engine, step)
+    result = TangentEstimator(QUERIES).measure(engine, step)
     assert engine.calls == 1
-    assert found.engine_seconds > 0
+    assert result.engine_seconds > 0
 
 
-def test_the_largest_tangent_of_a_step_is_told() -> None:
+def test_the_largest_tangent_of_a_step_is_reported() -> None:
     engine = Watching()
     step = Step(make_nonzero_adapter(engine), _examples(random_completions(12), 12), SEED, STEP)
-    found = TangentEstimator(QUERIES).measure(engine, step)
-    assert found.largest_tangent == engine.largest > 0
+    result = TangentEstimator(QUERIES).measure(engine, step)
+    assert result.largest_tangent == engine.largest > 0
     engine.weight[0, 0] = np.nan
     with np.errstate(invalid="ignore"):
         largest = TangentEstimator(QUERIES).measure(engine, step).largest_tangent
@@ -196,9 +196,9 @@ def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     adapter = make_nonzero_adapter(engine)
     estimator = TangentEstimator(QUERIES, clip=clip)
     step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
-    found = estimator.measure(engine, step)
-    live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
-    stored = json.loads(json.dumps(found.learnt))
+    result = estimator.measure(engine, step)
+    live = estimator.gradient(result.journal_fields, SEED, STEP, adapter.modules)
+    stored = json.loads(json.dumps(result.journal_fields))
     assert truncate_to_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
     replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()

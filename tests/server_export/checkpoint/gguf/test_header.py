@@ -1,4 +1,4 @@
-"""Headers of GGUF files that lie are refused before anything of the size that they say is allocated."""
+"""GGUF headers with false sizes are refused before memory of these sizes is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def field(key: str, kind: int, value: object) -> bytes:
-    """A key with a number, a text, or bytes that stand for anything."""
+    """Return a key with a number, a string, or raw bytes."""
     content = value if isinstance(value, bytes) else text(value) if kind == TEXT else struct.pack("<I", value)
     return text(key) + struct.pack("<I", kind) + content
 
@@ -61,20 +61,20 @@ def texts(count: int, *values: str) -> bytes:
 
 TOKENS = field("tokenizer.ggml.tokens", LIST, texts(2, "a", "b"))
 LIES = {
-    "magic": (header(magic=b"GGML"), "doesn't begin as a GGUF file"),
-    "nothing": (b"", "magic would end behind the file"),
-    "version": (header(version=1), "its version is 1, must be 2 or 3"),
+    "magic": (header(magic=b"GGML"), "does not begin like a GGUF file"),
+    "nothing": (b"", "magic would end after the end of the file"),
+    "version": (header(version=1), "its version is 1 but must be 2 or 3"),
     "big-endian": (header(version=3 << 24), "for big-endian machines"),
     "tensor count": (header(counts=(1 << 60, 1)), "counts 1,152,921,504,606,846,976 tensors"),
-    "key count": (header(counts=(0, 1 << 63)), "keys, at most 4,096"),
+    "key count": (header(counts=(0, 1 << 63)), "keys, but at most 4,096"),
     "more keys than there are": (header(counts=(0, 2)), "a key is empty"),
     "key length": (header([struct.pack("<Q", 1 << 62)]), "a key has 4,611,686,018,427,387,904 bytes"),
     "text length": (header([field("x", TEXT, struct.pack("<Q", 1 << 40))]), "'x' has 1,099,511,627,776"),
     "text behind the file": (
         header([field("x", TEXT, struct.pack("<Q", 5000))]),
-        "would end behind the file",
+        "would end after the end of the file",
     ),
-    "no UTF-8": (header([field("x", TEXT, text(b"\xff\xfe"))]), "'x' is no UTF-8 text"),
+    "no UTF-8": (header([field("x", TEXT, text(b"\xff\xfe"))]), "'x' is not valid UTF-8"),
     "type of a value": (header([field("x", 13, b"\0" * 8)]), "has the type 13"),
     "array length": (
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 61))]),
@@ -82,35 +82,38 @@ LIES = {
     ),
     "array behind the file": (
         header([field("x", LIST, struct.pack("<IQ", U32, 1 << 20))]),
-        "'x' would end behind the file",
+        "'x' would end after the end of the file",
     ),
-    "texts behind the file": (header([field("x", LIST, texts(1 << 20))]), "'x' would end behind the file"),
+    "texts behind the file": (
+        header([field("x", LIST, texts(1 << 20))]),
+        "'x' would end after the end of the file",
+    ),
     "nested array": (header([field("x", LIST, struct.pack("<IQ", LIST, 1))]), "an array of type 9"),
-    "key twice": (header([field("x", U32, 1), field("x", U32, 1)]), "'x' is there twice"),
+    "key twice": (header([field("x", U32, 1), field("x", U32, 1)]), "'x' occurs twice"),
     "alignment of 0": (header([field("general.alignment", U32, 0)]), "must be a power of 2"),
     "alignment of 48": (header([field("general.alignment", U32, 48)]), "must be a power of 2"),
     "alignment of another type": (header([field("general.alignment", TEXT, "32")]), "must be a power of 2"),
     "no architecture": (header([], counts=(0, 0)), "no general.architecture"),
-    "adapter": (header([field("general.type", TEXT, "adapter")]), "holds no model"),
+    "adapter": (header([field("general.type", TEXT, "adapter")]), "does not contain a model"),
     "dimensions": (header(tensors=[tensor(shape=(1,) * 5)]), "has 5 dimensions"),
     "no dimensions": (header(tensors=[tensor(shape=())]), "has 0 dimensions"),
-    "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "would have the shape"),
-    # Products that wrap in 64 bits, as in llama.cpp's CVE-2026-27940 and its like.
+    "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "has the invalid shape"),
+    # Products that overflow 64 bits, as in llama.cpp's CVE-2026-27940.
     "product that wraps": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
-    "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "would have the shape"),
+    "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "has the invalid shape"),
     "offset that wraps": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
-    # An end behind the file, as in Ollama's CVE-2026-7482.
+    # An end after the end of the file, as in Ollama's CVE-2026-7482.
     "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
     "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
     "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
     "type of a tensor": (header(tensors=[tensor(kind=UNKNOWN)]), "the ggml type 4000"),
     "type that nothing dequantizes": (header(tensors=[tensor(kind=Q8_K)]), "the ggml type Q8_K"),
-    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), kind=Q4_0)]), "in blocks of 32"),
-    "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' is there twice"),
-    "one place": (header(tensors=[tensor("a"), tensor("b")]), "lie in the same place"),
+    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), kind=Q4_0)]), "blocks of 32"),
+    "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' occurs twice"),
+    "one place": (header(tensors=[tensor("a"), tensor("b")]), "overlap"),
     "overlap": (
         header(tensors=[tensor("a"), tensor("b", offset=96)], data=256),
-        "'a' and 'b' lie in the same place",
+        "'a' and 'b' overlap",
     ),
     "types of tokens": (
         header([TOKENS, field("tokenizer.ggml.token_type", LIST, struct.pack("<IQ", U32, 0))]),
@@ -118,28 +121,31 @@ LIES = {
     ),
     "special token": (
         header([TOKENS, field("tokenizer.ggml.eos_token_id", U32, 2)]),
-        "eos_token_id is 2, there are 2 tokens",
+        "eos_token_id is 2, but there are 2 tokens",
     ),
     "tokens that are no texts": (
         header([field("tokenizer.ggml.tokens", LIST, struct.pack("<IQI", U32, 1, 1))]),
-        "tokens is no array of texts",
+        "tokens is not an array of strings",
     ),
-    "a number for tokens": (header([field("tokenizer.ggml.tokens", U32, 2)]), "tokens is no array of texts"),
+    "a number for tokens": (
+        header([field("tokenizer.ggml.tokens", U32, 2)]),
+        "tokens is not an array of strings",
+    ),
     "more tokens than rows": (
         header([TOKENS], [tensor("token_embd.weight", shape=(8, 1))]),
-        "2 tokens, and token_embd.weight has 1 rows",
+        "2 tokens, but token_embd.weight has 1 rows",
     ),
     "long token": (header([field("tokenizer.ggml.tokens", LIST, texts(1, "x" * 5000))]), "at most 1,024"),
     "not a number": (header([field("x", 6, struct.pack("<f", np.nan))]), "'x' is nan"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_without_its_size_in_memory(lie: str, tmp_path: Path) -> None:
-    content, match = LIES[lie]
-    path = tmp_path / "lie.gguf"
+@pytest.mark.parametrize("case", LIES)
+def test_a_false_size_is_refused_without_allocating_it(case: str, tmp_path: Path) -> None:
+    content, match = LIES[case]
+    path = tmp_path / "case.gguf"
     path.write_bytes(content)
-    read_header_or_none(tmp_path)
+    fill_caches(tmp_path)
     tracemalloc.start()
     try:
         with refusal("gguf-damaged", "gguf-without-model", "gguf-type-not-read") as caught:
@@ -150,8 +156,8 @@ def test_a_lie_is_refused_without_its_size_in_memory(lie: str, tmp_path: Path) -
         tracemalloc.stop()
 
 
-def read_header_or_none(folder: Path) -> None:
-    """Read one file, so that what is imported and cached for all is in memory."""
+def fill_caches(folder: Path) -> None:
+    """Read a valid file, so that imports and caches are in memory."""
     path = folder / "plain.gguf"
     path.write_bytes(header(tensors=[tensor()]))
     read_header(path)
@@ -160,18 +166,18 @@ def read_header_or_none(folder: Path) -> None:
 def test_a_plain_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plain.gguf"
     path.write_bytes(header([TOKENS], [tensor("a"), tensor("b", (32, 2), Q4_0, 128)], data=512))
-    found = read_header(path)
-    assert found.architecture == "llama"
-    assert found.get("tokenizer.ggml.tokens") == 2
-    assert [(each.name, each.shape, each.bytes) for each in found.tensors.values()] == [
+    header_read = read_header(path)
+    assert header_read.architecture == "llama"
+    assert header_read.get("tokenizer.ggml.tokens") == 2
+    assert [(each.name, each.shape, each.bytes) for each in header_read.tensors.values()] == [
         ("a", (4, 8), 128),
         ("b", (2, 32), 36),
     ]
-    assert found.tensors["b"].start == found.tensors["a"].start + 128
+    assert header_read.tensors["b"].start == header_read.tensors["a"].start + 128
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+def test_special_files_are_refused_at_once(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make = {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda name: os.symlink("/dev/zero", name)}
     make[kind](path)
@@ -179,8 +185,8 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
-    """Whatever a header says after some of its bytes changed, what is accepted lies inside the file."""
+def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever bytes of a header change, the tensors of an accepted header are inside the file."""
     path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0")
     content, random = path.read_bytes(), Random(0)
     first = min(each.start for each in read_header(path).tensors.values())
@@ -194,15 +200,15 @@ def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
             )
         path.write_bytes(damaged)
         try:
-            found = read_header(path)
+            header_read = read_header(path)
         except BundleError:
             continue
         accepted += 1
-        assert all(each.start + each.bytes <= len(damaged) for each in found.tensors.values())
+        assert all(each.start + each.bytes <= len(damaged) for each in header_read.tensors.values())
     assert accepted < 400
 
 
-def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with raises(PrgeError, "package-missing", saying=install_extra_command("gguf")):
         read_header(tmp_path / "model.gguf")

@@ -1,4 +1,4 @@
-"""Weights of GGUF files are those of the model that was written, and what transformers dequantizes."""
+"""Weights of GGUF files equal those of the written model, and those that transformers dequantizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server_export.checkpoint.weights import CheckpointWeights
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer
 
-# Changes of tiny models that make them such as a header can describe.
+# Changes that make tiny models representable in a header.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": False},
@@ -42,8 +42,8 @@ def weights_of(path: Path) -> tuple[CheckpointWeights, Any]:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_a_file_holds_the_model_that_was_written(architecture: str, tmp_path: Path) -> None:
-    """Number by number, and what it answers, so that its configuration is the model's too."""
+def test_a_file_contains_the_written_model(architecture: str, tmp_path: Path) -> None:
+    """The weights are equal, and so are the logits, which depend on the configuration too."""
     model = make_model(architecture, **MODELS[architecture])
     path = write_gguf(tmp_path / "tiny.gguf", model, make_tokenizer())
     weights, outline = weights_of(path)
@@ -52,16 +52,16 @@ def test_a_file_holds_the_model_that_was_written(architecture: str, tmp_path: Pa
     tolerance = 1e-6 if architecture.startswith("gemma") else 0.0
     transposed = {f"{name}.weight" for name in conv1d_names(model)}
     for name, parameter in model.named_parameters():
-        found = weights.read(name)
+        weight = weights.read(name)
         expected = parameter.t() if name in transposed else parameter
-        assert torch.allclose(found, expected, rtol=0, atol=tolerance), name
+        assert torch.allclose(weight, expected, rtol=0, atol=tolerance), name
     tokens = torch.randint(4, 100, (2, 11), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         answers = load_model(str(path)).model(tokens).logits
         assert torch.allclose(answers, model(tokens).logits, atol=1e-5)
 
 
-# Types that the package gguf writes, and those whose blocks a test makes up.
+# Types that the package gguf can write, and types whose blocks this test makes up.
 KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 BLOCKS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
@@ -76,16 +76,16 @@ def test_weights_are_those_that_transformers_dequantizes(kind: str, tmp_path: Pa
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     weights, _ = weights_of(path)
     for name, parameter in expected.named_parameters():
-        found = weights.read(name)
-        assert torch.equal(found, parameter), name
+        weight = weights.read(name)
+        assert torch.equal(weight, parameter), name
         if kind not in BLOCKS:
-            assert torch.allclose(found, model.get_parameter(name), atol=0.1), name
+            assert torch.allclose(weight, model.get_parameter(name), atol=0.1), name
     for name, parameter in load_model(str(path)).model.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)), name
 
 
-def test_rows_are_read_alone_where_they_are_stored_so(tmp_path: Path, monkeypatch: Any) -> None:
-    """Of a table, in pieces as they were asked for; a permuted weight is read whole."""
+def test_rows_are_read_alone_if_they_are_stored_unpermuted(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rows of a table are read in parts; a permuted weight is read as a whole."""
     from server_export.checkpoint.gguf.header import GgufTensor
 
     model = make_model("llama")
@@ -95,11 +95,11 @@ def test_rows_are_read_alone_where_they_are_stored_so(tmp_path: Path, monkeypatc
     whole, turned = weights.read(table), weights.read(query)
     read, asked = GgufTensor.values, list[Any]()
 
-    def noted(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
+    def read_and_record(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
         asked.append(rows)
         return read(tensor, rows)
 
-    monkeypatch.setattr(GgufTensor, "values", noted)
+    monkeypatch.setattr(GgufTensor, "values", read_and_record)
     assert torch.equal(torch.cat([*weights.iter_rows(table, 50)]), whole)
     assert asked == [slice(0, 50, 1), slice(50, 100, 1), slice(100, 128, 1)]
     assert torch.equal(weights.read(table, [3, 99, 7]), whole[[3, 99, 7]])
@@ -107,7 +107,7 @@ def test_rows_are_read_alone_where_they_are_stored_so(tmp_path: Path, monkeypatc
     assert torch.equal(torch.cat([*weights.iter_rows(query, 50)]), turned)
 
 
-def test_experts_of_a_layer_are_read_alone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
     from server_export.checkpoint.gguf.header import GgufTensor
 
     path = write_gguf(tmp_path / "tiny.gguf", make_model("qwen3_moe"), make_tokenizer())
@@ -116,17 +116,17 @@ def test_experts_of_a_layer_are_read_alone(tmp_path: Path, monkeypatch: Any) -> 
     whole = weights.read(name)
     read, sizes = GgufTensor.values, list[int]()
 
-    def noted(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
+    def read_and_record(tensor: GgufTensor, rows: Any = None) -> np.ndarray:
         sizes.append(len(result := read(tensor, rows)))
         return result
 
-    monkeypatch.setattr(GgufTensor, "values", noted)
+    monkeypatch.setattr(GgufTensor, "values", read_and_record)
     assert torch.equal(weights.read(name, [5, 2]), whole[[5, 2]])
     assert sizes == [2, 2]
 
 
-def test_transformers_tables_are_where_they_were() -> None:
-    """They have no public way in: this test fails first when they go."""
+def test_transformers_tables_exist() -> None:
+    """transformers' tables have no public interface: this test fails first if they change."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf import (
         GGUF_CONFIG_ARCHS,

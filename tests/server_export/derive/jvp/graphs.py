@@ -1,4 +1,4 @@
-"""Graphs with tangents of small modules, and what PyTorch's own forward mode says of them."""
+"""Graphs with tangents of small modules, and PyTorch's own forward mode for comparison."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class Function(nn.Module):
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal numbers, the same for the same shape and seed."""
+    """Returns normally distributed values, equal for equal shapes and seeds."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def inputs_of(graph_module: GraphModule) -> list[str]:
-    """Names of the inputs in order."""
+    """Returns the names of the inputs in order."""
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
 def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), queries: int = 3) -> GraphModule:
-    """The graph of a module of active and passive tensors; takes tangents of the active ones too."""
+    """Returns the graph of a module that also takes tangents of the active tensors."""
     graph_module = rewritten_graph(module, (*active, *passive))
     seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
     graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS})
-    # Constants of rules are float32, and torch can't convert what is quantized, not even to what it is.
+    # Constants of rules are float32. torch can't convert quantized tensors, not even to their own dtype.
     return graph.double() if active[0].dtype == torch.float64 else graph
 
 
 def directions(active: Tensors, queries: int) -> Tensors:
-    """A random tangent of every active tensor for every query."""
+    """Returns a random tangent of every active tensor for every query."""
     return tuple(
         random(queries, *tensor.shape, seed=7 + number, dtype=tensor.dtype)
         for number, tensor in enumerate(active)
@@ -59,24 +59,26 @@ def directions(active: Tensors, queries: int) -> Tensors:
 
 
 def jvp(module: nn.Module, active: Tensors, passive: Tensors, tangents: Tensors) -> tuple[Any, torch.Tensor]:
-    """The module's answer, and its derivative along the tangents of every query."""
-    answer, found = None, []
+    """Returns the module's output and its derivative along the tangents of every query."""
+    output, derivatives = None, []
     for query in range(len(tangents[0])):
         along = tuple(tangent[query] for tangent in tangents)
-        answer, derivative = torch.func.jvp(lambda *moved: module(*moved, *passive), active, along)
-        found.append(derivative)
-    return answer, torch.stack(found)
+        output, derivative = torch.func.jvp(
+            lambda *active_values: module(*active_values, *passive), active, along
+        )
+        derivatives.append(derivative)
+    return output, torch.stack(derivatives)
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference as a part of the largest number; infinite for shapes that differ."""
+    """Returns the largest difference relative to the largest value, or infinity if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 class ShapeRecorder(Interpreter):
-    """Runs a graph and keeps the shape of every tensor in it, by node."""
+    """Runs a graph and records the shape of every tensor by node."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module)
@@ -90,7 +92,7 @@ class ShapeRecorder(Interpreter):
 
 
 def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict[Node, tuple[int, ...]]:
-    """The shape of every tensor of a graph."""
+    """Returns the shape of every tensor of a graph by node."""
     recorder = ShapeRecorder(graph_module)
     with torch.no_grad():
         recorder.run(*inputs)
@@ -98,14 +100,14 @@ def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict
 
 
 def run(writer: GraphTangents, value: Any, *inputs: torch.Tensor) -> Any:
-    """What nodes of a graph are for the inputs of its placeholders; ends the graph."""
+    """Returns the values of nodes for inputs of the placeholders, after making the nodes the output."""
     writer.graph.output(value)
     with torch.no_grad():
         return GraphModule(writer.graph_module, writer.graph)(torch.ones(1, TOKENS, 1), *inputs)
 
 
 def placeholders(writer: GraphTangents, **values: torch.Tensor) -> list[Node]:
-    """New inputs of a graph with the shapes of some values, after its `ones`."""
+    """Add inputs with the shapes of some values to a graph, after its `ones`."""
     nodes = [writer.graph.placeholder(name) for name in values]
     for node, value in zip(nodes, values.values(), strict=True):
         node.meta["val"] = value

@@ -1,4 +1,4 @@
-"""Every rule against PyTorch's own forward mode."""
+"""Every JVP rule is compared with PyTorch's forward mode."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def positive(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def linear(width: int, out: int, bias: bool = True) -> nn.Linear:
-    """A layer with large weights, so that no tangent is small by chance."""
+    """Returns a layer with large weights, so that no tangent is small by chance."""
     layer = nn.Linear(width, out, bias=bias)
     layer.weight.data = random(out, width, seed=1)
     if bias:
@@ -219,7 +219,7 @@ case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, 
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
 case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
 
-# Elementwise functions, bare and where factors are put off
+# Elementwise functions, alone and with delayed factors.
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
     "log": torch.log,
@@ -251,7 +251,7 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 NEEDS_POSITIVE = {"log", "log1p", "sqrt", "rsqrt", "root", "negative power"}
 for name, function in ELEMENTWISE.items():
-    # Values from 0.2 to 1.8 or of both signs
+    # Values from 0.2 to 1.8, or of both signs
     middle = 1.0 if name in NEEDS_POSITIVE else 0.1
 
     def after_factors(x: torch.Tensor, f: Any = function, middle: float = middle) -> torch.Tensor:
@@ -268,14 +268,14 @@ case("log_softmax", lambda x: aten._log_softmax.default(x, -1, False), X)
 case("log_softmax over 1", lambda x: aten._log_softmax.default(x, 1, False), X)
 case("softmax in another type", lambda x: torch.softmax(x, -1, dtype=x.dtype), X)
 case("softmax after a factor", lambda x: torch.softmax(torch.tanh(x) * 3, 1), X)
-ASKED = random(2, 3, 1), torch.tensor([[[3], [0], [1]], [[2], [2], [0]]])
-case("parts of a softmax", SOFTMAX_PARTS, X, passive=ASKED)
-case("of a factor", lambda x, s, i: SOFTMAX_PARTS(torch.tanh(x) * 3, s, i), X, passive=ASKED)
+SHIFT_AND_INDEX = random(2, 3, 1), torch.tensor([[[3], [0], [1]], [[2], [2], [0]]])
+case("parts of a softmax", SOFTMAX_PARTS, X, passive=SHIFT_AND_INDEX)
+case("of a factor", lambda x, s, i: SOFTMAX_PARTS(torch.tanh(x) * 3, s, i), X, passive=SHIFT_AND_INDEX)
 case(
     "of a layer with bias",
     lambda x, s, i, w, b: SOFTMAX_PARTS(F.linear(x, w, b), s, i),
     X,
-    passive=(*ASKED, random(5, 4), random(5)),
+    passive=(*SHIFT_AND_INDEX, random(5, 4), random(5)),
 )
 PARTS = random(2, 3, 5), random(2, 3, 4, seed=1), random(2, 5, 6, seed=2), random(2, 4, 6, seed=3)
 case("logsumexp", lambda x: x.logsumexp(-1), X)
@@ -292,7 +292,7 @@ case(
 case("of factors", lambda s, t, v, w: MIXED_PARTS(torch.tanh(s), 2 * t, v.tanh(), 3 * w.tanh()), *PARTS)
 
 
-# Chains, in which what is put off travels further
+# Chains in which factors are delayed further
 
 
 class Mixed(nn.Module):
@@ -319,8 +319,8 @@ class Attention(nn.Module):
             layer(x).view(2, 3, 2, 4).transpose(1, 2).reshape(4, 3, 4)
             for layer in (self.query, self.key, self.value)
         )
-        turned = torch.cat([-query[..., 2:], query[..., :2]], -1)
-        scores = torch.bmm(query * 0.3 + turned * 0.7, key.transpose(1, 2))
+        rotated = torch.cat([-query[..., 2:], query[..., :2]], -1)
+        scores = torch.bmm(query * 0.3 + rotated * 0.7, key.transpose(1, 2))
         scores = torch.tanh(scores / 5.0) * 5.0 + self.mask
         mixed = torch.bmm(torch.softmax(scores, -1), value)
         return mixed.reshape(2, 2, 3, 4).transpose(1, 2).flatten(2)
@@ -332,7 +332,7 @@ def with_random_scale(norm: nn.LayerNorm) -> nn.LayerNorm:
 
 
 def shared(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """One layer that is asked for whole, in parts, and reshaped."""
+    """Uses the output of one layer as a whole, in parts and reshaped."""
     hidden = F.linear(x, w, b)
     return hidden.reshape(6, 5).sum(0) + torch.cat([hidden[:, 1:], hidden[:, :1]], 1) * F.silu(hidden)
 
@@ -360,8 +360,8 @@ USED: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which rows are looked up."""
+def recorded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records which rows are looked up."""
 
     def recorder(target: Any) -> Operator | None:
         USED.add(str(target))
@@ -371,7 +371,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(case: Case, queries: int = 3, graph: GraphModule | None = None) -> None:
-    """Answer and tangents in both precisions against PyTorch's in float64."""
+    """Compare outputs and tangents in both precisions with PyTorch's in float64."""
     graph = graph or differentiated(case, queries)
     tangents = directions(case.active, queries)
     expected = jvp(case.module, case.active, case.passive, tangents)
@@ -382,10 +382,10 @@ def compare(case: Case, queries: int = 3, graph: GraphModule | None = None) -> N
             for tensor in (*case.active, *case.passive, *tangents)
         )
         with torch.no_grad():
-            found = graph(*inputs)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.dtype == dtype
-            assert relative_difference(ours, theirs) < tolerance
+            outputs = graph(*inputs)
+        for actual, reference in zip(outputs, expected, strict=True):
+            assert actual.dtype == dtype
+            assert relative_difference(actual, reference) < tolerance
 
 
 def differentiated(case: Case, queries: int = 3) -> GraphModule:
@@ -434,9 +434,9 @@ def test_a_block_has_the_same_derivative_whatever_dimension_is_its_tokens(name: 
     takes_ones = ONES in inputs_of(graph)
     ones = torch.ones(1, tokens, 1).double()
     with torch.no_grad():
-        found = graph(*case.active, *case.passive, *[ones] * takes_ones, *tangents)
-    for ours, theirs in zip(found, jvp(case.module, case.active, case.passive, tangents), strict=True):
-        assert relative_difference(ours, theirs) < 1e-12
+        outputs = graph(*case.active, *case.passive, *[ones] * takes_ones, *tangents)
+    for actual, reference in zip(outputs, jvp(case.module, case.active, case.passive, tangents), strict=True):
+        assert relative_difference(actual, reference) < 1e-12
 
 
 # Broadcasting and dimensions at random
@@ -498,7 +498,7 @@ def test_dimensions(shape: tuple[int, ...], data: st.DataObject) -> None:
     compare(Case(Function(function), (random(*shape),)))
 
 
-# Where slopes are at the edge of what floats hold
+# Derivatives at the limits of floats
 
 
 @pytest.mark.parametrize("function", [F.relu, F.gelu, F.silu, torch.sigmoid, torch.tanh])
@@ -508,10 +508,10 @@ def test_zero_and_large_magnitudes(function: Callable[[torch.Tensor], torch.Tens
     tangents = (torch.ones(2, *x.shape),)
     graph = with_tangents(Function(function), (x,), queries=2)
     with torch.no_grad():
-        answer, found = graph(x, *tangents)
-    expected, slopes = jvp(Function(function), (x.double(),), (), (tangents[0].double(),))
-    torch.testing.assert_close(answer, expected.float())
-    torch.testing.assert_close(found, slopes.float(), atol=1e-6, rtol=1e-5)
+        output, output_tangents = graph(x, *tangents)
+    expected, derivatives = jvp(Function(function), (x.double(),), (), (tangents[0].double(),))
+    torch.testing.assert_close(output, expected.float())
+    torch.testing.assert_close(output_tangents, derivatives.float(), atol=1e-6, rtol=1e-5)
 
 
 def test_relu_is_flat_at_zero_like_that_of_pytorch() -> None:
@@ -519,7 +519,7 @@ def test_relu_is_flat_at_zero_like_that_of_pytorch() -> None:
     assert graph(torch.tensor([0.0, -0.0]), torch.ones(1, 2))[1].tolist() == [[0.0, 0.0]]
 
 
-# Quantized layers: rounding has no derivative, so a tangent is rounded as the primal is
+# Quantized layers: rounding has no derivative, so tangents are rounded like the primal
 
 
 @cache
@@ -544,11 +544,11 @@ def test_every_row_of_a_tangent_has_its_own_scale() -> None:
     x = random(2, 3, 32).float()
     tangents = random(3, 2, 3, 32, seed=1).float() * torch.logspace(-3, 3, 18).reshape(3, 2, 3, 1)
     with torch.no_grad():
-        answer, found = graph(x, tangents)
-        torch.testing.assert_close(answer, layer(x))
-        torch.testing.assert_close(found, unbiased(tangents))
-        # A power of 2 scales floats exactly, codes included.
-        assert torch.equal(graph(x, tangents * 1024)[1], found * 1024)
+        output, output_tangents = graph(x, tangents)
+        torch.testing.assert_close(output, layer(x))
+        torch.testing.assert_close(output_tangents, unbiased(tangents))
+        # A power of 2 scales floats exactly, including codes.
+        assert torch.equal(graph(x, tangents * 1024)[1], output_tangents * 1024)
 
 
 def test_every_rule_is_tested() -> None:

@@ -1,4 +1,4 @@
-"""The transformation: what it refuses, the inputs of its result, what it leaves alone."""
+"""The JVP transformation: refusals, inputs of the result, and values that are shared or computed once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Inner(nn.Module):
-    """A module whose operator isn't known."""
+    """A module with an operator that has no rule."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_operator_without_a_rule_is_named_with_its_module(function: Any, operato
     assert "--roles" in caught.value.remedy
 
 
-def test_operator_without_a_rule_is_no_matter_where_nothing_depends_on_the_adapter() -> None:
+def test_an_operator_without_a_rule_is_accepted_outside_of_differentiated_values() -> None:
     module = Function(lambda x, c: x * torch.lgamma(c))
     graph = with_tangents(module, (random(3),), (random(3, seed=1),))
     tangents = random(3, 3, seed=2)
@@ -62,7 +62,7 @@ def test_operator_without_a_rule_is_no_matter_where_nothing_depends_on_the_adapt
     assert relative_difference(graph(random(3), random(3, seed=1), tangents)[1], expected) < 1e-12
 
 
-def test_answer_that_depends_on_no_adapter_is_refused() -> None:
+def test_an_output_that_depends_on_no_adapter_is_refused() -> None:
     with refusal("independent-of-adapter"):
         with_tangents(Function(lambda x, c: c * 2), (random(3),), (random(3),))
 
@@ -75,13 +75,13 @@ def test_tangents_are_inputs_after_all_others() -> None:
 
 
 @pytest.mark.parametrize("is_active", [False, True])
-def test_direction_of_rank_one_is_the_product_of_its_factors(is_active: bool) -> None:
+def test_a_rank_one_direction_is_the_product_of_its_factors(is_active: bool) -> None:
     rows, length, rank, out, queries = 2, 3, 4, 5, 3
     x, matrix = random(rows, length, rank), random(1, rank, out)
     u, v = random(queries, rows, rank, seed=1), random(queries, rows, out, seed=2)
 
     def through_adapter(x: torch.Tensor, *copies: torch.Tensor) -> torch.Tensor:
-        # As the adapter's layer has it: copies of one matrix are rows of the stack.
+        # As in the adapter's layer, whose copies of one matrix are stacked.
         (lora_b,) = copies[-1:]
         states = torch.tanh(x * copies[0]) if is_active else x
         product = torch.bmm(states.reshape(lora_b.shape[0], -1, rank), lora_b)
@@ -95,13 +95,15 @@ def test_direction_of_rank_one_is_the_product_of_its_factors(is_active: bool) ->
     seeds |= {names[1]: Dense()} if is_active else {}
     graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS}).double()
     scale = (random(queries, 1),) if is_active else ()
-    answer, found = graph(x, *active[:-1], matrix[0], *scale, u, v)
+    output, tangents = graph(x, *active[:-1], matrix[0], *scale, u, v)
 
     directions = (*scale, torch.einsum("qri,qrj->qrij", u, v))
     copies = (*active[:-1], matrix.repeat(rows, 1, 1))
-    expected = jvp(Function(lambda *moved: through_adapter(x, *moved)), copies, (), directions)
-    assert relative_difference(answer, expected[0]) < 1e-12
-    assert relative_difference(found, expected[1]) < 1e-12
+    expected = jvp(
+        Function(lambda *active_values: through_adapter(x, *active_values)), copies, (), directions
+    )
+    assert relative_difference(output, expected[0]) < 1e-12
+    assert relative_difference(tangents, expected[1]) < 1e-12
 
 
 def test_weights_are_shared_with_the_original() -> None:
@@ -111,7 +113,7 @@ def test_weights_are_shared_with_the_original() -> None:
     assert graph.get_parameter("weight").data_ptr() == weight.data_ptr()
 
 
-def test_what_depends_on_no_input_with_tangents_is_computed_once() -> None:
+def test_values_without_tangents_are_computed_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     below = Function(lambda x, c: x + torch.tanh(module(c)))
     operators = [
@@ -119,11 +121,11 @@ def test_what_depends_on_no_input_with_tangents_is_computed_once() -> None:
         for graph in (with_tangents(below, (random(2, 4),), (random(2, 4, seed=1),)),)
         for target in (aten.linear.default, aten.tanh.default)
     ]
-    assert [len(found) for found in operators] == [2, 1]
+    assert [len(names) for names in operators] == [2, 1]
 
 
 @pytest.mark.parametrize("tokens", [3, TOKENS])
-def test_ones_are_an_input_before_the_adapter_if_tokens_are_added_up(tokens: int) -> None:
+def test_ones_are_an_input_before_the_adapter_if_tokens_are_summed(tokens: int) -> None:
     def attend(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         weights = torch.softmax(x, -1)
         return torch.bmm(weights.reshape(1, 6, 3), matrix)

@@ -13,7 +13,7 @@ from server_export.evidence.baselines.settings import BaselineSettings
 
 @pytest.fixture
 def make_settings(workshop: Path, tmp_path: Path) -> Callable[..., BaselineSettings]:
-    """Settings of a short run on the workshop's rows into `tmp_path / "run"`."""
+    """Return a function that makes settings of a short run on the workshop's rows into `tmp_path / "run"`."""
 
     def make(folder: Path = workshop, **changes: Any) -> BaselineSettings:
         fields: dict[str, Any] = {

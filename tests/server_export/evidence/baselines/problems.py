@@ -1,4 +1,4 @@
-"""Problems of tiny models for the tests of this folder, and engines that a driver would call."""
+"""Problems with tiny models, and the engines of a device for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_problem(
     scheme: str = "fp32",
     pooling: str = "mean",
 ) -> tuple[ModelProblem, TorchEngine, Adapter]:
-    """A problem on a tiny model, the same model as an engine, and the adapter that both start from.
+    """Return a problem with a tiny model, the same model as an engine, and the adapter that both start from.
 
     `lora_b` is the deviation of the adapter's values, `model` changes its transformers configuration.
     """
@@ -66,36 +66,36 @@ def build_problem(
 
 
 def tiny_problem(folder: Path, architecture: str) -> ModelProblem:
-    """A problem with rows that fit an architecture: eight that can be learnt, or classes for an encoder."""
+    """Return a problem with rows for an architecture: eight learnable ones, or classes for an encoder."""
     rows = bigram_completions(8) if architecture in DECODERS else classified_rows(24)
     return build_problem(folder, architecture, rows)[0]
 
 
 def method_settings(method: Any, **changes: Any) -> BaselineSettings:
-    """Settings of a method, with the defaults of its own ones."""
+    """Return settings of a method with its own defaults."""
     return BaselineSettings(
         method=method, model="model", bundle=Path("bundle"), train=Path("train"), out=Path("out"), **changes
     )
 
 
 def outputs(problem: ModelProblem) -> torch.Tensor:
-    """What a problem's model answers to some tokens."""
+    """Return the outputs of a problem's model for some tokens."""
     answers: torch.Tensor = problem.model(input_ids=torch.arange(4, 4 + 2 * LENGTH).reshape(2, LENGTH))[0]
     return answers.detach()
 
 
 def values_of(problem: ModelProblem) -> dict[str, torch.Tensor]:
-    """Copies of a model's parameters."""
+    """Return copies of a model's parameters."""
     return {name: value.detach().clone() for name, value in problem.model.named_parameters()}
 
 
 def changed(problem: ModelProblem, before: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the parameters that are others than they were."""
+    """Return the names of the parameters that have changed."""
     return {name for name, value in problem.model.named_parameters() if not value.equal(before[name])}
 
 
 def _make_chain(start: StartAdapter, pooling: str) -> Chain:
-    """What a manifest would say of the model, as far as a baseline reads it."""
+    """Return the chain of a manifest for the model, as far as a baseline reads it."""
     model, is_decoder = start.loaded.model, start.loaded.is_decoder
     layers = {name: model.get_submodule(name) for name in start.lora_a}
     modules = tuple(
@@ -127,7 +127,7 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
 
 
 def classified_rows(count: int = 200) -> list[Example]:
-    """Rows of two classes that can't be told apart, of different lengths."""
+    """Return rows of two indistinguishable classes, with different lengths."""
     random = np.random.default_rng(0)
     return [
         classification(

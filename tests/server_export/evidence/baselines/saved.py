@@ -1,4 +1,4 @@
-"""What autograd saves between forward and backward."""
+"""The tensors that autograd saves between forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def saved_storages(forward: Callable[[], torch.Tensor]) -> dict[int, int]:
-    """Bytes by address of the storages that a forward saves, parameters among them."""
+    """Return the bytes of the storages that a forward pass saves, including parameters, by address."""
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
         result = forward()

@@ -1,4 +1,4 @@
-"""The methods that go along exact gradients: what they train, and that it is learnt."""
+"""Methods with exact gradients: which parameters they train, and that they learn."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_nothing_else_moves(tmp_path: Path, method: str) -> None:
     for _ in range(2):
         trained.step(ROWS, 0.01)
     assert changed(problem, before) == (set(before) if method == "backprop-full" else set())
-    found = views(start.modules, problem.adapter.values)
+    result = views(start.modules, problem.adapter.values)
     moved = {
-        name for name, matrix in views(start.modules, start.values).items() if (matrix != found[name]).any()
+        name for name, matrix in views(start.modules, start.values).items() if (matrix != result[name]).any()
     }
     letters = {"backprop-lora-fa": "b", "backprop-lora": "ab", "backprop-full": ""}[method]
     assert moved == {f"lora_{letter}.{module.name}" for letter in letters for module in start.modules}

@@ -1,4 +1,4 @@
-"""`prge baseline`: what a run leaves behind, and that a killed one is begun again."""
+"""`prge baseline`: the files of a run, and restarts of a killed one."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def train_block(folder: Path) -> dict[str, Any]:
     return dict(content["train"])
 
 
-def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -> None:
+def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.005)
     final = run(settings)
     assert final == settings.out / "final"
     records = read_metrics(settings.out)
     steps = [record for record in records if record["event"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 41))
-    # Four rows a step, a forward and a backward of two forwards' cost.
+    # Four rows in a step, and a backward pass at the cost of two forward passes.
     assert [record["rows"] for record in steps] == [12 * step for step in range(1, 41)]
     evaluations = [record for record in records if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == list(range(0, 41, 4))
@@ -81,7 +81,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
     chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "steps": 4, "evaluate_every": 2}
     if method == "sparse-bp":
-        # A quarter of one block has no room for anything.
+        # A quarter of one block is too little for any update.
         chosen["memory_share"] = 0.9
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)
@@ -99,9 +99,9 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
     run(killed)
     (path,) = whole.out.glob("final/*.safetensors")
-    expected, found = read_arrays(path), read_arrays(killed.out / "final" / path.name)
-    assert expected.keys() == found.keys()
-    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    expected, result = read_arrays(path), read_arrays(killed.out / "final" / path.name)
+    assert expected.keys() == result.keys()
+    assert all(np.array_equal(expected[name], result[name]) for name in expected)
     losses = [[record["loss"] for record in read_metrics(folder)] for folder in (whole.out, killed.out)]
     assert losses[0] == losses[1]
     assert not (killed.out / "best.pt").exists()
@@ -115,7 +115,7 @@ def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     assert (settings.out / "final" / WEIGHTS).is_file()
 
 
-def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
+def test_another_run_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with raises(RunError, "folder-occupied", saying=str(tmp_path / "run")):
@@ -166,9 +166,9 @@ def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFix
     for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
         words += [f"--{name}", str(getattr(settings, name))]
     assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
-    told = capsys.readouterr().err
-    assert "--queries is no flag of this verb" in told
-    assert "--method must be one of backprop-lora-fa, " in told
+    output = capsys.readouterr().err
+    assert "--queries is no flag of this verb" in output
+    assert "--method must be one of backprop-lora-fa, " in output
     assert main(words) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
     assert main(words) == 2

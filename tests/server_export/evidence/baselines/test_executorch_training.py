@@ -1,4 +1,4 @@
-"""ExecuTorch's own training on a whole decoder: its losses and gradients are autograd's, and it learns."""
+"""ExecuTorch's training of a whole decoder has autograd's losses and gradients, and learns."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
         expected = split_adapter_values(problem.adapter.modules, gradient).values()
         result = method.step(rows, 0.5)
         assert result.loss == pytest.approx(loss.item(), abs=1e-5)
-        for found, exact in zip(method.named_gradients().values(), expected, strict=True):
-            assert torch.allclose(found.T, exact, atol=1e-5)
+        for actual, exact in zip(method.named_gradients().values(), expected, strict=True):
+            assert torch.allclose(actual.T, exact, atol=1e-5)
         with torch.no_grad():
             values -= 0.5 * gradient
         assert torch.allclose(method.trained[0], values, atol=1e-5)

@@ -1,4 +1,4 @@
-"""FAR trains the feed-forward nodes that priming moves most, beside a frozen rest."""
+"""FAR trains the feed-forward nodes that priming moves most; the others stay frozen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of blocks and feed-forwards are found by structure; batches go on without end."""
+"""Linear layers of blocks and feed-forward networks are detected by structure; batches never end."""
 
 from __future__ import annotations
 

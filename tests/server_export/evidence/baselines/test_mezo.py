@@ -1,4 +1,4 @@
-"""MeZO: two forwards, parameters in place, noise from seeds."""
+"""MeZO: two forward passes, parameters changed in place, noise from seeds."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> Non
     assert result.rows == 2 * len(ROWS)
 
 
-def test_its_scalar_is_the_slope_along_the_noise(tmp_path: Path) -> None:
+def test_projected_gradient_is_the_derivative_along_the_noise(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
     method = MeZO(problem, SETTINGS)
     before = values(method)
     method.step(ROWS, 1.0)
-    # What the step moved by is the scalar times the noise.
-    noise = (before - values(method)) / method.scalar
+    # The step's change is the projected gradient times the noise.
+    noise = (before - values(method)) / method.projected_gradient
     assert noise.mean() == pytest.approx(0, abs=0.02) and noise.std() == pytest.approx(1, abs=0.02)
     losses = []
     for sign in (1, -1):
         torch.nn.utils.vector_to_parameters(before + sign * 1e-3 * noise, problem.model.parameters())
         losses.append(problem.loss(ROWS).item())
-    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(method.scalar, abs=2e-3)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(method.projected_gradient, abs=2e-3)
 
 
 def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
     for _ in range(2):
         before = values(method)
         method.step(ROWS, 1.0)
-        moves.append((before - values(method)) / method.scalar)
+        moves.append((before - values(method)) / method.projected_gradient)
     assert abs(torch.corrcoef(torch.stack(moves))[0, 1]) < 0.05
 
 

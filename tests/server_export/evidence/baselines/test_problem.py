@@ -1,4 +1,4 @@
-"""A baseline's loss is the driver's, to the last digits that float32 has."""
+"""A baseline's loss equals the driver's up to float32 rounding."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
     )
 
 
-@pytest.mark.parametrize("place", ["merged", "inserted"])
+@pytest.mark.parametrize("mode", ["merged", "inserted"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, place: str) -> None:
+def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, mode: str) -> None:
     problem, engine, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
     expected = driver_loss(engine, adapter, COMPLETIONS)
     assert abs(expected - driver_loss(engine, Adapter.zeros(adapter.modules), COMPLETIONS)) > 1e-3
-    problem.merge_adapter() if place == "merged" else problem.insert_adapter()
+    problem.merge_adapter() if mode == "merged" else problem.insert_adapter()
     assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, plac
 def test_a_quantized_base_has_the_rounded_weights(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that the tiny table counts as a large one.
+    # Makes the tiny table count as a large one.
     monkeypatch.setattr("server_export.quantize.quantization.EMBEDDING_BYTES", 1)
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
     assert isinstance(engine.network.get_input_embeddings(), Int8Embedding)
@@ -99,7 +99,7 @@ def test_full_logits_never_exist(tmp_path: Path) -> None:
         lambda module, inputs, output: seen.append(tuple(output.shape))
     )
     problem.loss(CHOICES)
-    # A position for each of the two prompts, though five words are compared.
+    # One position for each of the two prompts, although five words are compared.
     assert seen == [(1, 2, 128)]
 
 

@@ -1,4 +1,4 @@
-"""Quantized training moves int8 codes along gradients that are scaled as those of floats would be."""
+"""Quantized training changes int8 codes with gradients scaled as those of floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_scaled_gradients_have_the_float_models_ratio_to_their_weights() -> None
     torch.manual_seed(0)
     source, x = nn.Linear(16, 5), torch.randn(7, 16, dtype=torch.float64)
     with torch.no_grad():
-        # Rows of very different sizes, so that their scales are too.
+        # Rows of very different sizes have very different scales.
         source.weight.mul_(torch.tensor([0.01, 0.1, 1.0, 10.0, 100.0]).unsqueeze(1))
     layer = QuantizedLinear(source, INPUT_SCALE).double()
     assert layer.bias is not None
@@ -36,7 +36,7 @@ def test_scaled_gradients_have_the_float_models_ratio_to_their_weights() -> None
     weight = (layer.weight * units).detach().requires_grad_()
     bias = (layer.bias * layer.scale * INPUT_SCALE).detach().requires_grad_()
     F.linear(x, weight, bias).square().sum().backward()
-    # A gradient of codes is that of floats times their unit; the formula divides by the unit's square.
+    # The gradient of codes is that of floats times their unit; the formula divides by the unit's square.
     assert weight.grad is not None and bias.grad is not None
     torch.testing.assert_close(layer.weight.grad, weight.grad / units)
     torch.testing.assert_close(layer.bias.grad, bias.grad / (layer.scale * INPUT_SCALE))
@@ -67,8 +67,8 @@ def test_parameters_stay_codes_and_nothing_else_changes(tmp_path: Path, architec
     method = prepare(problem, SETTINGS)
     before = values_of(problem)
     method.step(problem.train, 10.0)
-    found = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
-    assert found and found <= set(method.trained)
+    result = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
+    assert result and result <= set(method.trained)
     assert all(value.equal(value.round()) for value in method.trained)
     assert method.layers and all(layer.weight.abs().max() <= 127 for layer in method.layers)
 

@@ -1,4 +1,4 @@
-"""The sparse update trains some channels of some layers, chosen by their gains under a memory limit."""
+"""The sparse update trains some channels of some layers, chosen by gain under a memory limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from prge.errors import ConfigError
 from server_export.adapter.repeated_blocks import block_names
-from server_export.evidence.baselines.layers import block_linears, merged
+from server_export.evidence.baselines.layers import block_linears, merge_layers
 from server_export.evidence.baselines.settings import SearchName
 from server_export.evidence.baselines.sparse import (
     Scheme,
@@ -40,7 +40,7 @@ SETTINGS = method_settings("sparse-bp", memory_share=0.9)
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Analyses of one step at a rate that moves a model of random weights."""
+    """Analyses take one step, at a rate that changes a model with random weights."""
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_STEPS", 1)
     monkeypatch.setattr("server_export.evidence.baselines.sparse.ANALYSIS_RATE", 1e-3)
 
@@ -54,7 +54,7 @@ def test_gradients_are_the_dense_ones_on_the_channels_that_learn() -> None:
     dense_y, sparse_y = layer(x), sparse(x)
     torch.testing.assert_close(sparse_y, dense_y)
     dense_x, dense_weight = torch.autograd.grad(dense_y, [x, layer.weight], seed)
-    sparse_x, sparse_weight = torch.autograd.grad(sparse_y, [x, sparse.kept], seed)
+    sparse_x, sparse_weight = torch.autograd.grad(sparse_y, [x, sparse.trained], seed)
     torch.testing.assert_close(sparse_x, dense_x)
     torch.testing.assert_close(sparse_weight, dense_weight[:, channels])
 
@@ -75,7 +75,7 @@ def test_only_the_channels_that_learn_are_saved() -> None:
     assert sum(size for address, size in saved.items() if address not in own) == 5 * 3 * 16 * 4
 
 
-# An encoder's rows are noise, of which nothing is learnt.
+# An encoder's rows are noise, from which nothing can be learned.
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_the_analysis_and_the_scheme_leave_the_model_as_it_was(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
@@ -112,7 +112,7 @@ def test_memory_is_what_autograd_saves(tmp_path: Path, architecture: str) -> Non
     problem = tiny_problem(tmp_path, architecture)
     problem.prepare_heads()
     memory = measure_memory(problem, problem.train)
-    # Biases of the top block's first layers: the whole block takes part, its norm before them doesn't.
+    # Biases of the top block's first layers: the whole block takes part, except the norm before them.
     for name, layer in block_linears(problem.model)[1].items():
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "query", "key", "value")):
             layer.bias = nn.Parameter(torch.zeros(layer.out_features))
@@ -128,7 +128,7 @@ def test_what_is_chosen_fits_into_the_memory_that_was_measured(tmp_path: Path, s
     problem = tiny_problem(tmp_path, "llama")
     scheme, _ = choose_scheme(problem, method_settings("sparse-bp", memory_share=0.5, search=search))
     memory = measure_memory(problem, problem.train[: problem.batch_size])
-    layers = merged(block_linears(problem.model))
+    layers = merge_layers(block_linears(problem.model))
     full = memory.from_block(0) + sum(memory.of_weight(name, layer, 1.0) for name, layer in layers.items())
     taken = memory.from_block(scheme.depth)
     taken += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
@@ -138,13 +138,13 @@ def test_what_is_chosen_fits_into_the_memory_that_was_measured(tmp_path: Path, s
 def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path) -> None:
     problem = tiny_problem(tmp_path, "gpt2")
     method = prepare(problem, SETTINGS)
-    # Memory, the loss before, a trial of the biases of each depth, two of each of eight weights.
+    # Memory, the loss before, a trial of the biases of each depth, and two of each of eight weights.
     assert method.prior_rows == 4 + 4 + (2 + 2 * 8) * (3 * 4 + 4)
     before = values_of(problem)
     buffers = {name: value.clone() for name, value in problem.model.named_buffers()}
     method.step(problem.train, 1e-2)
-    found = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
-    assert found and found <= set(method.trained)
+    result = {dict(problem.model.named_parameters())[name] for name in changed(problem, before)}
+    assert result and result <= set(method.trained)
     assert all(value.equal(buffers[name]) for name, value in problem.model.named_buffers())
 
 

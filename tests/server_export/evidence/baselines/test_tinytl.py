@@ -26,7 +26,7 @@ BRANCHES = method_settings("tinytl-lite-residual")
 
 
 def linears_with_saved_inputs(problem: ModelProblem) -> set[str]:
-    """Names of linear layers whose input autograd keeps, whoever asked for it."""
+    """Return the names of linear layers whose input autograd saves, for any reason."""
     problem.prepare_heads()
     inputs: dict[str, torch.Tensor] = {}
 
@@ -57,7 +57,7 @@ def test_model_is_unchanged_before_training(tmp_path: Path, architecture: str, s
 def test_no_linear_input_is_saved_for_biases(tmp_path: Path, architecture: str) -> None:
     problem = tiny_problem(tmp_path, architecture)
     prepare(problem, BIASES)
-    # ReLU keeps its own result, which is what OPT's second feed-forward layer reads.
+    # ReLU saves its own result, which is the input of OPT's second feed-forward layer.
     kept = {f"model.decoder.layers.{index}.fc2" for index in range(2)} if architecture == "opt" else set()
     assert linears_with_saved_inputs(problem) == kept
 
@@ -80,11 +80,11 @@ def test_biases_and_branches_change_and_nothing_else_does(
     before = values_of(problem)
     for _ in range(2):
         method.step(problem.train, 1e-2)
-    found = changed(problem, before)
+    result = changed(problem, before)
     for name in before:
         trained = name.endswith(".bias") or ".lite_residual." in name
-        # A bias that all keys share changes no attention.
-        assert (name in found) == trained or name.endswith((".k_proj.bias", ".k_lin.bias")), name
+        # A bias that all keys share doesn't change attention.
+        assert (name in result) == trained or name.endswith((".k_proj.bias", ".k_lin.bias")), name
 
 
 def test_every_linear_layer_of_a_block_has_a_bias_afterwards(tmp_path: Path) -> None:

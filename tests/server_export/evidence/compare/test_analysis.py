@@ -1,4 +1,4 @@
-"""Crossings, intervals and rankings against plain computations."""
+"""Crossings, intervals and rankings, compared with plain computations."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ def test_a_target_reached_by_the_first_evaluation_has_only_a_bound() -> None:
 @given(st.lists(numbers, min_size=2, max_size=12), numbers)
 def test_first_crossing_against_a_dense_curve(values: list[float], target: float) -> None:
     positions = list(range(len(values)))
-    found = first_crossing(list(zip(positions, values, strict=True)), target)
+    result = first_crossing(list(zip(positions, values, strict=True)), target)
     if min(values) > target:
-        assert found is None
+        assert result is None
         return
-    assert found is not None
+    assert result is not None
     first = next(index for index, value in enumerate(values) if value <= target)
-    assert found.resolved == (first != 1)
+    assert result.resolved == (first != 1)
     if first < 2:
-        assert found.position == first
+        assert result.position == first
     else:
-        assert first - 1 <= found.position <= first
-        assert np.interp(found.position, positions, values) == pytest.approx(target, abs=1e-6)
+        assert first - 1 <= result.position <= first
+        assert np.interp(result.position, positions, values) == pytest.approx(target, abs=1e-6)
 
 
 def test_bootstrap_against_all_resamples() -> None:
     values = [1.0, 2.0, 6.0]
-    means = [np.mean(drawn) for drawn in itertools.product(values, repeat=3)]
-    found = bootstrap(values)
-    assert found.value == pytest.approx(3)
+    means = [np.mean(sample) for sample in itertools.product(values, repeat=3)]
+    result = bootstrap(values)
+    assert result.value == pytest.approx(3)
     ends = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
-    assert [found.low, found.high] == pytest.approx(ends.tolist())
-    assert bootstrap(values) == found
+    assert [result.low, result.high] == pytest.approx(ends.tolist())
+    assert bootstrap(values) == result
 
 
 @given(st.lists(numbers, min_size=2, max_size=8))
 def test_bootstrap_stays_within_the_sample(values: list[float]) -> None:
-    found = bootstrap(values)
-    assert min(values) - 1e-9 <= found.low <= found.value <= found.high <= max(values) + 1e-9
+    result = bootstrap(values)
+    assert min(values) - 1e-9 <= result.low <= result.value <= result.high <= max(values) + 1e-9
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = bootstrap([2.0])
-    assert found.value == 2
-    assert math.isnan(found.low)
-    assert not found.contains(2.0)
+    result = bootstrap([2.0])
+    assert result.value == 2
+    assert math.isnan(result.low)
+    assert not result.contains(2.0)
 
 
 def test_pairing_takes_common_seeds() -> None:
@@ -107,7 +107,7 @@ def test_the_best_has_a_mean() -> None:
     assert best_of({"censored": figures["censored"]}, True) is None
 
 
-def test_ties_are_told_from_differences() -> None:
+def test_ties_and_differences() -> None:
     best = Spread({1: 1.0, 2: 1.1, 3: 1.2})
     far, near = Spread({1: 5.0, 2: 5.1, 3: 5.2}), Spread({1: 0.9, 2: 1.3, 3: 1.3})
     for as_ratio in (False, True):

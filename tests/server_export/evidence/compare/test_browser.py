@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing of it lies outside the screen of a desk or a phone."""
+"""The report in a real browser never exceeds the screen of a desktop or a phone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Verbs in processes of their own."""
+"""Verbs run in child processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from server_export.evidence.compare.children import last_words, run_verb
+from server_export.evidence.compare.children import last_lines, run_verb
 
 
 def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
@@ -14,5 +14,5 @@ def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
     text = log.read_text()
     assert text.startswith("$ prge nonsense\n")
     assert "there is no verb 'nonsense'" in text
-    assert last_words(log, 1).startswith("prge ")
-    assert last_words(tmp_path / "nothing") == ""
+    assert last_lines(log, 1).startswith("prge ")
+    assert last_lines(tmp_path / "nothing") == ""

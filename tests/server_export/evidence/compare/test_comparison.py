@@ -1,4 +1,4 @@
-"""The work of a comparison with pretended verbs: what is called, what is skipped, what fails alone."""
+"""A comparison with fake verbs: calls, skipped work, and failures of single methods."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from prge.cli.settings import settings_to_yaml
 from prge.errors import RunError
 from server_export.evidence.compare.command import compare
-from tests.comparisons import PretendedVerbs, settings_for, write_run
+from tests.comparisons import FakeVerbs, settings_for, write_run
 from tests.refusals import raises
 
 RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
 BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-rates", RATES)
 
 
-def run(out: Path, verbs: PretendedVerbs, *words: object) -> dict[str, Any]:
+def run(out: Path, verbs: FakeVerbs, *words: object) -> dict[str, Any]:
     return compare(settings_for(out, *words), "prge compare", verbs)
 
 
 def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
-    verbs = PretendedVerbs()
+    verbs = FakeVerbs()
     result = run(tmp_path / "cmp", verbs, *BOTH)
     # Both methods run on one bundle.
     assert verbs.verbs().count("export") == 1
-    # The measured one, three trials and one beyond the edge at 0.03, then two seeds.
+    # One measurement, three trials, one more beyond the edge at 0.03, and two seeds.
     assert verbs.verbs().count("baseline") == 7
     backprop, p_rge = result["methods"]["backprop-lora-fa"], result["methods"]["p-rge"]
     assert backprop["learning_rate"] == p_rge["learning_rate"] == 0.03
@@ -39,7 +39,7 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
 
 
 def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
-    verbs = PretendedVerbs()
+    verbs = FakeVerbs()
     run(tmp_path / "cmp", verbs, *BOTH)
     rows = {"baseline": 48, "run": 32}
     evaluated = {
@@ -49,21 +49,21 @@ def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
     }
     assert evaluated["baseline"][:4] == [0, 48, 96, 96 + 48]
     series = [48 * 1.3**power for power in range(24)]
-    for verb, found in evaluated.items():
-        assert all(any(point <= got < point + rows[verb] for got in found) for point in series), verb
+    for verb, actual in evaluated.items():
+        assert all(any(point <= got < point + rows[verb] for got in actual) for point in series), verb
 
 
 def test_only_reported_runs_read_test_rows(tmp_path: Path) -> None:
-    verbs = PretendedVerbs()
+    verbs = FakeVerbs()
     run(tmp_path / "cmp", verbs, *BOTH)
     reading = [str(settings) for _, settings in verbs.calls if "test.jsonl" in str(settings)]
     assert len(reading) == 4
-    assert all("/runs/" in told for told in reading)
+    assert all("/runs/" in output for output in reading)
 
 
 def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
-    run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
-    again = PretendedVerbs()
+    run(tmp_path / "cmp", FakeVerbs(), *BOTH)
+    again = FakeVerbs()
     run(tmp_path / "cmp", again, *BOTH)
     assert again.calls == []
     more = ("--methods", "p-rge", "--seeds", 1, 2, 3, "--learning-rates", RATES)
@@ -78,37 +78,37 @@ def test_unfinished_runs_on_the_engine_are_resumed_and_others_begun_again(tmp_pa
     write_run(out / "runs/backprop-lora-fa-1/run", 3, "interrupted")
     settings = settings_for(out, *words)
     (out / "config.yaml").write_text(settings_to_yaml(settings))
-    verbs = PretendedVerbs()
+    verbs = FakeVerbs()
     compare(settings, "prge compare", verbs)
     assert ("run", {"resume": str(out / "runs/p-rge-1/run")}) in verbs.calls
     assert verbs.verbs().count("baseline") == 3
 
 
 def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
-    verbs = PretendedVerbs(broken=["baseline"])
+    verbs = FakeVerbs(broken=["baseline"])
     result = run(tmp_path / "cmp", verbs, *BOTH)
     assert result["methods"]["backprop-lora-fa"]["runs"] == []
     assert "baseline said this" in result["methods"]["backprop-lora-fa"]["failures"][0]
-    # What can't be measured isn't tried at any rate.
+    # A method that can't be measured has no trials.
     assert verbs.verbs().count("baseline") == 1
     assert len(result["methods"]["p-rge"]["runs"]) == 2
 
 
 def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
-    result = run(tmp_path / "cmp", PretendedVerbs(diverging=0.02), *BOTH)
+    result = run(tmp_path / "cmp", FakeVerbs(diverging=0.02), *BOTH)
     method = result["methods"]["backprop-lora-fa"]
     assert method["learning_rate"] == 0.01
     assert method["search"][-1] == {"learning_rate": 0.03, "loss": None, "steps": 250}
-    method = run(tmp_path / "all", PretendedVerbs(diverging=1e-9), *BOTH)["methods"]["p-rge"]
+    method = run(tmp_path / "all", FakeVerbs(diverging=1e-9), *BOTH)["methods"]["p-rge"]
     assert method["learning_rate"] is None
     assert "diverged" in method["failures"][0]
 
 
 def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
-    verbs = PretendedVerbs()
+    verbs = FakeVerbs()
     words = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
     result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
-    # A pretended step takes 0.1 s.
+    # A fake step takes 0.1 s.
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]
     assert "dev" not in verbs.calls[1][1]
@@ -116,17 +116,17 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
 
 def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
     with raises(RunError, "verb-failed", saying="export said this"):
-        run(tmp_path / "cmp", PretendedVerbs(broken=["export"]), *BOTH)
+        run(tmp_path / "cmp", FakeVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
-    run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
+    run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     with raises(RunError, "settings-changed", saying="rank was 8, is 4"):
-        run(tmp_path / "cmp", PretendedVerbs(), *BOTH, "--rank", 4)
+        run(tmp_path / "cmp", FakeVerbs(), *BOTH, "--rank", 4)
     (tmp_path / "cmp/config.yaml").write_text("")
     with raises(RunError, "settings-changed"):
-        run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
+        run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
     with raises(RunError, "not-a-comparison", saying=str(tmp_path / "full")):
-        run(tmp_path / "full", PretendedVerbs(), *BOTH)
+        run(tmp_path / "full", FakeVerbs(), *BOTH)

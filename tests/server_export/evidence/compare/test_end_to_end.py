@@ -1,4 +1,4 @@
-"""The real command on the demo's model: killed, gone on with, and what it leaves."""
+"""The real command on the demo's model: killed, continued, and its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 120
 
 
 def start(out: Path) -> subprocess.Popen[str]:
-    """The comparison of two engine methods."""
+    """Start a comparison of two engine methods."""
     words = [
         "--preset", "demo", "--out", out, "--json", out.with_suffix(".json"),
         "--methods", "p-rge-q1", "tangent", "--seeds", 5, "--search-trials", 1,
@@ -53,8 +53,8 @@ def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = start(out)
-    told, _ = second.communicate(timeout=400)
-    assert second.returncode == 0, told
+    output, _ = second.communicate(timeout=400)
+    assert second.returncode == 0, output
     log = (run.parent / "output.txt").read_text()
     assert "$ prge run --resume" in log
     result = json.loads((out / "result.json").read_text())

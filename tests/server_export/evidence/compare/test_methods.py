@@ -1,4 +1,4 @@
-"""The registry, rows of a step, and what verbs are started with for every method."""
+"""The registry of methods, the rows of a step, and the settings that verbs get."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_rows_of_a_step(name: str, rows: int) -> None:
     assert METHODS[name].rows(16) == rows
 
 
-def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
-    """Settings as the verb reads them from the file that it is started with."""
+def parsed(settings_class: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
+    """Return settings as the verb reads them from its file."""
     return read_settings(
-        kind, Path(write_verb_config("verb", settings, folder / "verb.yaml")[2]), "prge verb"
+        settings_class, Path(write_verb_config("verb", settings, folder / "verb.yaml")[2]), "prge verb"
     )
 
 
@@ -73,8 +73,8 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
     assert run.queries == (None if name.startswith("exact") else method.run["queries"])
     assert run.select == "loss"
     assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
-    places = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
-    assert parsed(EvaluateSettings, settings_of_test(settings, *places), tmp_path).data == ROWS["test"]
+    paths = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
+    assert parsed(EvaluateSettings, settings_of_test(settings, *paths), tmp_path).data == ROWS["test"]
 
 
 @pytest.mark.parametrize("name", [name for name, one in METHODS.items() if not one.estimator])
@@ -89,16 +89,16 @@ def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: 
     assert chosen["test"] is None
 
 
-def test_a_run_that_is_only_timed_is_not_evaluated_on_its_way(tmp_path: Path) -> None:
+def test_a_timed_run_has_no_evaluations(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
-    kinds: tuple[tuple[str, type[TrainingFlags]], ...] = (
+    settings_classes: tuple[tuple[str, type[TrainingFlags]], ...] = (
         ("tangent", RunSettings),
         ("mezo", BaselineSettings),
     )
-    for name, kind in kinds:
+    for name, settings_class in settings_classes:
         plan = RunPlan(8, 1e-3, 3)
         chosen = run_settings(METHODS[name], settings, plan, tmp_path / "b", ROWS, tmp_path / "run")
-        run = parsed(kind, chosen, tmp_path)
+        run = parsed(settings_class, chosen, tmp_path)
         assert (run.dev, run.evaluate_at, run.evaluate_every) == (None, [], 0)
 
 

@@ -1,4 +1,4 @@
-"""What a stored comparison comes to."""
+"""The evaluation of a stored comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_to_a_target_met_by_the_first_evaluation_are_a_bound(tmp_path: Path
     outcome = judge(result)
     rows = outcome.figures["backprop-lora-fa"]["rows_to_target"]
     assert (rows.mean, rows.bounded) == (2016, frozenset(SEEDS))
-    # A ratio to a bound would be one that nobody measured.
+    # A ratio to a bound was never measured.
     assert {duel.ratio for duel in outcome.duels if duel.figure.key == "rows_to_target"} == {None}
     assert to_json(result, outcome)["methods"]["backprop-lora-fa"]["rows_to_target"]["bounded"] == 3
 
@@ -115,13 +115,13 @@ def test_accuracies_within_their_standard_error_are_ties(tmp_path: Path) -> None
 
 def test_json_has_fractions_and_nulls(tmp_path: Path) -> None:
     result = make_result(tmp_path)
-    found = json.loads(json.dumps(to_json(result, judge(result)), allow_nan=False))
-    backprop, tangent = found["methods"]["backprop-lora-fa"], found["methods"]["tangent"]
+    actual = json.loads(json.dumps(to_json(result, judge(result)), allow_nan=False))
+    backprop, tangent = actual["methods"]["backprop-lora-fa"], actual["methods"]["tangent"]
     assert 0 < backprop["test_accuracy"]["mean"] < 1
     assert backprop["seconds_to_target"]["censored"] == 0
     assert tangent["seconds_to_target"] == {
         "mean": None, "lowest": None, "highest": None, "seeds": 0, "censored": 3, "bounded": 0,
     }  # fmt: skip
     assert tangent["learning_rate"] == 0.01
-    assert found["methods"]["exact"]["failures"]
-    assert found["meta"]["prge"] == "0.1.0"
+    assert actual["methods"]["exact"]["failures"]
+    assert actual["meta"]["prge"] == "0.1.0"

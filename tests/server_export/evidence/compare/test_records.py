@@ -1,4 +1,4 @@
-"""What is read off run folders."""
+"""Figures from run folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.comparisons import write_run
 
 
 def records(*entries: tuple[str, int, float, float | None]) -> list[dict[str, Any]]:
-    """Records (event, step, seconds, loss)."""
+    """Return records of (event, step, seconds, loss)."""
     return [
         {"event": event, "step": step, "seconds": seconds, "loss": loss, "rows": 10 * step}
         for event, step, seconds, loss in entries
@@ -28,7 +28,7 @@ def records(*entries: tuple[str, int, float, float | None]) -> list[dict[str, An
 
 
 def test_seconds_leave_evaluations_and_reloading_out() -> None:
-    found = curve(
+    result = curve(
         records(
             ("evaluation", 0, 5.0, 1.0),
             ("step", 1, 6.0, 0.9),
@@ -39,7 +39,7 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
             ("evaluation", 4, 30.0, 0.6),
         )
     )
-    assert [tuple(point[name] for name in ("step", "rows", "seconds", "loss")) for point in found] == [
+    assert [tuple(point[name] for name in ("step", "rows", "seconds", "loss")) for point in result] == [
         (0, 0, 0.0, 1.0),
         (2, 20, 2.0, 0.8),
         (4, 40, 4.0, 0.6),
@@ -47,8 +47,10 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
 
 
 def test_step_seconds_are_since_the_record_before() -> None:
-    found = step_seconds(records(("evaluation", 0, 5.0, 1.0), ("step", 1, 6.5, None), ("step", 2, 7.0, None)))
-    assert found == pytest.approx({1: 1.5, 2: 0.5})
+    result = step_seconds(
+        records(("evaluation", 0, 5.0, 1.0), ("step", 1, 6.5, None), ("step", 2, 7.0, None))
+    )
+    assert result == pytest.approx({1: 1.5, 2: 0.5})
 
 
 def test_losses_that_are_not_finite_are_none(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_losses_that_are_not_finite_are_none(tmp_path: Path) -> None:
 def test_a_run_of_each_family(tmp_path: Path) -> None:
     engine = read_run(write_run(tmp_path / "a", 3, "completed"), 4, 123, {"loss": 0.5, "accuracy": 0.7})
     assert (engine["activation_bytes"], engine["test"]["accuracy"]) == (123, 0.7)
-    # Four rows of 20 tokens in a tenth of a second, whatever the copies of them.
+    # Four rows of 20 tokens in a tenth of a second, whatever the number of copies.
     assert engine["tokens_per_second"] == pytest.approx(800)
     pytorch = read_run(write_run(tmp_path / "b", 3, "completed", baseline=True), 4, None, None)
     assert (pytorch["activation_bytes"], pytorch["test"]["accuracy"]) == (None, 0.875)

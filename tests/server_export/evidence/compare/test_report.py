@@ -85,7 +85,7 @@ def test_a_bound_is_printed_as_one(tmp_path: Path) -> None:
     assert next(row for row in summary if row[0] == "backprop-lora-fa")[column] == "< 480"
 
 
-def test_a_range_is_told_only_where_there_is_one(tmp_path: Path) -> None:
+def test_a_range_is_printed_only_if_there_is_one(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     result["settings"]["target"] = 0.328
     write_report(result, tmp_path)
@@ -109,7 +109,7 @@ def test_markdown_has_whole_tables_and_pictures_that_exist(report: Path) -> None
     assert "<script>" not in text.replace("\\<", "")
 
 
-def test_failures_and_searches_are_told(report: Path) -> None:
+def test_failures_and_searches_are_listed(report: Path) -> None:
     text = (report / "report.html").read_text()
     assert "What failed" in text
     assert "0.003: 0.7, 0.01: 0.5, 0.03: –" in text

@@ -32,9 +32,9 @@ def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
     limits = ["--train-limit", 5, "--dev-start", 5, "--dev-limit", 2, "--test-start", 7]
     settings = settings_for(tmp_path / "out", *words(data, "texts.json"), *limits)
     written = write_splits(settings, tmp_path / "written")
-    found = {split: path.read_text().splitlines() for split, path in written.items()}
-    assert [len(found[split]) for split in ("train", "dev", "test")] == [5, 2, 3]
-    assert json.loads(found["test"][0]) == {"text": "text 7"}
+    result = {split: path.read_text().splitlines() for split, path in written.items()}
+    assert [len(result[split]) for split in ("train", "dev", "test")] == [5, 2, 3]
+    assert json.loads(result["test"][0]) == {"text": "text 7"}
     assert write_splits(settings, tmp_path / "written") == written
 
 
@@ -52,7 +52,7 @@ def test_rows_that_changed_are_refused(tmp_path: Path) -> None:
         write_splits(settings, tmp_path / "written")
 
 
-def test_the_files_of_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_selected_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "mlx"
     folder.mkdir()
     for name in ("train", "valid", "test"):
@@ -60,8 +60,8 @@ def test_the_files_of_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
     words = ("--task", "null", "--data", folder, "--columns", "text=review")
     settings = settings_for(tmp_path / "out", *words)
     written = write_splits(settings, tmp_path / "written")
-    found = {part: json.loads(path.read_text()) for part, path in written.items()}
-    assert found == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
+    result = {part: json.loads(path.read_text()) for part, path in written.items()}
+    assert result == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
     (folder / "dev.csv").touch()
     with raises(DataError, "part-missing", saying="valid.jsonl, dev.csv"):
         write_splits(settings, tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Presets and settings of a comparison, and how mistakes in them are told."""
+"""Presets and settings of a comparison, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--preset", "demos"], "--preset is 'demos'; did you mean demo?"),
         (["--preset", "minilm-sst2"], "--model is missing"),
@@ -53,8 +53,8 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--model", "/nowhere/model"], "there is no such folder"),
         (["--preset", "demo", "--data", "nowhere"], "--data is nowhere, and there is no such folder"),
         (["--preset", "demo", "--dev", "devel.jsonl"], "--dev is devel.jsonl"),
-        (["--preset", "demo", "--seeds", "7", "8"], "--seeds has 7, which is that of the search"),
-        (["--preset", "demo", "--seeds", "1", "1"], "one twice"),
+        (["--preset", "demo", "--seeds", "7", "8"], "--seeds has 7, which is the seed of the search"),
+        (["--preset", "demo", "--seeds", "1", "1"], "a seed twice"),
         (
             ["--preset", "demo", "--evaluation-growth", "1"],
             "--evaluation-growth is 1.0, must be at least 1.01",
@@ -68,12 +68,12 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--batch-size", "6"], "p-rge: its 4 queries share a batch"),
     ],
 )
-def test_mistakes_are_told_with_code_2(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mistakes_end_with_code_2(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *words, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert told in message
+    assert expected in message
     assert "Traceback" not in message
     assert not (tmp_path / "out").exists()
 

@@ -17,17 +17,17 @@ from tests.tiny_models import save_model
 FEW = "--samples 16 --guesses 200 --matching-steps 5 --limit 1 --seeds 1 2".split()
 
 
-def read(words: str) -> LeakSettings:
+def parse(words: str) -> LeakSettings:
     return parse_settings(LeakSettings, words.split(), "prge leak")
 
 
-def told(_: str) -> None:
-    """Nobody reads it."""
+def output(_: str) -> None:
+    """Discard a line of output."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `model`, `rows.jsonl` of texts and `visits.jsonl` of a task."""
+    """A folder with `model`, `rows.jsonl` of texts and `task.yaml`."""
     save_model(tmp_path / "model", "llama")
     lines = [
         json.dumps({"text": f"some {word} here", "label": index % 2}) for index, word in enumerate("abcd")
@@ -45,17 +45,18 @@ def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -
     words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --lengths 3 2 --steps 2 --noise 0 4"
     out = f"--json {folder / 'leak.json'} --out {folder / 'leak.svg'}"
     assert main([*words.split(), *out.split(), *FEW]) == 0
-    found = json.loads((folder / "leak.json").read_text(encoding="utf-8"))
-    assert {"recovered_exact", "recovered_top", "recovered_scalars", "recovered_prior"} <= found.keys()
-    cases = [(line["report"], line["length"], line["noise"]) for line in found["table"]]
+    result = json.loads((folder / "leak.json").read_text(encoding="utf-8"))
+    assert {"recovered_exact", "recovered_top", "recovered_scalars", "recovered_prior"} <= result.keys()
+    cases = [(line["report"], line["length"], line["noise"]) for line in result["table"]]
     each = [(3, 0), (2, 0), (3, 4)]
     assert cases == [(report, *case) for report in ("exact", "top", "scalars") for case in each]
-    noisy = {line["report"]: line["epsilon"] for line in found["table"] if line["noise"]}
+    noisy = {line["report"]: line["epsilon"] for line in result["table"] if line["noise"]}
     assert noisy["exact"] > 0
     assert noisy["scalars"] > noisy["exact"]
     assert noisy["top"] is None
     assert all(
-        line["tokens"]["least"] <= line["tokens"]["mean"] <= line["tokens"]["most"] for line in found["table"]
+        line["tokens"]["least"] <= line["tokens"]["mean"] <= line["tokens"]["most"]
+        for line in result["table"]
     )
     picture = (folder / "leak.svg").read_text(encoding="utf-8")
     assert picture.startswith("<svg ")
@@ -65,16 +66,16 @@ def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_labels_of_a_task_are_attacked(folder: Path) -> None:
     words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --task {folder / 'task.yaml'}"
-    found = leak(read(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), told)
-    assert found["table"][0]["label"]["mean"] == 1
-    assert found["recovered_exact"] == 1
+    result = leak(parse(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), output)
+    assert result["table"][0]["label"]["mean"] == 1
+    assert result["recovered_exact"] == 1
 
 
 def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) -> None:
     save_model(folder / "gpt2", "gpt2")
     words = f"--model {folder / 'gpt2'} --rows {folder / 'rows.jsonl'} --lengths 2 --reports exact"
-    found = leak(read(f"{words} {' '.join(FEW)}"), told)
-    assert found["recovered_exact"] > found["recovered_prior"]
+    result = leak(parse(f"{words} {' '.join(FEW)}"), output)
+    assert result["recovered_exact"] > result["recovered_prior"]
 
 
 @pytest.mark.parametrize(
@@ -90,24 +91,24 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
 )
 def test_settings_that_cannot_be(words: str, value: str) -> None:
     with raises(ConfigError, "settings-unusable", saying=value):
-        read(words)
+        parse(words)
 
 
 def test_too_few_rows(folder: Path) -> None:
     settings = LeakSettings(model=str(folder / "model"), rows=folder / "rows.jsonl", lengths=[40])
     with raises(DataError, "rows-too-few", saying="40"):
-        leak(settings, told)
+        leak(settings, output)
 
 
 def test_an_encoder_is_refused(folder: Path) -> None:
     save_model(folder / "encoder", "bert")
     settings = LeakSettings(model=str(folder / "encoder"), rows=folder / "rows.jsonl")
     with raises(ConfigError, "encoder-not-attacked", saying="encoder"):
-        leak(settings, told)
+        leak(settings, output)
 
 
 def test_each_list_is_varied_alone() -> None:
-    settings = read("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0")
+    settings = parse("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0")
     cases = [(case.report, case.length, case.steps, case.batch) for case in settings.cases()]
     assert [case[1:] for case in cases if case[0] == "exact"] == [(8, 1, 1), (4, 1, 1), (8, 1, 2)]
     assert [case[1:] for case in cases if case[0] == "scalars"] == [
@@ -122,9 +123,9 @@ def test_each_list_is_varied_alone() -> None:
 def test_the_demo_leaks(tmp_path: Path) -> None:
     fewer = ["--lengths", "8", "--steps", "10", "--seeds", "42", "1337"]
     assert main(["--preset", "demo", *fewer, "--json", str(tmp_path / "leak.json")]) == 0
-    found = json.loads((tmp_path / "leak.json").read_text(encoding="utf-8"))
-    assert found["recovered_exact"] > 0.9
-    assert found["recovered_prior"] < 0.5
-    assert found["recovered_scalars"] > found["recovered_prior"]
-    noisy = next(line for line in found["table"] if line["report"] == "exact" and line["noise"] == 10)
-    assert abs(noisy["tokens"]["mean"] - found["recovered_prior"]) < 0.15
+    result = json.loads((tmp_path / "leak.json").read_text(encoding="utf-8"))
+    assert result["recovered_exact"] > 0.9
+    assert result["recovered_prior"] < 0.5
+    assert result["recovered_scalars"] > result["recovered_prior"]
+    noisy = next(line for line in result["table"] if line["report"] == "exact" and line["noise"] == 10)
+    assert abs(noisy["tokens"]["mean"] - result["recovered_prior"]) < 0.15

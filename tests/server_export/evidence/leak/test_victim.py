@@ -1,4 +1,4 @@
-"""What an adversary computes is what a device computes."""
+"""An adversary computes the same gradients as a device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.server_export.evidence.leak.victims import make_rows, make_victim, ta
 
 
 def example_of(form: KnownForm, rows: Rows) -> Example:
-    """The first of some rows as a device reads it."""
-    tokens = (*form.before, *rows.tokens[0].tolist(), *form.after)
+    """Return the first row as an example of a device."""
+    tokens = (*form.prefix, *rows.tokens[0].tolist(), *form.suffix)
     if form.classes:
         targets = [Target(len(tokens) - 1, token, 1.0, index) for index, token in enumerate(form.classes)]
         return Example(1, (TokenSequence(tokens, tuple(targets)),), len(targets), int(rows.labels[0]))
-    first = max(len(form.before), 1)
+    first = max(len(form.prefix), 1)
     targets = [Target(at - 1, tokens[at], 1 / (len(tokens) - first), 0) for at in range(first, len(tokens))]
     return Example(1, (TokenSequence(tokens, tuple(targets)),), 1, None)
 
@@ -44,9 +44,9 @@ def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
         rows = make_rows(form, 1)
         step = Step(adapter, [example_of(form, rows)], seed=0, number=0)
         expected = Exact().measure(engine, step).gradient
-        found = victim.gradients(form, rows)[0][0].numpy()
+        result = victim.gradients(form, rows)[0][0].numpy()
         assert expected is not None
-        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "opt"])
@@ -76,7 +76,7 @@ def test_likelihood_is_the_product_of_predictions() -> None:
 
 
 def inputs_of(victim: Victim, form: KnownForm, rows: Rows) -> torch.Tensor:
-    """What the first layer sees of a row's tokens, times lora_a^T: [tokens, rank]."""
+    """Return the first layer's inputs for a row's tokens, times lora_a^T: [tokens, rank]."""
     prefixes = [rows.tokens[:1, :count] for count in range(form.length)]
     name = victim.modules[0].name
     return torch.cat([victim.reduced_inputs(form, prefix)[name] for prefix in prefixes])

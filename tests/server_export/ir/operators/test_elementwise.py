@@ -1,4 +1,4 @@
-"""Derivatives in the engine's operators are those of autograd, also far from 1."""
+"""Derivatives in the engine's operators are those of autograd, also for large values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server_export.ir.writer import Eager
 
 aten = torch.ops.aten
 
-# Between 0 and what a quotient is kept finite with, derivatives are between those of both sides.
+# Between 0 and the constant that keeps quotients finite, derivatives lie between those of both sides.
 NUMBERS = st.lists(
     (st.floats(-8, 8, width=32) | st.floats(-(2.0**100), 2.0**100, width=32)).filter(
         lambda number: number == 0 or abs(number) > 1e-12

@@ -1,4 +1,4 @@
-"""Where all experts see all tokens, those whose shares aren't 0 are found."""
+"""If all experts see all tokens, those with nonzero shares are found."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from server_export.trace.patterns.all_experts import ALL_EXPERTS, choose_experts
 from tests.refusals import refusal
 from tests.server_export.trace.graphs import model_graph
 
-COUNT, CHOSEN, TOKENS, WIDTH = 6, 2, 5, 4
+COUNT, SELECTED, TOKENS, WIDTH = 6, 2, 5, 4
 
 
-def asked(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
-    """A graph of a layer whose router gives all but the largest scores another number."""
+def graph_of_layer(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
+    """Returns the graph of a layer whose router replaces all but the largest scores by another number."""
 
     def layer(state: torch.Tensor) -> torch.Tensor:
         logits = torch.cat([state, state[:, :2]], -1)
-        largest, index = torch.topk(logits, CHOSEN)
+        largest, index = torch.topk(logits, SELECTED)
         shares = act(torch.full_like(logits, others).scatter_(1, index, largest))
-        seen = state.repeat(COUNT, 1) * shares.transpose(0, 1).reshape(-1, 1)
-        return ALL_EXPERTS(seen, 3, WIDTH).reshape(COUNT, -1, WIDTH).sum(0)
+        expert_inputs = state.repeat(COUNT, 1) * shares.transpose(0, 1).reshape(-1, 1)
+        return ALL_EXPERTS(expert_inputs, 3, WIDTH).reshape(COUNT, -1, WIDTH).sum(0)
 
     with torch.device("meta"):
         state = torch.empty(TOKENS, WIDTH)
         return model_graph(layer, state)
 
 
-def test_chosen_shares_are_computed_as_all_were() -> None:
-    graph = asked(float("-inf"), torch.sigmoid)
+def test_selected_shares_are_computed_as_all_shares_were() -> None:
+    graph = graph_of_layer(float("-inf"), torch.sigmoid)
     choose_experts(graph)
     graph_module = graph.graph_module
     (node,) = graph_module.graph.find_nodes(op="call_function", target=EXPERTS)
     states, shares, index, number, out = node.args
     assert (states.op, number, out) == ("placeholder", 3, WIDTH)
     assert shares.target is torch.ops.aten.sigmoid.default
-    assert tuple(shares.meta["val"].shape) == tuple(index.meta["val"].shape) == (TOKENS, CHOSEN)
+    assert tuple(shares.meta["val"].shape) == tuple(index.meta["val"].shape) == (TOKENS, SELECTED)
     assert index.meta["val"].dtype is torch.float32
     assert graph_module.graph.output_node().args[0] in (node, (node,))
 
@@ -51,4 +51,4 @@ def test_shares_that_may_not_be_0_are_refused(
     others: float, act: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     with refusal("shares-of-experts"):
-        choose_experts(asked(others, act))
+        choose_experts(graph_of_layer(others, act))

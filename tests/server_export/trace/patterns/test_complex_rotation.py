@@ -1,4 +1,4 @@
-"""Products of complex numbers are rotations of pairs."""
+"""Products of complex numbers are written as rotations of pairs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.server_export.trace.graphs import model_graph
 torch.set_num_threads(1)
 
 
-def test_a_product_of_complex_numbers_turns_neighbours() -> None:
+def test_a_product_of_complex_numbers_rotates_neighbours() -> None:
     def rotated(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-        turns = torch.view_as_complex(table.unflatten(-1, (-1, 2))).unsqueeze(1)
-        return torch.view_as_real(numbers * turns).flatten(3)
+        rotations = torch.view_as_complex(table.unflatten(-1, (-1, 2))).unsqueeze(1)
+        return torch.view_as_real(numbers * rotations).flatten(3)
 
     inputs = torch.randn(2, 3, 5, 6), torch.randn(1, 5, 6)
     graph = model_graph(rotated, *inputs)

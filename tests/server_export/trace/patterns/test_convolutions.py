@@ -1,4 +1,4 @@
-"""Convolutions over the tokens before are operators with a memory."""
+"""Causal convolutions become operators with a recurrent state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from tests.server_export.trace.graphs import model_graph
 
 
 @pytest.mark.parametrize(
-    ("padding_mask", "groups", "cut", "is_found"),
+    ("padding", "groups", "cut", "is_replaced"),
     [(2, 4, slice(None, 6), True), (2, 1, slice(None, 6), False), (2, 4, slice(2, None), False)],
-    ids=["the tokens before", "numbers of others", "the tokens behind"],
+    ids=["causal", "not depthwise", "anticausal"],
 )
-def test_a_convolution_of_the_tokens_before_has_a_memory(
-    padding: int, groups: int, cut: slice, is_found: bool
-) -> None:
+def test_a_causal_convolution_has_a_state(padding: int, groups: int, cut: slice, is_replaced: bool) -> None:
     layer = torch.nn.Conv1d(4, 4, 3, padding=padding, groups=groups).requires_grad_(False)
     state = torch.randn(2, 4, 6)
     graph = model_graph(lambda x: layer(x)[..., cut], state)
     write_convolutions(graph)
-    assert any(node.target is CONVOLUTION for node in graph.graph_module.graph.nodes) is is_found
-    assert [table.type for table in graph.tables.all] == is_found * [
+    assert any(node.target is CONVOLUTION for node in graph.graph_module.graph.nodes) is is_replaced
+    assert [table.type for table in graph.tables.all] == is_replaced * [
         "behind",
         "entering",
         "entering",
@@ -33,15 +31,15 @@ def test_a_convolution_of_the_tokens_before_has_a_memory(
 
 
 @pytest.mark.parametrize(
-    ("pads", "is_found"), [((0, 0, 1, -1), True), ((0, 0, -1, 1), False), ((0, 0, 1, 0), False)], ids=str
+    ("pads", "is_replaced"), [((0, 0, 1, -1), True), ((0, 0, -1, 1), False), ((0, 0, 1, 0), False)], ids=str
 )
-def test_tokens_that_are_moved_back_have_a_memory(pads: tuple[int, ...], is_found: bool) -> None:
+def test_a_shift_to_earlier_tokens_has_a_state(pads: tuple[int, ...], is_replaced: bool) -> None:
     state = torch.randn(2, 6, 4)
     graph = model_graph(lambda x: torch.nn.functional.pad(x, pads), state)
     write_convolutions(graph)
-    found = [node for node in graph.graph_module.graph.nodes if node.target is CONVOLUTION]
-    assert len(found) == is_found
-    assert [table.type for table in graph.tables.all] == is_found * [
+    convolutions = [node for node in graph.graph_module.graph.nodes if node.target is CONVOLUTION]
+    assert len(convolutions) == is_replaced
+    assert [table.type for table in graph.tables.all] == is_replaced * [
         "behind",
         "entering",
         "leaving",

@@ -1,4 +1,4 @@
-"""Experts are blocks: what the blocks of a mixture compute is what transformers' model computes."""
+"""Experts are blocks, and the blocks of a mixture compute the same as transformers' model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chain_of(folder: Path, architecture: str, scheme: str = "fp32") -> ModelChai
 @pytest.mark.parametrize(
     "architecture", ["olmoe", *second_tier(*(name for name in EXPERTS if name != "olmoe"))]
 )
-def test_the_blocks_of_a_mixture_are_the_model(architecture: str, tmp_path: Path) -> None:
+def test_the_blocks_of_a_mixture_compute_the_model(architecture: str, tmp_path: Path) -> None:
     chain = chain_of(tmp_path, architecture)
     experts = [number for number, block in enumerate(chain.blocks) if block.is_expert]
     layers = chain.block_groups(chain.head_start)
@@ -46,12 +46,12 @@ def test_the_blocks_of_a_mixture_are_the_model(architecture: str, tmp_path: Path
 
 
 def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers stores the layers of each expert as tensors of their own, and has them stacked."""
+    """Checkpoint files have separate tensors for each expert, which transformers stacks."""
     chain = chain_of(tmp_path, "olmoe")
     number = next(number for number, block in enumerate(chain.blocks) if block.is_expert) + 3
     model: Any = make_model("olmoe")
     stacked = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
-    read: list[str] = []
+    names_read: list[str] = []
 
     def watched(path: str, **named: Any) -> Any:
         reader = safe_open(path, **named)
@@ -63,7 +63,7 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
             def __exit__(self, *_: object) -> None: ...
 
             def get_tensor(self, name: str) -> Any:
-                read.append(name)
+                names_read.append(name)
                 return reader.get_tensor(name)
 
         return Watched()
@@ -71,13 +71,13 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(stored, "safe_open", watched)
     tensors = chain.tensors(number)
     assert any(torch.equal(tensor, stacked[3]) for tensor in tensors.values())
-    assert len(read) == 3 and all(".experts.3." in name for name in read)
+    assert len(names_read) == 3 and all(".experts.3." in name for name in names_read)
 
 
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
-def test_an_experts_layers_are_quantized_and_a_routers_is_not(scheme: str, tmp_path: Path) -> None:
+def test_layers_of_experts_are_quantized_and_the_router_is_not(scheme: str, tmp_path: Path) -> None:
     chain = chain_of(tmp_path, "olmoe", scheme)
-    kinds = [chain.block_types[chain.type_of[turn.start]] for turn in chain.block_groups(chain.head_start)]
-    layers = [set(kind.frozen.layers) for kind in kinds]
+    types = [chain.block_types[chain.type_of[turn.start]] for turn in chain.block_groups(chain.head_start)]
+    layers = [set(of_type.frozen.layers) for of_type in types]
     assert len(layers[2]) == 2 and all(".experts." in name for name in layers[2])
     assert not any("mlp.gate" in name for name in layers[1])

@@ -1,4 +1,4 @@
-"""Rows of any length while a model with something for each position is traced."""
+"""While a row of any length is traced, everything that a model has per position is resized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server_export.checkpoint.loading import load_meta_model
 from server_export.trace.patterns.learned_positions import any_length
 from tests.tiny_types import POSITIONS, make_tiny
 
-TOKENS, MORE = 100, 3
+TOKENS, EXTRA = 100, 3
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ TOKENS, MORE = 100, 3
         ("gpt_neo", "transformer.h.0.attn.attention.bias", (2, 3)),
     ],
 )
-def test_tables_and_masks_of_positions_are_longer_while_a_row_is_traced(
+def test_position_tables_and_masks_are_resized_while_tracing(
     model_type: str, name: str, dims: tuple[int, ...], tmp_path: Path
 ) -> None:
     make_tiny(model_type).save_pretrained(tmp_path)
     model = load_meta_model(str(tmp_path)).model
 
-    def found() -> torch.Tensor:
+    def tensor() -> torch.Tensor:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
 
-    before = found()
-    with any_length(model, TOKENS, MORE):
-        assert {found().shape[dim] for dim in dims} == {TOKENS + MORE}
-    assert found() is before
+    before = tensor()
+    with any_length(model, TOKENS, EXTRA):
+        assert {tensor().shape[dim] for dim in dims} == {TOKENS + EXTRA}
+    assert tensor() is before
     assert {before.shape[dim] for dim in dims} == {POSITIONS}

@@ -1,4 +1,4 @@
-"""What of a model's code is replaced while it is traced, and what is refused."""
+"""Functions of a model that are replaced while it is traced, and recurrences that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.refusals import refusal
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-# By architecture, the functions of transformers' files, or methods of its layers, that its layers call.
+# By architecture, the functions of transformers' modules, or methods of its layers, that the layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
     "qwen3_5": {CONVOLUTION, "torch_chunk_gated_delta_rule"},
@@ -35,18 +35,18 @@ def outlined(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("architecture", RECURRENT)
-def test_the_functions_have_the_names_and_parameters_of_transformers_own(architecture: str) -> None:
+def test_replacements_have_names_and_parameters_of_transformers(architecture: str) -> None:
     model = outlined(make_config(architecture))
-    own = functions_of(model)
-    assert {name for _, name, _ in own} == CALLED[architecture]
-    replacing = {name: each for pattern in patterns() for name, each in pattern.functions.items()}
-    for _, name, function in own:
-        ours = inspect.signature(replacing[name]).parameters.values()
-        named = {each.name for each in ours if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    originals = functions_of(model)
+    assert {name for _, name, _ in originals} == CALLED[architecture]
+    replacements = {name: each for pattern in patterns() for name, each in pattern.functions.items()}
+    for _, name, function in originals:
+        parameters = inspect.signature(replacements[name]).parameters.values()
+        named = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
         assert named - {"tables", "z"} <= set(inspect.signature(function).parameters)
     with tracing(TracedModel(model, ModelTables(8), True), lambda *_: None, None):
-        assert all(vars(place)[name] is not function for place, name, function in own)
-    assert all(vars(place)[name] is function for place, name, function in own)
+        assert all(vars(owner)[name] is not function for owner, name, function in originals)
+    assert all(vars(owner)[name] is function for owner, name, function in originals)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
     ],
     ids=["minimax"],
 )
-def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
+def test_an_unknown_recurrence_is_refused(config: Any) -> None:
     with refusal("unknown-recurrence"):
         check_model(outlined(config), 8)
 
 
-def test_a_mean_of_values_so_far_is_transformers_own() -> None:
+def test_the_weighted_mean_equals_transformers() -> None:
     from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
     decay, first = torch.randn(4), torch.randn(4)
@@ -81,5 +81,5 @@ def test_a_mean_of_values_so_far_is_transformers_own() -> None:
         return scan(factor, source, [], source, source)
 
     with mock.patch.object(weighted_mean, "scan", scanned):
-        found, _ = weighted_mean.weighted_mean(ModelTables(6), decay, first, key, value)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual, _ = weighted_mean.weighted_mean(ModelTables(6), decay, first, key, value)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

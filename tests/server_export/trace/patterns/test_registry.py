@@ -1,4 +1,4 @@
-"""Every pattern changes the model that is its example, none a plain Llama; a new one is one object."""
+"""Every pattern changes its example model and none changes a plain Llama; a new pattern is one object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_extending import code_with
 from tests.tiny_models import save_model
 from tests.tiny_types import make_classifier, make_tiny, text_types
 
-# What only refuses models changes nothing of others.
+# Patterns that only refuse models don't change any.
 REFUSING = {
     "chunked attention": "attention-chunk",
     "unknown recurrences": "unknown-recurrence",
@@ -37,7 +37,7 @@ def changes_of(folder: Path) -> Changes:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSING])
-def test_a_pattern_changes_the_model_that_is_its_example(name: str, tmp_path: Path) -> None:
+def test_a_pattern_changes_its_example(name: str, tmp_path: Path) -> None:
     example = REGISTRY[name].example
     model = make_classifier(example, 3) if name == "classification heads" else make_tiny(example)
     model.save_pretrained(tmp_path)
@@ -45,10 +45,10 @@ def test_a_pattern_changes_the_model_that_is_its_example(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("name", "code"), REFUSING.items())
-def test_a_pattern_refuses_the_model_that_is_its_example(name: str, code: str, tmp_path: Path) -> None:
+def test_a_pattern_refuses_its_example(name: str, code: str, tmp_path: Path) -> None:
     make_tiny(REGISTRY[name].example).save_pretrained(tmp_path)
     with refusal(code):
-        # Of texts longer than any chunk.
+        # Texts that are longer than any chunk.
         chain_in(tmp_path, longest=1_000_000)
 
 
@@ -65,7 +65,7 @@ def test_a_pattern_names_model_types_that_transformers_has(name: str) -> None:
 
 
 class LogAddExp(modeling_llama.LlamaMLP):
-    """An inner layer whose activation is log(exp(x) + exp(0)), a softplus in other words."""
+    """An MLP with the activation log(exp(x) + exp(0)), which is softplus."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = self.gate_proj(x)
@@ -78,7 +78,7 @@ def refuse_longer(model: Any, longest: int) -> None:
 
 
 def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of docs/how-to/extend.md, as it stands there."""
+    """The example of docs/how-to/extend.md, as quoted there."""
     monkeypatch.setattr(modeling_llama, "LlamaMLP", LogAddExp)
     config = LlamaConfig(
         vocab_size=64,
@@ -90,7 +90,7 @@ def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    # What a test registers is gone behind it.
+    # The registration doesn't outlive the test.
     monkeypatch.setattr(registry, "REGISTRY", dict(REGISTRY))
     exec(code_with("write_softplus"), {})
     pattern = register(replace(registry.REGISTRY["softplus"], check=refuse_longer))

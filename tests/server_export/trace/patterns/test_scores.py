@@ -1,4 +1,4 @@
-"""Masks and biases that decoders compute of positions themselves, and tokens that they choose."""
+"""Masks and biases that decoders compute from positions, and tokens that they select."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def folded(
 
 
 def read(weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """As a decoder's logits."""
+    """Returns the readout of a decoder's logits."""
     return SOFTMAX_PARTS(weights, state[..., :1].float(), torch.zeros_like(state[..., :1]).long())
 
 
 def triangle(state: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(state.shape[1], device=state.device)
-    return places <= places[:, None]
+    positions = torch.arange(state.shape[1], device=state.device)
+    return positions <= positions[:, None]
 
 
 LEAST = torch.finfo(torch.float32).min
-HIDING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+MASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "where": lambda scores, seen: torch.where(seen, scores, torch.full((), LEAST, device=scores.device)),
     "masked_fill": lambda scores, seen: scores.masked_fill(~seen, LEAST),
     "masked_fill and a sum": lambda scores, seen: scores.masked_fill(~seen, LEAST) + (~seen).float() * -1e9,
@@ -52,10 +52,10 @@ HIDING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", HIDING)
-def test_scores_that_are_hidden_in_another_way_have_one_mask_added(way: str) -> None:
+@pytest.mark.parametrize("style", MASKED)
+def test_masked_scores_become_the_sum_with_one_mask(style: str) -> None:
     def masked(state: torch.Tensor) -> torch.Tensor:
-        return read(torch.softmax(HIDING[way](state @ state.mT, triangle(state)), -1), state)
+        return read(torch.softmax(MASKED[style](state @ state.mT, triangle(state)), -1), state)
 
     graph_module, tables = folded(masked)
     assert [table.type for table in tables.all] == ["causal"]
@@ -66,33 +66,33 @@ def test_scores_that_are_hidden_in_another_way_have_one_mask_added(way: str) -> 
     ]
 
 
-def test_slopes_by_heads_become_numbers_of_queries_and_places_those_of_keys() -> None:
+def test_alibi_slopes_join_queries_and_positions_join_keys() -> None:
     def biased(state: torch.Tensor) -> torch.Tensor:
         heads = torch.stack([state, state * 2], 1)
         slopes = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
-        places = torch.arange(1 - state.shape[1], 1, device=state.device)
-        scores = heads @ heads.transpose(-1, -2) * 0.5 + slopes * places
+        positions = torch.arange(1 - state.shape[1], 1, device=state.device)
+        scores = heads @ heads.transpose(-1, -2) * 0.5 + slopes * positions
         least = torch.full((), LEAST, device=state.device)
         return read(torch.softmax(torch.where(triangle(state), scores, least), -1).sum(1), state)
 
     graph_module, tables = folded(biased)
-    (places,) = (table for table in tables.all if table.type == "rotary")
-    assert torch.equal(places.of(4), torch.arange(4.0).reshape(1, 4, 1))
+    (positions,) = (table for table in tables.all if table.type == "rotary")
+    assert torch.equal(positions.of(4), torch.arange(4.0).reshape(1, 4, 1))
     (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
     query, keys = product.all_input_nodes
     assert (query.meta["val"].shape[-1], keys.meta["val"].shape[-2]) == (WIDTH + 1, WIDTH + 1)
 
 
-def test_biases_of_all_positions_are_made_for_the_row_alone() -> None:
-    """MPT makes as many as it has positions, and takes the last."""
+def test_biases_are_computed_for_the_row_only() -> None:
+    """MPT computes biases for all of its positions and uses the last ones."""
     config: Any = make_tiny("mpt").config
     with for_the_row(config, TOKENS):
         assert config.max_seq_len == TOKENS
     assert config.max_seq_len == POSITIONS
 
 
-def test_a_number_of_each_key_is_one_of_the_keys() -> None:
-    """As with ALiBi, whatever the number comes from: scores get a mask and nothing else."""
+def test_a_bias_of_each_key_joins_the_keys() -> None:
+    """As with ALiBi, wherever the bias comes from: the scores only get a mask."""
 
     def biased(state: torch.Tensor) -> torch.Tensor:
         number = torch.tanh(state[..., 0])[:, None, :].expand(-1, state.shape[1], -1)
@@ -109,7 +109,7 @@ def test_a_number_of_each_key_is_one_of_the_keys() -> None:
     assert scaled.args[0] is product
 
 
-def test_a_number_of_each_key_that_comes_of_the_scores_stays_where_it_is() -> None:
+def test_a_bias_that_depends_on_the_scores_stays() -> None:
     def biased(state: torch.Tensor) -> torch.Tensor:
         scores = state @ state.mT
         hidden = (~triangle(state)).float() * -1e9
@@ -123,17 +123,17 @@ def test_a_number_of_each_key_that_comes_of_the_scores_stays_where_it_is() -> No
 
 
 @pytest.mark.parametrize("count", [LONGEST, LONGEST - 1])
-def test_tokens_that_are_chosen_are_all_where_a_row_has_no_more(count: int) -> None:
+def test_short_rows_select_all_tokens(count: int) -> None:
     def chosen(state: torch.Tensor) -> torch.Tensor:
         scores = state @ state.mT
-        places = torch.topk(scores, count, dim=-1).indices
-        marks = torch.zeros(scores.shape, device=state.device).scatter(-1, places, 1.0)
+        positions = torch.topk(scores, count, dim=-1).indices
+        marks = torch.zeros(scores.shape, device=state.device).scatter(-1, positions, 1.0)
         return torch.softmax(scores.masked_fill(marks == 0, LEAST), -1)
 
     if count < LONGEST:
         with raises(Refusal, "token-budget", saying="8 tokens") as caught:
             folded(chosen, decoder=False)
-        assert "up to 9" in caught.value.what
+        assert "9 tokens" in caught.value.what
         return
     graph_module, _ = folded(chosen, decoder=False)
     remove_identities(graph_module.graph)

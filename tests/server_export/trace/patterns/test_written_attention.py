@@ -1,4 +1,4 @@
-"""Attention of rows and heads apart, in the form in which they are one dimension."""
+"""Attention with separate rows and heads is rewritten to the form with one merged dimension."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FORMS: dict[str, Attention] = {
     "scaled, then masked": lambda q, k, v, m: torch.softmax(q @ k.transpose(-1, -2) / 2 + m, -1) @ v,
     "masked, then scaled": lambda q, k, v, m: torch.softmax((q @ k.mT + m) * 0.5, -1) @ v,
     "mask first": lambda q, k, v, m: torch.softmax(m + q @ k.mT, -1) @ v,
-    "joined before the softmax": lambda q, k, v, m: (
+    "merged before the softmax": lambda q, k, v, m: (
         torch.softmax((q @ k.mT + m).reshape(-1, LENGTH, LENGTH), -1) @ v.reshape(-1, LENGTH, WIDTH)
     ),
-    "apart after it was scaled": lambda q, k, v, m: (
+    "separate after scaling": lambda q, k, v, m: (
         torch.softmax(
             (torch.bmm(q.flatten(0, 1), k.mT.flatten(0, 1)) / 2).view(ROWS, HEADS, LENGTH, LENGTH) + m, -1
         )
@@ -38,7 +38,7 @@ FORMS: dict[str, Attention] = {
 
 
 def graph_of(attention: Attention, mask: torch.Tensor, name: str) -> GraphModule:
-    inputs = (*(drawn(seed) for seed in range(3)), mask)
+    inputs = (*(random_tensor(seed) for seed in range(3)), mask)
     graph_module = torch.export.export(Function(attention), inputs, strict=False).module(check_guards=False)
     decompose(graph_module)
     rewrite(graph_module)
@@ -48,7 +48,7 @@ def graph_of(attention: Attention, mask: torch.Tensor, name: str) -> GraphModule
     return graph_module
 
 
-def drawn(seed: int) -> torch.Tensor:
+def random_tensor(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
@@ -61,7 +61,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", FORMS)
-def test_no_change_of_shape_is_left_between_the_products(form: str, mask: str) -> None:
+def test_no_reshape_remains_between_the_products(form: str, mask: str) -> None:
     graph_module = graph_of(FORMS[form], MASKS[mask], mask)
     first, second = graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default)
     node = second.args[0]
@@ -69,12 +69,12 @@ def test_no_change_of_shape_is_left_between_the_products(form: str, mask: str) -
         assert node.target not in (aten.reshape.default, aten.view.default, aten.expand.default)
         node = next(each for each in node.all_input_nodes if each.meta["val"].shape == node.meta["val"].shape)
     assert first.args[1].target is aten.transpose.int
-    inputs = (*(drawn(seed) for seed in range(3)), MASKS[mask])
+    inputs = (*(random_tensor(seed) for seed in range(3)), MASKS[mask])
     torch.testing.assert_close(graph_module(*inputs), FORMS[form](*inputs))
 
 
-def test_values_that_equal_scores_weigh_are_mixed_at_once() -> None:
-    """Differential attention asks the same queries and keys for two halves of its values."""
+def test_values_with_equal_scores_share_one_product() -> None:
+    """Differential attention computes the same scores for two halves of its values."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         first, second = (torch.softmax(q @ k.mT + m, -1) @ values for values in (v, torch.tanh(v[..., :2])))
@@ -83,5 +83,5 @@ def test_values_that_equal_scores_weigh_are_mixed_at_once() -> None:
     graph_module = graph_of(attention, CAUSAL_MASK, "table_0")
     assert len(graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int)) == 1
     assert len(graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default)) == 2
-    inputs = (*(drawn(seed) for seed in range(3)), CAUSAL_MASK)
+    inputs = (*(random_tensor(seed) for seed in range(3)), CAUSAL_MASK)
     torch.testing.assert_close(graph_module(*inputs), attention(*inputs))
