@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from device_runner.engines.packed_files import bytes_in, files_in, remove_files
+from device_runner.engines.packed_files import cache_files, folder_bytes, remove_files
 from prge.cli.settings import parse_settings
 from prge.system.user_cache import PACKED, PROGRAMS, cache_path
 from prge.training.costs import format_bytes
@@ -36,14 +36,14 @@ def main(argv: Sequence[str]) -> int:
     folders = [cache_path(name) for name in (PACKED, PROGRAMS)]
     freed = sum(map(remove_files, folders)) if settings.clear else None
     reports = [
-        {"folder": str(folder), "files": len(files_in(folder)), "bytes": bytes_in(folder)}
+        {"folder": str(folder), "files": len(cache_files(folder)), "bytes": folder_bytes(folder)}
         for folder in folders
     ]
     if settings.json:
         print(json.dumps({"folders": reports, "freed_bytes": freed}))
         return 0
     for folder, report in zip(folders, reports, strict=True):
-        print(f"{folder}: {report['files']} files, {_format_size(bytes_in(folder))}")
+        print(f"{folder}: {report['files']} files, {_format_size(folder_bytes(folder))}")
     if freed is not None:
         print(f"{_format_size(freed)} freed")
     return 0

@@ -13,9 +13,9 @@ from types import FrameType
 from device_runner.session.generation import (
     BASE,
     ChatSettings,
-    note,
+    open_generative_bundle,
     open_generator,
-    open_speaking,
+    print_note,
     read_adapter,
     read_adapters,
 )
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(ChatSettings, argv, "prge chat", ["bundle"])
     if settings.feedback is not None:
         check_feedback(settings.feedback)
-    bundle = open_speaking(settings.bundle)
+    bundle = open_generative_bundle(settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks a child, so before the engine starts
@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
-        note(NO_TEMPLATE)
-    with watched_memory(settings.memory, note), _interruptible() as interrupts:
+        print_note(NO_TEMPLATE)
+    with watched_memory(settings.memory, print_note), _interruptible() as interrupts:
         Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback, examples).run()
     return 0
 
@@ -146,7 +146,7 @@ class Chat:
                 try:
                     text = decode_utf8(line, "the line") if isinstance(line, bytes) else line
                 except DataError as error:
-                    note(f"error: {error}")
+                    print_note(f"error: {error}")
                 else:
                     yield text.rstrip("\r\n")
             return
@@ -156,9 +156,9 @@ class Chat:
             try:
                 yield input(f"{self._name}> ")
             except KeyboardInterrupt:
-                note("\n/quit or Ctrl-D quits, /help shows all commands")
+                print_note("\n/quit or Ctrl-D quits, /help shows all commands")
             except UnicodeDecodeError:
-                note("error: the line is not UTF-8")
+                print_note("error: the line is not UTF-8")
             except EOFError:
                 print()
                 return
@@ -168,7 +168,7 @@ class Chat:
         word = word.strip()
         if command == "/reset":
             self._turns, self._text, self._last_answer = [], "", None
-            note("the conversation was cleared")
+            print_note("the conversation was cleared")
         elif command in ("/good", "/bad"):
             self._rate(rating=command.removeprefix("/"))
         elif command == "/better":
@@ -178,24 +178,26 @@ class Chat:
         elif command == "/adapter" and word:
             self._switch(word)
         elif command == "/adapter":
-            note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
+            print_note(
+                ", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters)
+            )
         else:
-            note(HELP if command == "/help" else f"unknown command {command}\n{HELP}")
+            print_note(HELP if command == "/help" else f"unknown command {command}\n{HELP}")
 
     def _rate(self, rating: str | None = None, correction: str | None = None) -> None:
         """Save the user's rating or correction of the last answer."""
         if self._feedback is None or self._examples is None:
-            note("feedback is not saved: start with --feedback FILE")
+            print_note("feedback is not saved: start with --feedback FILE")
             return
         if self._last_answer is None:
-            note("there is no answer that you haven't rated yet")
+            print_note("there is no answer that you haven't rated yet")
             return
         try:
             row = self._last_answer.to_feedback(rating, correction)
             self._examples.build(row)
             append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
-            note(f"not saved: {error}")
+            print_note(f"not saved: {error}")
             return
         if correction is not None and self._prompts.chat is None:
             self._text = self._last_answer.prompt_fields["prompt"] + with_leading_space(
@@ -204,7 +206,7 @@ class Chat:
         elif correction is not None:
             self._turns[-1:] = [(self._turns[-1][0], correction)] if self._turns else []
         self._last_answer = None
-        note(f"saved in {self._feedback}")
+        print_note(f"saved in {self._feedback}")
 
     def _switch(self, word: str) -> None:
         """Continue with another adapter, which keeps its name until the end."""
@@ -212,12 +214,12 @@ class Chat:
             try:
                 name, adapter = read_adapter(self._bundle, word)
             except PrgeError as error:
-                note(f"error: {error}")
+                print_note(f"error: {error}")
                 return
             self._adapters[name] = adapter
             word = name
         self._name = word
-        note(f"the conversation continues with {word}")
+        print_note(f"the conversation continues with {word}")
 
     def _answer(self, line: str) -> None:
         """Let the model answer a line, and remember both."""
@@ -234,13 +236,13 @@ class Chat:
                 self._interrupts.ticket = None
             answer = ticket.wait(0)
         except PrgeError as error:
-            note(f"error: {error}")
+            print_note(f"error: {error}")
             return
         write_text(sys.stdout, "\n")
         if answer.reason == "context":
-            note(f"the answer filled the context of {self._generator.engine.context} tokens")
+            print_note(f"the answer filled the context of {self._generator.engine.context} tokens")
         elif answer.reason == "length":
-            note(f"the answer stopped after --max-tokens {self._settings.max_tokens}")
+            print_note(f"the answer stopped after --max-tokens {self._settings.max_tokens}")
         self._remember(line, answer.text)
         if self._prompts.chat is None:
             self._text = f"{self._extended_text(line)}{answer.text}"
@@ -274,7 +276,7 @@ class Chat:
             self._turns.pop(0)
             dropped += 1
         if dropped:
-            note(f"dropped {dropped} turns that no longer fit the context of {context} tokens")
+            print_note(f"dropped {dropped} turns that no longer fit the context of {context} tokens")
         return prompt
 
     def _messages(self, line: str) -> list[dict[str, str]]:

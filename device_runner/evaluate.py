@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
-from device_runner.session.generation import note
-from device_runner.session.memory import budget_of_steps, budget_of_texts, shape_of_scores, watched_memory
+from device_runner.session.generation import print_note
+from device_runner.session.memory import generation_budget, shape_of_scores, step_budget, watched_memory
 from device_runner.session.settings import EvaluateSettings
 from prge.cli.settings import parse_settings
 from prge.data.example_building import load_examples
@@ -44,7 +44,7 @@ SLOTS = 8
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge eval --help`."""
     settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"])
-    with watched_memory(settings.memory, note):
+    with watched_memory(settings.memory, print_note):
         record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
@@ -93,14 +93,16 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     head = _head(bundle, trained, task, examples[0].candidates) if model.is_encoder else None
     shape, context = shape_of_scores(bundle, examples), None
     if generate:
-        context, budget = budget_of_texts(bundle, settings.memory, settings.engine, slots=SLOTS, steps=shape)
+        context, budget = generation_budget(
+            bundle, settings.memory, settings.engine, slots=SLOTS, steps=shape
+        )
     else:
         process = "scoring these rows"
-        budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, process)
+        budget = step_budget(bundle, [shape], settings.memory, settings.engine, process)
     loaded = None if budget is None else budget.loaded
     opened = open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
     engine = opened.engine
-    generator = Generator(opened.speaker(SLOTS, context), tokenizer) if generate else None
+    generator = Generator(opened.generation_engine(SLOTS, context), tokenizer) if generate else None
     is_compared = isinstance(objective, Preference)
     progress = _ScoringProgress(examples, 2 if is_compared else 1)
     if is_compared:

@@ -14,9 +14,9 @@ from typing import Any
 from device_runner.session.generation import (
     STDIN,
     GenerateSettings,
-    note,
+    open_generative_bundle,
     open_generator,
-    open_speaking,
+    print_note,
     read_adapters,
 )
 from device_runner.session.memory import watched_memory
@@ -50,7 +50,7 @@ class _Asked:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge generate --help`."""
     settings = parse_settings(GenerateSettings, argv, "prge generate", ["bundle"])
-    with watched_memory(settings.memory, note):
+    with watched_memory(settings.memory, print_note):
         generate(settings)
     return 0
 
@@ -61,16 +61,16 @@ def generate(settings: GenerateSettings) -> None:
     Raises:
         PrgeError: bad input, or the engine failed.
     """
-    bundle = open_speaking(settings.bundle)
+    bundle = open_generative_bundle(settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
-        note("the model has a chat template: use --chat to apply it to the prompt")
+        print_note("the model has a chat template: use --chat to apply it to the prompt")
     # All prompts come before the engine: a chat template runs in a forked child.
     renderer = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
     prompts = _asked(settings, renderer)
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
     for event, written in renderer.written.items():
-        note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
+        print_note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
     count = len(prompts) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
@@ -86,7 +86,7 @@ def generate(settings: GenerateSettings) -> None:
     else:
         writer = _Writer(names, settings.json, len(adapters) > 1)
         answers = _written(generator, requests, writer, source)
-    note("; ".join(_facts(answers, time.perf_counter() - start)))
+    print_note("; ".join(_facts(answers, time.perf_counter() - start)))
 
 
 def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
@@ -175,7 +175,7 @@ def _rows_asked(
     if problems:
         raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
     for columns_read, count in column_counts.items():
-        note(f"{source.name}: {count} rows {columns_read}")
+        print_note(f"{source.name}: {count} rows {columns_read}")
     return numbered
 
 

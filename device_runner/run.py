@@ -27,10 +27,10 @@ from device_runner.session.inputs import (
     RunInputs,
     read_inputs,
 )
-from device_runner.session.memory import budget_of_steps, outcome, shape_of_scores
-from device_runner.session.pauses import Gates
-from device_runner.session.plan import RunPlan, plan_run, settled
-from device_runner.session.reference import with_references
+from device_runner.session.memory import describe_memory_use, shape_of_scores, step_budget
+from device_runner.session.pauses import Pauses
+from device_runner.session.plan import RunPlan, plan_run, resolve_settings
+from device_runner.session.reference import load_or_compute_references
 from device_runner.session.samples import Answerer, CandidateAnswerer, Samples, TextAnswerer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
@@ -78,14 +78,14 @@ def run(settings: RunSettings) -> Path:
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
     bundle = open_bundle(settings.bundle)
-    settings = settled(settings, bundle)
+    settings = resolve_settings(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         settings = replace(settings, date=settings.date or date_of_run(settings.resume)).with_date()
         inputs = read_inputs(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings, inputs.objective)
         shapes = [plan.shape, shape_of_scores(bundle, [*inputs.train, *inputs.dev])]
-        budget = budget_of_steps(bundle, shapes, settings.memory, settings.engine)
+        budget = step_budget(bundle, shapes, settings.memory, settings.engine)
         before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
             run = _open(plan, inputs, journal, budget)
@@ -100,7 +100,7 @@ def run(settings: RunSettings) -> Path:
                 session = open_session(plan.recipe, run.opened.engine, _data(run, watcher), run.store)
                 samples = _train(run, session, watcher)
                 final = _finish(run, session.state, samples, watcher)
-                if budget is not None and (message := outcome(budget.limit, before)):
+                if budget is not None and (message := describe_memory_use(budget.limit, before)):
                     watcher.note(message)
                 return final
 
@@ -194,7 +194,7 @@ def _data(run: _OpenRun, watcher: RunMonitor) -> SessionData:
     train, dev = inputs.train, inputs.dev
     if isinstance(inputs.objective, Preference) and (inputs.objective.needs_reference or dev):
         count = len(train) if inputs.objective.needs_reference else 0
-        examples, message = with_references(
+        examples, message = load_or_compute_references(
             run.settings.out, inputs.bundle.sha256, engine, inputs.adapter, [*train[:count], *dev]
         )
         if message:
@@ -225,7 +225,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     settings, state, shape = run.settings, session.state, run.plan.shape
     if steps := run.store.journal.steps:
         watcher.note(f"going on after step {steps} of {settings.steps}")
-    gates = Gates(settings.conditions())
+    gates = Pauses(settings.constraints())
     _check_batch(run)
     if settings.resume is None:
         _note_noise(run, session, watcher)
@@ -234,7 +234,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     watcher.note(_plan(run))
     if run.opened.store.residual_bytes is not None:
         watcher.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
-    session.train(samples or watcher, lambda: gates.hold(watcher))
+    session.train(samples or watcher, lambda: gates.wait(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.note(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
@@ -280,7 +280,7 @@ def _check_batch(run: _OpenRun) -> None:
 def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
     """Return what answers sample prompts; None if there are no prompts."""
     if prompts := inputs.sample_prompts:
-        return TextAnswerer(prompts, Generator(opened.speaker(len(prompts)), inputs.tokenizer))
+        return TextAnswerer(prompts, Generator(opened.generation_engine(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:
         return CandidateAnswerer(inputs.sample_rows, opened.engine, inputs.tokenizer)
     return None

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.generator import open_speaker
+from device_runner.engines.generator import open_generation_engine
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import OnlineLearner, plan_rounds
 from device_runner.serving.listen_settings import read_api_keys, refuse_api_key_flag
@@ -22,15 +22,15 @@ from device_runner.session.generation import (
     BASE,
     BUNDLE,
     adapter_source,
-    by_name,
-    note,
-    open_speaker_within,
-    open_speaking,
+    adapters_by_name,
+    open_generation_engine_within,
+    open_generative_bundle,
+    print_note,
     read_adapter,
     read_template_kwargs,
 )
-from device_runner.session.memory import budget_of_texts, watched_memory
-from device_runner.session.pauses import Gates
+from device_runner.session.memory import generation_budget, watched_memory
+from device_runner.session.pauses import Pauses
 from prge.cli.settings import parse_settings
 from prge.data.feedback_examples import FeedbackExamples
 from prge.data.readers.feedback import check_feedback
@@ -65,18 +65,20 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.generation.loop import Generator
 
-    keys, gates = read_api_keys(settings.api_key_file), Gates(settings.conditions())
+    keys, gates = read_api_keys(settings.api_key_file), Pauses(settings.constraints())
     learning: OnlineLearner | None = None
     with ExitStack() as stack:
         stack.enter_context(
-            watched_memory(settings.memory, note, lambda: 0 if learning is None else learning.peak_bytes)
+            watched_memory(
+                settings.memory, print_note, lambda: 0 if learning is None else learning.peak_bytes
+            )
         )
         runs = None if settings.runs is None else Runs(settings.runs)
         lock = None if settings.learn is None else stack.enter_context(run_lock(settings.learn))
         file = settings.feedback if settings.learn is None else settings.learn / FEEDBACK
         if file is not None:
             check_feedback(file)
-        bundle = open_speaking(settings.bundle)
+        bundle = open_generative_bundle(settings.bundle)
         adapters = _adapters(settings, bundle)
         variables = read_template_kwargs(settings.chat_template_kwargs)
         models = Models(adapters, _tokenizer(settings, bundle), variables)
@@ -92,13 +94,13 @@ def serve(settings: ServeSettings) -> None:
         else:
             if file is not None:
                 examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
-            engine = open_speaker_within(
+            engine = open_generation_engine_within(
                 bundle,
                 settings,
                 slots=settings.slots,
                 context=settings.context,
                 precision=settings.cache_dtype,
-                log=note,
+                log=print_note,
             )
         generator = Generator(engine, load_bundle_tokenizer(bundle))
         stack.callback(storage.shutdown, cancel_futures=True)
@@ -108,7 +110,7 @@ def serve(settings: ServeSettings) -> None:
         feedback_file = None
         if file is not None and examples is not None:
             feedback_file = FeedbackFile(file, examples, storage, settings.feedback_limit)
-        feedback = Feedback(feedback_file, note, learning.wake if learning else _ignore)
+        feedback = Feedback(feedback_file, print_note, learning.wake if learning else _ignore)
         about = _about(settings, bundle, models.names)
         app = make_app(models, worker, access, feedback, learning, runs, about, gates)
         address = f"http://{format_address(listener)}"
@@ -144,7 +146,7 @@ def _open_learning(
         source = adapter_source(settings.adapter[0])
     tokenizer = _tokenizer(settings, bundle)
     plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
-    context, budget = budget_of_texts(
+    context, budget = generation_budget(
         bundle,
         settings.memory,
         settings.engine,
@@ -162,13 +164,13 @@ def _open_learning(
         adapters[name],
         tokenizer,
         serve=partial(models.replace, name),
-        tell=note,
+        tell=print_note,
         begin=partial(RoundProcess, lock=lock),
         storage=storage,
         loaded=loaded,
     )
     models.replace(name, learning.adapter)
-    engine = open_speaker(
+    engine = open_generation_engine(
         bundle,
         threads=settings.threads,
         engine=settings.engine,
@@ -176,7 +178,7 @@ def _open_learning(
         slots=settings.slots,
         context=context,
         precision=settings.cache_dtype,
-        log=note,
+        log=print_note,
     )
     return learning, engine
 
@@ -214,4 +216,4 @@ def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     for word in settings.adapter:
         name, adapter = read_adapter(bundle, word)
         named.append((Path(word).resolve().name if name == word else name, adapter))
-    return by_name(named)
+    return adapters_by_name(named)

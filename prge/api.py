@@ -75,7 +75,7 @@ class Model:
 
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
         self._generation = importlib.import_module("device_runner.session.generation")
-        flags = settings_from_mapping(self._generation.SpeakingFlags, engine, "load()", "prge generate")
+        flags = settings_from_mapping(self._generation.GenerationFlags, engine, "load()", "prge generate")
         tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").bundle_tokenizer(bundle)
         self._prompts: Prompts = importlib.import_module("prge.generation.prompts").Prompts(tokenizer)
         # The chat template runs in a child process, which has to be forked before an engine is loaded.
@@ -102,7 +102,9 @@ class Model:
         """
         from prge.generation.loop import Request
 
-        flags = settings_from_mapping(self._generation.SpeakingFlags, settings, "generate()", "prge generate")
+        flags = settings_from_mapping(
+            self._generation.GenerationFlags, settings, "generate()", "prge generate"
+        )
         request = Request(self._encode(to_python_value(prompt)), self._adapter, flags.generation())
         return self._generator.generate([request])[0]
 
@@ -205,4 +207,4 @@ def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -
         generation = importlib.import_module("device_runner.session.generation")
         folder = parse_path(bundle, "load(): bundle")
         name = None if adapter is None else str(parse_path(adapter, "load(): adapter"))
-        return Model(generation.open_speaking(folder), name, engine)
+        return Model(generation.open_generative_bundle(folder), name, engine)

@@ -12,4 +12,4 @@ from prge.training.costs import Budget
 def fix_memory_budget(monkeypatch: pytest.MonkeyPatch, module: ModuleType, loaded: int) -> None:
     """Let a module plan its steps with a fixed number of bytes for loaded weights and activations."""
     budget = Budget(limit=1 << 40, loaded=loaded, predicted=1 << 40)
-    monkeypatch.setattr(module, "budget_of_steps", lambda *_, **__: budget)
+    monkeypatch.setattr(module, "step_budget", lambda *_, **__: budget)

@@ -28,8 +28,8 @@ exit $code
 _ENGINE = """
 import json
 import device_runner.run
-from device_runner.session.machine import facts
-print(json.dumps(facts()))
+from device_runner.session.machine import describe_machine
+print(json.dumps(describe_machine()))
 """
 
 

@@ -75,7 +75,7 @@ class _Step:
     recurrent: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
-class ChainSpeaker:
+class ChainGenerationEngine:
     """Implements prge.generation.generator.GenerationEngine for an opened bundle.
 
     Args:
@@ -492,7 +492,7 @@ def _write_mask(mask: FloatArray, lengths: Sequence[int], window: int | None) ->
         mask[row, :, 1 + first : 1 + length] = 0
 
 
-def open_speaker(
+def open_generation_engine(
     bundle: Bundle,
     *,
     threads: int | None = None,
@@ -502,7 +502,7 @@ def open_speaker(
     context: int | None = None,
     precision: Precision = "float32",
     log: Callable[[str], None] = lambda text: None,
-) -> ChainSpeaker:
+) -> ChainGenerationEngine:
     """Open the blocks of a bundle for generation; each is tried in a child process before it is used.
 
     Args:
@@ -516,7 +516,7 @@ def open_speaker(
         log: called with messages for the user.
 
     Raises:
-        BundleError, EngineError: see ChainSpeaker and device_runner.engines.blocks.Blocks.
+        BundleError, EngineError: see ChainGenerationEngine and device_runner.engines.blocks.Blocks.
     """
     backend = choose(engine)
     backend.runtime.prepare()
@@ -524,4 +524,4 @@ def open_speaker(
         log(f"using the torch engine: {backend.reason}")
     blocks = Blocks(bundle, backend, {PREFILL, DECODE}, loaded, log)
     backend.runtime.set_threads(threads)
-    return ChainSpeaker(blocks, slots, context, precision)
+    return ChainGenerationEngine(blocks, slots, context, precision)

@@ -9,7 +9,7 @@ from device_runner.engines.activations import ActivationStore
 from device_runner.engines.backend import choose
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.generator import ChainSpeaker
+from device_runner.engines.generator import ChainGenerationEngine
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
 from prge.formats.bundle import Bundle
@@ -27,11 +27,11 @@ class OpenEngine:
     store: ActivationStore
     notes: str = ""
 
-    def speaker(
+    def generation_engine(
         self, slots: int = 1, context: int | None = None, precision: Precision = "float32"
-    ) -> ChainSpeaker:
+    ) -> ChainGenerationEngine:
         """Return a generation engine with the same blocks; see device_runner.engines.generator."""
-        return ChainSpeaker(self.blocks, slots, context, precision)
+        return ChainGenerationEngine(self.blocks, slots, context, precision)
 
 
 def open_engine(

@@ -145,9 +145,9 @@ class PackedFiles:
         self._refused = True
 
 
-def bytes_in(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Return the size of a cache folder's files in bytes."""
-    return sum(path.stat().st_size for path in files_in(folder))
+    return sum(path.stat().st_size for path in cache_files(folder))
 
 
 def remove_files(folder: Path) -> int:
@@ -162,15 +162,15 @@ def remove_files(folder: Path) -> int:
         return 0
     try:
         with _locked(folder):
-            removed = bytes_in(folder)
-            for path in files_in(folder):
+            removed = folder_bytes(folder)
+            for path in cache_files(folder):
                 path.unlink()
             return removed
     except OSError as error:
         raise storage_error(folder, error) from None
 
 
-def files_in(folder: Path) -> list[Path]:
+def cache_files(folder: Path) -> list[Path]:
     """Return the files of a cache folder with their checksums; none if there is no folder."""
     return [path for path in sorted(folder.glob("*")) if path.name != _LOCK and path.is_file()]
 

@@ -41,7 +41,7 @@ from device_runner.fleet.messages import (
 )
 from device_runner.fleet.privacy.reported import BUDGET_EXCEEDED
 from device_runner.fleet.state import apply_steps, global_recipe, pack_state, replay_estimator
-from device_runner.session.inputs import origin_of
+from device_runner.session.inputs import start_record
 from device_runner.session.replay import advance, replay
 from prge.errors import ConfigError, RunError
 from prge.formats.adapter import Adapter
@@ -161,7 +161,7 @@ def begin_fleet(
         write_file(folder / AGREEMENT, agreement.content)
         if head is not None:
             journal.append(Heads(head).to_record())
-        journal.append({**origin_of(bundle, adapter), "settings": recipe.to_record()})
+        journal.append({**start_record(bundle, adapter), "settings": recipe.to_record()})
 
 
 def has_begun(folder: Path) -> bool:

@@ -35,7 +35,7 @@ from device_runner.fleet.state import (
     start_sha256,
     unpack_state,
 )
-from device_runner.session.pauses import Gates
+from device_runner.session.pauses import Pauses
 from device_runner.session.settings import EngineFlags, RunSettings
 from prge.cli.inputs import BundleInput, InputFile, TrainRows
 from prge.cli.settings import read_settings, read_stored, settings_to_yaml, with_absolute_paths
@@ -338,12 +338,12 @@ class _Round:
     def _make_stopped(self) -> Callable[[], bool]:
         """Return a function that waits for the owner's conditions and says if the round's time is over."""
         held = _RoundWait(self.began + self.seconds)
-        gates = Gates(self.policy.conditions())
-        return lambda: gates.hold(held)
+        gates = Pauses(self.policy.constraints())
+        return lambda: gates.wait(held)
 
 
 class _RoundWait:
-    """Implements pauses.Held: prints nothing, and ends a wait when the round's time is over."""
+    """Implements pauses.PauseObserver: prints nothing, and ends a wait when the round's time is over."""
 
     def __init__(self, until: float) -> None:
         self._until = until

@@ -13,7 +13,7 @@ from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import RoundResult
 from device_runner.fleet.privacy.reported import NoiseSampler, ReportingEstimator, system_noise
 from device_runner.session.inputs import read_inputs
-from device_runner.session.memory import budget_of_steps
+from device_runner.session.memory import step_budget
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
 from prge.data.row_report import warn_unread
@@ -153,7 +153,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
     if not plan.sends_projected_gradients and plan.clip:
         check_single_sequences(inputs.train)
     run_plan = plan_run(bundle, inputs.train, settings)
-    budget = budget_of_steps(bundle, [run_plan.shape], settings.memory, settings.engine, "this device")
+    budget = step_budget(bundle, [run_plan.shape], settings.memory, settings.engine, "this device")
     opened = open_engine(
         bundle,
         run_plan.role,

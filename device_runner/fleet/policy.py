@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from device_runner.fleet.agreement import Plan
-from device_runner.session.constraints import Condition, Hours
+from device_runner.session.constraints import Constraint, Hours
 from device_runner.session.settings import WaitFlags
 from prge.cli.bounds import bound_problems
 from prge.errors import ConfigError
@@ -108,10 +108,10 @@ class Policy:
             objections.append(f"the owner's policy has hours {self.hours}, it is {clock}")
         return objections
 
-    def conditions(self) -> list[Condition]:
+    def constraints(self) -> list[Constraint]:
         """Return the conditions that a round waits for."""
         return WaitFlags(
             only_charging=self.only_charging,
             pause_below_battery=self.pause_below_battery,
             pause_above_celsius=self.pause_above_celsius,
-        ).conditions()
+        ).constraints()

@@ -11,7 +11,7 @@ from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
 from device_runner.fleet.state import initial_state, start_sha256
-from device_runner.session.memory import budget_of_steps, shape_of_scores
+from device_runner.session.memory import shape_of_scores, step_budget
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.cli.field_types import Paths
@@ -151,7 +151,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
 def _engine(settings: ServerSettings, bundle: Bundle) -> OpenEngine:
     """Open the engine that evaluates rows on the server."""
     shape = shape_of_scores(bundle, [])
-    budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, "scoring rows")
+    budget = step_budget(bundle, [shape], settings.memory, settings.engine, "scoring rows")
     loaded = None if budget is None else budget.loaded
     return open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
 

@@ -43,8 +43,8 @@ from device_runner.serving.protocol import (
     read_version,
 )
 from device_runner.serving.worker import BusyError, EventHandler, GenerationEvent, Worker
-from device_runner.session.generation import note
-from device_runner.session.pauses import Gates
+from device_runner.session.generation import print_note
+from device_runner.session.pauses import Pauses
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Completion, Reason, Sharing
 
@@ -66,7 +66,7 @@ def make_app(
     learning: OnlineLearner | None = None,
     runs: Runs | None = None,
     about: Json | None = None,
-    gates: Gates | None = None,
+    gates: Pauses | None = None,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -80,7 +80,7 @@ def make_app(
         about: what the page shows about the models.
         gates: conditions; while they are not met, no completion is begun.
     """
-    server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
+    server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Pauses(()))
     description = {**(about or {}), **server.description, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -164,7 +164,7 @@ class _Server:
         access: Access,
         feedback: Feedback,
         learning: OnlineLearner | None,
-        gates: Gates,
+        gates: Pauses,
     ) -> None:
         self.models = models
         self.worker = worker
@@ -312,7 +312,7 @@ class _Server:
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
-        if why := await asyncio.to_thread(self.gates.closed, note):
+        if why := await asyncio.to_thread(self.gates.reason_to_wait, print_note):
             raise RequestError(503, f"paused, {why}", error_type="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)

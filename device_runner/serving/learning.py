@@ -33,8 +33,8 @@ from device_runner.serving.rounds import (
     unlearnable,
 )
 from device_runner.serving.settings import LearnFlags
-from device_runner.session.pauses import Gates
-from device_runner.session.plan import DEFAULT_BATCH, RunPlan, plan_run, settled
+from device_runner.session.pauses import Pauses
+from device_runner.session.plan import DEFAULT_BATCH, RunPlan, plan_run, resolve_settings
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
 from prge.cli.settings import read_stored
@@ -121,7 +121,7 @@ class OnlineLearner:
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
-        self._gates = Gates(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
+        self._gates = Pauses(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
         # Guards the process and the reasons why it is paused.
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
@@ -165,7 +165,7 @@ class OnlineLearner:
         if time.monotonic() < self._retry_at:
             return False
         # Reading sensors may take a moment.
-        must_wait = bool(self._gates.closed(lambda text: self._log(f"learning: {text}")))
+        must_wait = bool(self._gates.reason_to_wait(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
         with self._lock:
@@ -410,7 +410,9 @@ def plan_rounds(
         check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
-    settings = settled(replace(settings, date=read_date(flags.learn) or settings.date), bundle).with_date()
+    settings = resolve_settings(
+        replace(settings, date=read_date(flags.learn) or settings.date), bundle
+    ).with_date()
     has_kept = flags.kept is not None or run is not None
     replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_kept else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))

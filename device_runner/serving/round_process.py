@@ -126,9 +126,9 @@ def main() -> None:
     print("ready", file=output, flush=True)
 
     from device_runner.serving.rounds import round_outcome
-    from device_runner.session.generation import note
+    from device_runner.session.generation import print_note
 
-    print(json.dumps(round_outcome(pickle.loads(pickled), note)), file=output, flush=True)
+    print(json.dumps(round_outcome(pickle.loads(pickled), print_note)), file=output, flush=True)
 
 
 if __name__ == "__main__":

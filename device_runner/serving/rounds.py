@@ -20,7 +20,7 @@ from typing import Any
 
 from device_runner.engines.opening import open_engine
 from device_runner.serving.feedback_index import ChangedError, IndexEntry, read_rows
-from device_runner.session.inputs import origin_of
+from device_runner.session.inputs import start_record
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
 from prge.data.columns import RowError
@@ -224,7 +224,7 @@ def _train_and_judge(
     plan = plan_run(bundle, examples, round.settings)
     settings, adapter, folder = plan.settings, round.adapter, round.settings.out
     identity = {
-        **origin_of(bundle, adapter, round.digest(), retained.sha256),
+        **start_record(bundle, adapter, round.digest(), retained.sha256),
         "settings": plan.recipe.to_record(),
     }
     with Journal(_folder_of(folder, identity) / JOURNAL) as journal:

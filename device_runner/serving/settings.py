@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from device_runner.engines.trunk_cache import Precision
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.listen_settings import ListenFlags
-from device_runner.session.constraints import Condition, parse_when
+from device_runner.session.constraints import Constraint, parse_when
 from device_runner.session.settings import EngineFlags, PauseFlags, when_problems
 from prge.cli.bounds import bound_problems, flag
 from prge.cli.field_types import Bytes
@@ -40,9 +40,9 @@ class RoundFlags(PauseFlags):
     """Learn only while all of these hold, as for `prge run`: charging, cool, battery:30, idle, 22:00-07:00.
     Default: whenever no request is being answered."""
 
-    def learning_conditions(self) -> list[Condition]:
+    def learning_conditions(self) -> list[Constraint]:
         """Return the conditions for learning: those for serving, and `when`."""
-        return [*self.conditions(), *parse_when(self.when)]
+        return [*self.constraints(), *parse_when(self.when)]
 
     def idle_problems(self) -> list[str]:
         """Return the flags that have no effect without learning."""

@@ -25,7 +25,7 @@ _HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 
 
 @dataclass(frozen=True)
-class Condition(ABC):
+class Constraint(ABC):
     """A constraint; `flag` is how the user wrote it, `sensor` the name of what it reads."""
 
     sensor: ClassVar[str]
@@ -47,66 +47,66 @@ class Condition(ABC):
         """
 
 
-class Charging(Condition):
+class Charging(Constraint):
     """Requires that the battery is charging, or full at a charger."""
 
     sensor = "charger"
 
     def read(self, sensors: Sensors) -> SensorReading:
-        """See Condition."""
+        """See Constraint."""
         return sensors.charging()
 
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """See Condition."""
+        """See Constraint."""
         return "" if value else "not charging: it waits for a charger"
 
 
 @dataclass(frozen=True)
-class Cool(Condition):
+class Cool(Constraint):
     """Requires a temperature in degrees Celsius up to a limit; after a pause, clearly below the limit."""
 
     sensor = "temperature"
     limit: float = COOL
 
     def read(self, sensors: Sensors) -> SensorReading:
-        """See Condition."""
+        """See Constraint."""
         return sensors.temperature()
 
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """See Condition."""
+        """See Constraint."""
         limit = self.limit - (COOLER_BY if paused else 0.0)
         return "" if value <= limit else f"too hot: {value:.1f} degrees Celsius, the limit is {limit:g}"
 
 
 @dataclass(frozen=True)
-class Battery(Condition):
+class Battery(Constraint):
     """Requires a charge in percent of at least a limit, or a charging battery."""
 
     sensor = "battery"
     least: float
 
     def read(self, sensors: Sensors) -> SensorReading:
-        """See Condition."""
+        """See Constraint."""
         return sensors.battery_percent()
 
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """See Condition."""
+        """See Constraint."""
         if value >= self.least or sensors.charging().value:
             return ""
         return f"too little charge: {value:g} %, the limit is {self.least:g} %"
 
 
-class Idle(Condition):
+class Idle(Constraint):
     """Requires that nobody uses the device: a phone's screen is off, or other programs use few cores."""
 
     sensor = "use of the device"
 
     def read(self, sensors: Sensors) -> SensorReading:
-        """See Condition."""
+        """See Constraint."""
         return sensors.use()
 
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """See Condition."""
+        """See Constraint."""
         if isinstance(value, bool):
             return "in use: the screen is on" if value else ""
         limit = _OTHER_CORES / 2 if paused else _OTHER_CORES
@@ -116,7 +116,7 @@ class Idle(Condition):
 
 
 @dataclass(frozen=True)
-class Hours(Condition):
+class Hours(Constraint):
     """Requires a local time in a daily window from minute `begin` to `end`, which may cross midnight.
 
     The end is exclusive; a window that ends where it begins is the whole day.
@@ -144,18 +144,18 @@ class Hours(Condition):
         return (minute - self.begin) % _DAY < length
 
     def read(self, sensors: Sensors) -> SensorReading:
-        """See Condition."""
+        """See Constraint."""
         return sensors.minute_of_day()
 
     def unmet(self, value: float | bool, sensors: Sensors, paused: bool) -> str:
-        """See Condition."""
+        """See Constraint."""
         if self.has(int(value)):
             return ""
         now, begin, end = map(_format_minute, (int(value), self.begin, self.end))
         return f"not the time: it is {now}, it waits for {begin}-{end}"
 
 
-def parse_when(text: str) -> list[Condition]:
+def parse_when(text: str) -> list[Constraint]:
     """Parse a `--when` into constraints, all of which must be met.
 
     Raises:
@@ -170,7 +170,7 @@ def parse_when(text: str) -> list[Condition]:
     return constraints
 
 
-def _parse_word(word: str) -> Condition:
+def _parse_word(word: str) -> Constraint:
     flag = f"--when {word}"
     if hours := Hours.parse(word, flag):
         return hours
@@ -184,7 +184,7 @@ def _parse_word(word: str) -> Condition:
     return constraint
 
 
-def _parse_with_limit(name: str, number: str, flag: str) -> Condition | None:
+def _parse_with_limit(name: str, number: str, flag: str) -> Constraint | None:
     """Return a constraint with a limit; None for an unknown name or an invalid number."""
     bounds: Mapping[str, str] = {"cool": "pause_above_celsius", "battery": "pause_below_battery"}
     try:

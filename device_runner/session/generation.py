@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from device_runner.engines.generator import ChainSpeaker, open_speaker
+from device_runner.engines.generator import ChainGenerationEngine, open_generation_engine
 from device_runner.engines.trunk_cache import Precision
-from device_runner.session.memory import budget_of_texts
+from device_runner.session.memory import generation_budget
 from device_runner.session.settings import EngineFlags
 from prge.cli.inputs import InputFile, ModelInput, NamedAdapter, TestRows, TextInput
 from prge.cli.outputs import AppendedFile
@@ -34,7 +34,7 @@ STDIN = "-"
 
 
 @dataclass(frozen=True)
-class OfBundle:
+class BundleFlags:
     """The model that generates."""
 
     bundle: ModelInput
@@ -45,7 +45,7 @@ class OfBundle:
 
 
 @dataclass(frozen=True)
-class SpeakingFlags(EngineFlags):
+class GenerationFlags(EngineFlags):
     """How text is generated, and by which engine."""
 
     max_tokens: int = 128
@@ -108,7 +108,7 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
+class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
     """Generate answers to prompts: a single answer is streamed, several are generated at once."""
 
     ONE_OF: ClassVar = (("prompt", "messages", "data"),)
@@ -141,7 +141,7 @@ class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
 
 
 @dataclass(frozen=True)
-class ChatSettings(SpeakingFlags, OfBundle):
+class ChatSettings(GenerationFlags, BundleFlags):
     """Chat with a bundle's model in the terminal; /help lists the commands."""
 
     max_tokens: int = 512
@@ -158,7 +158,7 @@ class ChatSettings(SpeakingFlags, OfBundle):
     takes it. Default: no feedback is saved."""
 
 
-def open_speaking(folder: Path) -> Bundle:
+def open_generative_bundle(folder: Path) -> Bundle:
     """Open a bundle whose model generates text; raises BundleError for another one."""
     bundle = open_bundle(folder)
     if bundle.chain.readout != "logprobs":
@@ -193,15 +193,15 @@ def adapter_source(word: str) -> Path:
     return Path(path if equals and not Path(word).exists() else word)
 
 
-def read_adapters(flags: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
+def read_adapters(flags: BundleFlags, bundle: Bundle) -> dict[str, Adapter]:
     """Read adapters by name as `read_adapter` does; by default the tuned adapter or the bundle's own."""
     tuning = find_tuning(flags.bundle)
     if tuning is not None and not flags.adapter:
         return {tuning.name: read_adapter(bundle, str(tuning.folder))[1]}
-    return by_name([read_adapter(bundle, word) for word in flags.adapter or [BUNDLE]])
+    return adapters_by_name([read_adapter(bundle, word) for word in flags.adapter or [BUNDLE]])
 
 
-def by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
+def adapters_by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
     """Return adapters by printable name; raises ConfigError if two have the same name."""
     named = [(printable(name), adapter) for name, adapter in named]
     counts = Counter(name for name, _ in named)
@@ -217,15 +217,15 @@ def by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
     return dict(named)
 
 
-def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
+def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: GenerationFlags, slots: int) -> Generator:
     """Open a generator on the engine that the flags choose; raises BundleError, EngineError."""
-    engine = open_speaker_within(
-        bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, log=note
+    engine = open_generation_engine_within(
+        bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, log=print_note
     )
     return Generator(engine, tokenizer)
 
 
-def open_speaker_within(
+def open_generation_engine_within(
     bundle: Bundle,
     flags: EngineFlags,
     *,
@@ -233,13 +233,13 @@ def open_speaker_within(
     context: int | None,
     precision: Precision,
     log: Callable[[str], None],
-) -> ChainSpeaker:
+) -> ChainGenerationEngine:
     """Open a generation engine within `--memory`; without --context its context is as long as that allows.
 
     Raises:
-        PrgeError: see open_speaker and device_runner.session.memory.budget_of_texts.
+        PrgeError: see open_generation_engine and device_runner.session.memory.generation_budget.
     """
-    context_limit, budget = budget_of_texts(
+    context_limit, budget = generation_budget(
         bundle, flags.memory, flags.engine, slots=slots, context=context, precision=precision
     )
     if (
@@ -253,7 +253,7 @@ def open_speaker_within(
             "use --context to set another number"
         )
     loaded = None if budget is None else budget.loaded
-    return open_speaker(
+    return open_generation_engine(
         bundle,
         threads=flags.threads,
         engine=flags.engine,
@@ -265,7 +265,7 @@ def open_speaker_within(
     )
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a message for the user to standard error, apart from generated text."""
     with best_effort(sys.stderr):
         print(visible(text), file=sys.stderr, flush=True)

@@ -32,10 +32,10 @@ class GradientAgreement:
     """
 
     r: float
-    slope: float
+    scale: float
 
 
-def compare(values: Float64Array, reference: Float64Array) -> GradientAgreement:
+def measure_agreement(values: Float64Array, reference: Float64Array) -> GradientAgreement:
     """Compare projected gradients with a reference of the same shape; values that aren't finite give 0."""
     y, x = values.ravel(), reference.ravel()
     lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
@@ -45,7 +45,7 @@ def compare(values: Float64Array, reference: Float64Array) -> GradientAgreement:
     return GradientAgreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
 
 
-def slopes(queries: int, epsilon: float) -> dict[str, FiniteDifference]:
+def difference_rules(queries: int, epsilon: float) -> dict[str, FiniteDifference]:
     """Return finite differences by estimator, as derivatives that don't depend on the size of epsilon."""
     return {"antithetic": Antithetic(queries, epsilon), "fzoo": OneSided(queries, epsilon, normalize=False)}
 
@@ -73,7 +73,7 @@ def noise_note(
     reference, values = (
         np.stack(
             [
-                Differences(slopes(queries, epsilon)[name])
+                Differences(difference_rules(queries, epsilon)[name])
                 .measure(
                     engine, Step(adapter, sampler.batch(step), settings.seed, step, head, None, objective)
                 )
@@ -83,7 +83,7 @@ def noise_note(
         )
         for epsilon in epsilons
     )
-    r = compare(values, reference).r
+    r = measure_agreement(values, reference).r
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
     note = f"int8 activations: finite differences at epsilon {sizes} agree with r = {r:.2f}"
     return f"{note}; --estimator tangent has no such noise" if r < POOR else note

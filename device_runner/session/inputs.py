@@ -99,7 +99,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     start_head = None
     if model.is_encoder:
         start_head = load_head(bundle, source, task, train_examples[0].candidates)
-    origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
+    origin = start_record(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     origin["tokens"] = tokens_sha256([*train_examples, *dev_examples])
     return RunInputs(
         bundle,
@@ -119,7 +119,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     )
 
 
-def origin_of(
+def start_record(
     bundle: Bundle,
     adapter: Adapter,
     train: str | None = None,

@@ -35,7 +35,7 @@ _LESS_TEXT = "give more, or take a smaller --context"
 _FEWEST_TOKENS, _STEP = 64, 64
 
 
-def budget_of_steps(
+def step_budget(
     bundle: Bundle,
     shapes: Sequence[StepShape],
     limit: int | None,
@@ -76,7 +76,7 @@ def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
     return step_shape(FORWARD, examples, len(sequences_of(examples)), bundle.chain.model)
 
 
-def budget_of_texts(
+def generation_budget(
     bundle: Bundle,
     limit: int | None,
     engine: EngineName = "auto",
@@ -98,7 +98,7 @@ def budget_of_texts(
         steps: shape of what a child process computes within the same limit.
 
     Raises:
-        PrgeError: as in `budget_of_steps`.
+        PrgeError: as in `step_budget`.
     """
     if limit is None:
         return context, None
@@ -147,11 +147,11 @@ def watched_memory(
     try:
         yield
     finally:
-        if limit is not None and (line := outcome(limit, before, of_child())):
+        if limit is not None and (line := describe_memory_use(limit, before, of_child())):
             log(line)
 
 
-def outcome(limit: int, before: int | None = None, of_child: int = 0) -> str:
+def describe_memory_use(limit: int, before: int | None = None, of_child: int = 0) -> str:
     """Describe in a line whether this process kept a bound of its memory; empty if that is unknown.
 
     Args:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from device_runner.session.constraints import Condition
+from device_runner.session.constraints import Constraint
 from device_runner.session.sensors import Sensors
 from prge.errors import ConfigError
 
@@ -17,7 +17,7 @@ _SLICE_SECONDS = 0.1
 Say = Callable[[str], object]
 
 
-class Held(Protocol):
+class PauseObserver(Protocol):
     """Observer of a pause, which can also end it."""
 
     @property
@@ -38,29 +38,29 @@ class Held(Protocol):
         ...
 
 
-class Gates:
+class Pauses:
     """The constraints that pause work; any thread may use it."""
 
     def __init__(
-        self, conditions: Iterable[Condition], sensors: Sensors | None = None, seconds: float = SECONDS
+        self, constraints: Iterable[Constraint], sensors: Sensors | None = None, seconds: float = SECONDS
     ) -> None:
         """Read every sensor that a constraint needs.
 
         Args:
-            conditions: constraints, all of which must be met.
+            constraints: constraints, all of which must be met.
             sensors: sensors to read.
             seconds: shortest time between two readings.
 
         Raises:
             ConfigError: a sensor can't be read, so that its constraint would never pause work.
         """
-        self._conditions = tuple(conditions)
+        self._constraints = tuple(constraints)
         self._sensors = sensors or Sensors()
         self._seconds = seconds
         self._lock = threading.Lock()
         self._next, self._since, self._why = 0.0, 0.0, ""
         self._unreadable: set[str] = set()
-        readings = [(each.flag, each.read(self._sensors)) for each in self._conditions]
+        readings = [(each.flag, each.read(self._sensors)) for each in self._constraints]
         problems = [f"{flag}: {reading.reason}" for flag, reading in readings if reading.value is None]
         if problems:
             raise ConfigError(
@@ -70,10 +70,10 @@ class Gates:
                 code="condition-not-measurable",
             )
 
-    def hold(self, watcher: Held) -> bool:
+    def wait(self, watcher: PauseObserver) -> bool:
         """Wait until all constraints are met; returns whether the work must stop."""
         begin, reason = time.perf_counter(), ""
-        while not watcher.stopped and (current := self.closed(watcher.note)):
+        while not watcher.stopped and (current := self.reason_to_wait(watcher.note)):
             if _reason_type(current) != _reason_type(reason):
                 watcher.on_wait(reason := current)
             time.sleep(min(_SLICE_SECONDS, self._seconds))
@@ -81,14 +81,14 @@ class Gates:
             watcher.on_pause(time.perf_counter() - begin)
         return watcher.stopped
 
-    def closed(self, say: Say) -> str:
+    def reason_to_wait(self, say: Say) -> str:
         """Return why work must wait now, or an empty string.
 
         `say` gets a message when a pause begins, changes and ends.
         """
         with self._lock:
             now = time.monotonic()
-            if not self._conditions or now < self._next:
+            if not self._constraints or now < self._next:
                 return self._why
             previous, self._why = self._why, self._first_unmet(say)
             self._next = time.monotonic() + self._seconds
@@ -102,7 +102,7 @@ class Gates:
 
     def _first_unmet(self, say: Say) -> str:
         """Return the reason of the first constraint that isn't met."""
-        for each in self._conditions:
+        for each in self._constraints:
             reading = each.read(self._sensors)
             if reading.value is None:
                 # Reported once; a sensor that can't be read any more pauses nothing.

@@ -63,7 +63,7 @@ def plan_run(
         BundleError: the bundle lacks the estimator's role.
         ConfigError: settings have no meaning for the estimator, or don't fit bundle, rows or each other.
     """
-    settings = settled(settings, bundle)
+    settings = resolve_settings(settings, bundle)
     if settings.estimator is None:
         raise ValueError("the estimator is not resolved")
     entry, chain = ESTIMATORS[settings.estimator], bundle.chain
@@ -101,7 +101,7 @@ def plan_run(
     return RunPlan(_resolve_steps(settings, batch, len(examples)), entry.role, shape)
 
 
-def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
+def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
     """Resolve the estimator of a run on a bundle, and the settings that follow from it.
 
     Raises:

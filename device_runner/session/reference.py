@@ -31,7 +31,7 @@ from prge.system.regular_files import read_regular
 Scores = list[list[float]]
 
 
-def with_references(
+def load_or_compute_references(
     folder: Path, bundle: str, engine: Engine, adapter: Adapter, examples: Sequence[Example]
 ) -> tuple[list[Example], str]:
     """Return examples with their reference scores, saved in a run folder, and a message for the user.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from device_runner.session.constraints import Battery, Charging, Condition, Cool, parse_when
+from device_runner.session.constraints import Battery, Charging, Constraint, Cool, parse_when
 from prge.cli.bounds import flag
 from prge.cli.field_types import CONVERSION_ERRORS, Bytes, Day, convert_value
 from prge.cli.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
@@ -52,9 +52,9 @@ class PauseFlags:
     pause_below_battery: float | None = None
     """Pause while the battery is below this many percent and not charging."""
 
-    def conditions(self) -> list[Condition]:
+    def constraints(self) -> list[Constraint]:
         """Return the constraints that must be met to continue."""
-        constraints: list[Condition] = []
+        constraints: list[Constraint] = []
         if self.pause_above_celsius is not None:
             constraints.append(Cool(flag("pause_above_celsius"), self.pause_above_celsius))
         if self.pause_below_battery is not None:
@@ -73,10 +73,10 @@ class WaitFlags(PauseFlags):
     only_charging: bool = False
     """Pause while the battery is not charging, as --when charging."""
 
-    def conditions(self) -> list[Condition]:
+    def constraints(self) -> list[Constraint]:
         """Return the constraints that must be met to continue."""
         charging = [Charging(flag("only_charging"))] if self.only_charging else []
-        return [*charging, *super().conditions(), *parse_when(self.when)]
+        return [*charging, *super().constraints(), *parse_when(self.when)]
 
 
 def when_problems(when: str) -> list[str]:

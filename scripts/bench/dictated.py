@@ -1,6 +1,6 @@
 """Dictated texts: the engine computes as usual, but the next token is predetermined.
 
-    engine = DictatedEngine(open_speaker(bundle))
+    engine = DictatedEngine(open_generation_engine(bundle))
     engine.text = [*prompt, *answer]
 
 A model with random weights doesn't repeat its prompt, and the gain of drafts depends only on repetition.

@@ -108,7 +108,7 @@ def generated_texts(
     import numpy as np
     from tokenizers import Tokenizer as Backend
 
-    from device_runner.engines.generator import open_speaker
+    from device_runner.engines.generator import open_generation_engine
     from prge.data.tokenization.tokenizer import Tokenizer
     from prge.formats.bundle import open_bundle
     from prge.formats.peft import read_peft
@@ -118,7 +118,7 @@ def generated_texts(
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
     bundle = open_bundle(folder / "bundle")
-    engine = open_speaker(bundle, threads=threads, engine="native", slots=count)
+    engine = open_generation_engine(bundle, threads=threads, engine="native", slots=count)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     prompts = np.random.default_rng(0).integers(0, engine.vocabulary_size, (count, prompt)).tolist()
     while True:
@@ -146,7 +146,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     from dictated import DictatedEngine, of_few_words, repeating
     from tokenizers import Tokenizer as Backend
 
-    from device_runner.engines.generator import open_speaker
+    from device_runner.engines.generator import open_generation_engine
     from prge.data.tokenization.tokenizer import Tokenizer
     from prge.formats.bundle import open_bundle
     from prge.formats.peft import read_peft
@@ -156,7 +156,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
     bundle = open_bundle(folder / "bundle")
-    engine = DictatedEngine(open_speaker(bundle, threads=threads, engine="native"))
+    engine = DictatedEngine(open_generation_engine(bundle, threads=threads, engine="native"))
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     generator, random = Generator(engine, tokenizer), np.random.default_rng(0)
     while True:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import open_engine
-from device_runner.session.gradient_noise import compare, slopes
+from device_runner.session.gradient_noise import difference_rules, measure_agreement
 from prge.data.example_building import load_examples
 from prge.data.sources import read_source
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
@@ -53,7 +53,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.seed, number, arguments.queries, 1, adapter.modules, shared=True
         )
         for epsilon in arguments.epsilons:
-            for name, rule in slopes(arguments.queries, epsilon).items():
+            for name, rule in difference_rules(arguments.queries, epsilon).items():
                 perturbed_values = (
                     perturb_adapter(adapter, variant, directions) for variant in rule.perturbations()
                 )
@@ -64,11 +64,13 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
                     rule.projected_gradients(np.array(losses))
                 )
     reference = np.stack(exact)
-    agreements = {name: compare(np.stack(estimates), reference) for name, estimates in differences.items()}
+    agreements = {
+        name: measure_agreement(np.stack(estimates), reference) for name, estimates in differences.items()
+    }
     return {
         "quantization": bundle.quantization,
         "scalars": reference.size,
-        "differences": {name: {"r": each.r, "slope": each.slope} for name, each in agreements.items()},
+        "differences": {name: {"r": each.r, "slope": each.scale} for name, each in agreements.items()},
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from device_runner import serve
 from device_runner.serving.listen_settings import read_api_keys
 from device_runner.serving.settings import ServeSettings
-from device_runner.session.generation import by_name
+from device_runner.session.generation import adapters_by_name
 from prge.errors import BundleError, ConfigError
 from tests.refusals import raises
 from tests.speakers import make_adapter
@@ -85,7 +85,7 @@ def test_this_machine_needs_no_key() -> None:
 
 def test_models_have_names_that_an_answer_can_carry() -> None:
     adapter = make_adapter()
-    assert list(by_name([("first", adapter), ("b\udcff", adapter)])) == ["first", "b\\udcff"]
+    assert list(adapters_by_name([("first", adapter), ("b\udcff", adapter)])) == ["first", "b\\udcff"]
 
 
 def test_a_key_that_others_may_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

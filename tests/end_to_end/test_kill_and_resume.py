@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.engines.packed_files import files_in
+from device_runner.engines.packed_files import cache_files
 from prge.formats.journal import Journal
 from tests.compilers import needs_compiler
 from tests.tiers import second_tier
@@ -147,7 +147,7 @@ BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]
 os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
 
 def prepare(out, count, budget):
-    run_verb.budget_of_steps = lambda *_: Budget(limit=1 << 40, loaded=budget, predicted=1 << 40)
+    run_verb.step_budget = lambda *_: Budget(limit=1 << 40, loaded=budget, predicted=1 << 40)
     os.environ["XDG_CACHE_HOME"] = str(out.with_name(f"cache of {out.name}"))
     function, left = getattr(owner, name), count
 
@@ -237,7 +237,7 @@ def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     assert (len(output) >= 4) == (instant == "backward_saved")
     caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
     packed = [
-        {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}
+        {path.name: path.read_bytes() for path in cache_files(cache) if path.suffix != ".weights"}
         for cache in caches
     ]
     assert packed[0] == packed[1] and len(packed[0]) == 2 * len([*(workshop / "bundle/weights").iterdir()])

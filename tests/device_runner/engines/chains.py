@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from device_runner.engines import torch_runtime
-from device_runner.engines.generator import open_speaker
+from device_runner.engines.generator import open_generation_engine
 from device_runner.engines.native import runtime as native_runtime
 from device_runner.engines.opening import OpenEngine, open_engine
 from prge.engine import Array, Call, Engine, FloatArray, Target, TokenSequence
@@ -210,7 +210,7 @@ def spoken_and_expected(
     """Generate tokens after a prompt with a random adapter, by the engine and by transformers."""
     adapter = random_adapter(bundle.chain.modules, 1, 0.3)
     start = np.random.default_rng(0).integers(3, bundle.chain.vocabulary_size, prompt).tolist()
-    generation_engine = open_speaker(bundle)
+    generation_engine = open_generation_engine(bundle)
     sequence = generation_engine.open(adapter)
     logits, written = generation_engine.feed(sequence, start), list[int]()
     for _ in range(count):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_runner.engines import generator as generation
-from device_runner.engines.generator import ChainSpeaker, open_speaker
+from device_runner.engines.generator import ChainGenerationEngine, open_generation_engine
 from prge.engine import FloatArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
@@ -74,7 +74,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     )
     times = CANCELLING.get(bundle.manifest["model"]["model_type"], 0)
     tolerance = max(TOLERANCE, times * difference(expected, exact))
-    generation_engine = open_speaker(bundle)
+    generation_engine = open_generation_engine(bundle)
     assert (generation_engine.context, generation_engine.vocabulary_size) == (
         POSITIONS,
         bundle.chain.vocabulary_size,
@@ -98,7 +98,7 @@ def test_a_prompt_is_read_alike_next_to_a_long_sequence(
     monkeypatch.setattr(generation, "LONG", 48)
     monkeypatch.setattr(generation, "CHUNK_OF_LONG", 8)
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
-    alone, crowded = open_speaker(bundle), open_speaker(bundle, slots=2)
+    alone, crowded = open_generation_engine(bundle), open_generation_engine(bundle, slots=2)
     crowded.feed(crowded.open(adapter), tokens_of(bundle, 120, 1))
     expected, result = (each.feed(each.open(adapter), tokens) for each in (alone, crowded))
     assert result.tobytes() == expected.tobytes()
@@ -111,7 +111,7 @@ def test_a_prompt_is_read_alike_next_to_a_long_sequence(
 def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
     bundle: Bundle, oracle: TorchEngine, engine: Any, precision: Any, tolerance: float
 ) -> None:
-    generation_engine = open_speaker(bundle, engine=engine, slots=4, precision=precision)
+    generation_engine = open_generation_engine(bundle, engine=engine, slots=4, precision=precision)
     rows = {}
     for seed, length in enumerate((3, 17, 1, 8)):
         adapter, tokens = adapter_of(bundle, seed), tokens_of(bundle, 40, seed)
@@ -144,7 +144,7 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
 
 
 def test_a_sequence_continues_after_a_rewind(bundle: Bundle, oracle: TorchEngine) -> None:
-    generation_engine, adapter = open_speaker(bundle), adapter_of(bundle, 1)
+    generation_engine, adapter = open_generation_engine(bundle), adapter_of(bundle, 1)
     tokens, others = tokens_of(bundle, 30), tokens_of(bundle, 30, seed=5)
     sequence = generation_engine.open(adapter)
     generation_engine.feed(sequence, tokens)
@@ -162,7 +162,7 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 24)
     expected = logits_of(oracle, adapter, tokens)
     bound = TOLERANCE if dtype == "float32" else 1e-2
-    generation_engine = open_speaker(bundle, slots=2, precision=dtype)
+    generation_engine = open_generation_engine(bundle, slots=2, precision=dtype)
     beside, text = generation_engine.open(adapter_of(bundle, 2)), generation_engine.open(adapter)
     generation_engine.feed(beside, tokens)
     generation_engine.feed(text, tokens[:12])
@@ -181,7 +181,7 @@ def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precisi
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)
 
     def logits(**settings: Any) -> list[bytes]:
-        generation_engine = open_speaker(bundle, slots=2, precision=precision, **settings)
+        generation_engine = open_generation_engine(bundle, slots=2, precision=precision, **settings)
         both = [generation_engine.open(adapter) for _ in range(2)]
         result = [generation_engine.feed(sequence, tokens[:20]) for sequence in both]
         for token in tokens[20:]:
@@ -193,7 +193,7 @@ def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precisi
 
 
 def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
-    generation_engine, adapter = open_speaker(bundle), adapter_of(bundle, 1)
+    generation_engine, adapter = open_generation_engine(bundle), adapter_of(bundle, 1)
     sequence = generation_engine.open(adapter)
     generation_engine.feed(sequence, tokens_of(bundle, POSITIONS))
     with raises(EngineError, "text-too-long", saying=str(POSITIONS + 1)):
@@ -204,14 +204,14 @@ def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
 
 
 def test_a_shorter_context_may_be_requested(bundle: Bundle) -> None:
-    generation_engine = open_speaker(bundle, context=20)
+    generation_engine = open_generation_engine(bundle, context=20)
     assert generation_engine.context == 20
     with raises(EngineError, "text-too-long", saying="21"):
         generation_engine.feed(generation_engine.open(adapter_of(bundle, 1)), tokens_of(bundle, 21))
 
 
 def test_there_are_so_many_slots(bundle: Bundle) -> None:
-    generation_engine, adapter = open_speaker(bundle, slots=2), adapter_of(bundle, 1)
+    generation_engine, adapter = open_generation_engine(bundle, slots=2), adapter_of(bundle, 1)
     assert generation_engine.slots == 2
     first = generation_engine.open(adapter)
     generation_engine.open(adapter)
@@ -226,11 +226,11 @@ def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
         chain = type("Chain", (), {"roles": ("forward", "backward")})
 
     with raises(BundleError, "role-missing", saying="stack, back"):
-        ChainSpeaker(Silent())  # type: ignore[arg-type]
+        ChainGenerationEngine(Silent())  # type: ignore[arg-type]
 
 
 def test_feeding_no_token_is_refused(bundle: Bundle) -> None:
-    generation_engine = open_speaker(bundle)
+    generation_engine = open_generation_engine(bundle)
     with raises(EngineError, "tokens-missing"):
         generation_engine.feed(generation_engine.open(adapter_of(bundle, 1)), [])
 
@@ -246,7 +246,7 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
     stranger = Adapter(own.modules, adapter_of(bundle, 2).values, lora_a)
     elsewhere = oracle_of(folder)
     elsewhere.lora_a = {name: torch.from_numpy(matrix) for name, matrix in lora_a.items()}
-    generation_engine, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 30)
+    generation_engine, tokens = open_generation_engine(bundle, slots=2), tokens_of(bundle, 30)
     expected = [logits_of(oracle_of(folder), own, tokens), logits_of(elsewhere, stranger, tokens)]
     both = [generation_engine.open(adapter) for adapter in (own, stranger)]
     for sequence, logits in zip(both, expected, strict=True):
@@ -260,7 +260,7 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
 def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
     broken, adapter = adapter_of(bundle, 1), adapter_of(bundle, 2)
     broken.values[:] = np.inf
-    generation_engine, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 20)
+    generation_engine, tokens = open_generation_engine(bundle, slots=2), tokens_of(bundle, 20)
     sound, other = generation_engine.open(adapter), generation_engine.open(broken)
     generation_engine.feed(sound, tokens[:5])
     assert not np.isfinite(generation_engine.feed(other, tokens)).any()

@@ -23,7 +23,7 @@ from torch import nn
 from device_runner.engines import generator as generation
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.generator import ChainSpeaker
+from device_runner.engines.generator import ChainGenerationEngine
 from prge.engine import Array, Call, Engine
 from prge.formats import chain
 from prge.formats.bundle import open_bundle
@@ -341,7 +341,7 @@ def test_texts(case: Case, precision: Any) -> None:
     tokens = np.random.default_rng(0).integers(3, chain_of.vocabulary_size, chain_of.bounds.tokens).tolist()
     adapter = random_adapter(chain_of.modules, 1, 0.3)
     expected = logits_of(case.oracle, adapter, tokens)
-    generation_engine = ChainSpeaker(case.blocks, 2, precision=precision)
+    generation_engine = ChainGenerationEngine(case.blocks, 2, precision=precision)
 
     def check(logits: Array, place: int) -> None:
         if precision == "float32":
@@ -370,7 +370,7 @@ def test_texts(case: Case, precision: Any) -> None:
 def test_texts_of_a_recurrence_in_slots_that_others_left(case: Case) -> None:
     """A recurrent state can't return to an earlier token: the sequence starts again from its beginning."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
-    generation_engine = ChainSpeaker(case.blocks, slots=3)
+    generation_engine = ChainGenerationEngine(case.blocks, slots=3)
 
     def check(logits: Array, tokens: list[int]) -> None:
         np.testing.assert_allclose(logits, logits_of(case.oracle, adapter, tokens)[-1], atol=2e-5)

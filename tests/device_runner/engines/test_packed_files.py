@@ -20,7 +20,7 @@ from device_runner.engines import packed_files
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.errors import EngineRefusalError
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
-from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in, remove_files
+from device_runner.engines.packed_files import HashedFile, PackedFiles, folder_bytes, remove_files
 from prge.engine import Array
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
@@ -197,7 +197,7 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_reported_once(
         (messages,) = use.messages
         assert messages.startswith("weights stay in memory instead of packed files: "), messages
         assert ("File too large" if asks else "ftruncate") in messages, messages
-        assert packed_of(folder) == [] and bytes_in(folder) == 0
+        assert packed_of(folder) == [] and folder_bytes(folder) == 0
 
     in_a_child(fp32, attempt)
 
@@ -222,7 +222,7 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
     monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert len(use.messages) == 1 and bytes_in(folder) == 0
+    assert len(use.messages) == 1 and folder_bytes(folder) == 0
 
 
 class Restless(Program):
@@ -247,7 +247,7 @@ def test_a_file_that_changes_answers_is_not_kept(
     monkeypatch.setattr(packed_files, "Program", Restless)
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert "its outputs change" in use.messages[0] and bytes_in(folder) == 0
+    assert "its outputs change" in use.messages[0] and folder_bytes(folder) == 0
 
 
 def test_a_process_that_was_killed_while_it_packed_leaves_no_files(
@@ -335,14 +335,14 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
 def test_the_cache_reports_its_size_and_is_emptied_under_those_who_use_it(
     fp32: LoweredBlocks, folder: Path
 ) -> None:
-    assert bytes_in(folder) == remove_files(folder) == 0
+    assert folder_bytes(folder) == remove_files(folder) == 0
     use = Use(fp32, folder)
     program = Program(fp32.program)
     method = program.load("score", weights=use.open(0))
     use.open(1)
-    size = bytes_in(folder)
+    size = folder_bytes(folder)
     assert size > sum(path.stat().st_size for path in packed_of(folder)) > 1 << 15
-    assert remove_files(folder) == size and bytes_in(folder) == 0
+    assert remove_files(folder) == size and folder_bytes(folder) == 0
     inputs, outputs = example("score"), room("score")
     method.run(inputs, outputs)
     fp32.assert_right(0, "score", inputs, outputs)

@@ -17,7 +17,7 @@ from device_runner.fleet.device import FLEETS, LEDGER, answer
 from device_runner.fleet.messages import RoundResult, RoundSteps, RoundTask, TaskRefusal, parse_reply
 from device_runner.fleet.server import open_fleet
 from device_runner.fleet.state import pack_state
-from device_runner.session.pauses import Gates
+from device_runner.session.pauses import Pauses
 from prge.engine import FloatArray
 from prge.formats.journal import Journal
 from prge.training.privacy_accounting import epsilon_of
@@ -290,7 +290,7 @@ def test_time_may_run_out_during_the_replay_which_is_stored(
 ) -> None:
     looks = iter([False] * 3 + [True] * 100)
     with monkeypatch.context() as patch:
-        patch.setattr(Gates, "hold", lambda *_: next(looks))
+        patch.setattr(Pauses, "wait", lambda *_: next(looks))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
     assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")

@@ -17,7 +17,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.uvicorn_server import Server, format_address, listening
 from device_runner.serving.worker import Worker
 from device_runner.session.constraints import Cool
-from device_runner.session.pauses import Gates
+from device_runner.session.pauses import Pauses
 from device_runner.session.sensors import Sensors
 from prge.data.feedback_examples import FeedbackExamples
 from prge.data.tokenization import chat
@@ -84,6 +84,6 @@ if __name__ == "__main__":
         feedback = Feedback(file, lambda text: print(text, flush=True))
         print(format_address(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
-        gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
+        gates = Pauses(hot, Sensors(Path(sys.argv[5])), seconds=0)
         app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=gates)
         Server(app, worker, on_stopping=feedback.close).run([listener])

@@ -19,7 +19,7 @@ import pytest
 from device_runner.serving.feedback_index import FeedbackIndex
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, round_outcome
-from device_runner.session.plan import settled
+from device_runner.session.plan import resolve_settings
 from device_runner.session.settings import RunSettings
 from prge.data.readers.feedback import AnswerRecord, append_feedback, remove_rows
 from prge.errors import RunError
@@ -80,7 +80,7 @@ def made(tmp_path: Path) -> Round:
     settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
     start = Adapter.zeros(bundle.chain.modules)
     rows = entries[:3], entries[3:], entries[:0]
-    plan = settled(settings, bundle).with_date()
+    plan = resolve_settings(settings, bundle).with_date()
     return Round(1, plan, BACKWARD, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from device_runner.fleet.policy import Policy
 from device_runner.session import sensors as module
 from device_runner.session.constraints import Battery, Charging, Cool, Hours, Idle, parse_when
-from device_runner.session.pauses import Gates
+from device_runner.session.pauses import Pauses
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
@@ -93,16 +93,16 @@ def test_flags_and_words_are_the_same_conditions() -> None:
     flags = RunSettings(
         Path("b"), Path("t"), Path("o"), only_charging=True, pause_above_celsius=41, pause_below_battery=30
     )
-    given, words = flags.conditions(), parse_when("charging,cool:41,battery:30")
+    given, words = flags.constraints(), parse_when("charging,cool:41,battery:30")
     assert [{**vars(each), "flag": ""} for each in given] == [{**vars(each), "flag": ""} for each in words]
     policy = Policy(only_charging=True, pause_above_celsius=41, pause_below_battery=30)
-    assert policy.conditions() == given
+    assert policy.constraints() == given
 
 
-def looked(gates: Gates) -> tuple[str, list[str]]:
+def looked(gates: Pauses) -> tuple[str, list[str]]:
     """Return why work must wait, and the messages."""
     messages: list[str] = []
-    return gates.closed(messages.append), messages
+    return gates.reason_to_wait(messages.append), messages
 
 
 def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         time, "localtime", lambda: time.struct_time((2026, 1, 1, now[0] // 60, now[0] % 60, 0, 0, 1, 0))
     )
-    gates = Gates(parse_when("22:00-07:00"), seconds=0)
+    gates = Pauses(parse_when("22:00-07:00"), seconds=0)
     why = "not the time: it is 12:00, it waits for 22:00-07:00"
     assert looked(gates) == (why, [f"paused, {why}"])
     now[0] = 6 * 60 + 59
@@ -136,13 +136,13 @@ def test_a_phone_is_idle_while_its_screen_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, why: str
 ) -> None:
     dumpsys(tmp_path, monkeypatch, f"POWER MANAGER\n  mWakefulness={state}\n  mIsPowered=true")
-    assert looked(Gates(parse_when("idle"), seconds=0))[0] == why
+    assert looked(Pauses(parse_when("idle"), seconds=0))[0] == why
 
 
 def test_a_phone_that_does_not_tell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumpsys(tmp_path, monkeypatch, "Permission Denial")
     with raises(ConfigError, "condition-not-measurable", saying="--when idle"):
-        Gates(parse_when("idle"))
+        Pauses(parse_when("idle"))
 
 
 def test_another_machine_is_idle_while_others_take_few_cores(
@@ -163,7 +163,7 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     fake.sleep = passed
     monkeypatch.setattr(module, "time", fake)
     passed(1)
-    gates = Gates(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
+    gates = Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path), seconds=0)
     passed(5, own=2.0, others=0.4)  # what the run itself takes is no use of the device
     assert looked(gates)[0] == ""
     passed(5, own=2.0, others=1.5)
@@ -176,4 +176,4 @@ def test_another_machine_is_idle_while_others_take_few_cores(
 
 def test_a_machine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "condition-not-measurable", saying=f"{tmp_path}/stat"):
-        Gates(parse_when("idle"), Sensors(tmp_path, tmp_path))
+        Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path))

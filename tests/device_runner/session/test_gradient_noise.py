@@ -12,7 +12,7 @@ import pytest
 
 from device_runner import run as run_verb
 from device_runner.run import run
-from device_runner.session.gradient_noise import GradientAgreement, compare, slopes
+from device_runner.session.gradient_noise import GradientAgreement, difference_rules, measure_agreement
 from device_runner.session.settings import RunSettings
 from prge.formats.bundle import open_bundle
 from prge.training.estimators.differences import Differences
@@ -44,9 +44,9 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
             along.append([float(directions(query) @ gradient) for query in range(QUERIES)])
         result = {}
         for epsilon in (SMALL, LARGE):
-            for name, rule in slopes(QUERIES, epsilon).items():
+            for name, rule in difference_rules(QUERIES, epsilon).items():
                 scalars = [Differences(rule).measure(engine, step).projected_gradients for step in steps]
-                result[name, epsilon] = compare(np.array(scalars), np.array(along))
+                result[name, epsilon] = measure_agreement(np.array(scalars), np.array(along))
         return result
 
     return measured
@@ -55,7 +55,7 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Gra
 def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any) -> None:
     result = agreements(Device(has_back=True))
     assert result["antithetic", SMALL].r > 0.9999
-    assert result["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
+    assert result["antithetic", SMALL].scale == pytest.approx(1, abs=0.005)
     assert result["fzoo", SMALL].r > 0.99
     assert result["fzoo", LARGE].r < result["fzoo", SMALL].r
 
@@ -68,16 +68,16 @@ def test_rounding_drowns_small_steps(agreements: Any) -> None:
 def test_compare() -> None:
     random = np.random.default_rng(0)
     reference, noise = random.normal(size=(2, 4, 5000))
-    same = compare(2 * reference, reference)
-    assert (same.r, same.slope) == (pytest.approx(1), pytest.approx(2))
-    noisy = compare(reference + noise / 2, reference)
+    same = measure_agreement(2 * reference, reference)
+    assert (same.r, same.scale) == (pytest.approx(1), pytest.approx(2))
+    noisy = measure_agreement(reference + noise / 2, reference)
     assert noisy.r**2 == pytest.approx(0.8, rel=0.01)
-    assert compare(-reference, reference).r == pytest.approx(-1)
+    assert measure_agreement(-reference, reference).r == pytest.approx(-1)
     # The mean of true projected gradients is zero, so a constant is noise too.
-    assert compare(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
+    assert measure_agreement(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
     for nothing in (0 * reference, np.full_like(reference, np.nan), np.full_like(reference, np.inf)):
-        assert compare(nothing, reference) == GradientAgreement(0, 0)
-        assert compare(reference, nothing) == GradientAgreement(0, 0)
+        assert measure_agreement(nothing, reference) == GradientAgreement(0, 0)
+        assert measure_agreement(reference, nothing) == GradientAgreement(0, 0)
 
 
 # A new run on quantized activations reports the noise of its differences.

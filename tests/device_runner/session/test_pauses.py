@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.session.pauses import Gates
+from device_runner.session.pauses import Pauses
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
@@ -60,17 +60,17 @@ def system(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def gates(system: Path, **changes: Any) -> Gates:
+def gates(system: Path, **changes: Any) -> Pauses:
     settings = RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), **changes)
-    return Gates(settings.conditions(), Sensors(system, system), seconds=0.02)
+    return Pauses(settings.constraints(), Sensors(system, system), seconds=0.02)
 
 
-def held(gate: Gates, told: Told, over: Any) -> None:
+def held(gate: Pauses, told: Told, over: Any) -> None:
     """Wait until `over` is called a moment later."""
     thread = threading.Timer(0.2, over)
     thread.start()
     begin = time.monotonic()
-    gate.hold(told)
+    gate.wait(told)
     assert time.monotonic() - begin > 0.15
     thread.join()
 
@@ -91,8 +91,8 @@ def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
 
 def test_open_gates_do_nothing(system: Path) -> None:
     told = Told()
-    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).hold(told)
-    assert not gates(system).hold(told)
+    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).wait(told)
+    assert not gates(system).wait(told)
     assert not told.texts and told.paused == 0
 
 
@@ -149,5 +149,5 @@ def test_a_sensor_that_is_lost_is_reported_once(system: Path) -> None:
     (system / "class/power_supply/battery/status").unlink()
     for _ in range(2):
         time.sleep(0.03)
-        assert not gate.hold(told)
+        assert not gate.wait(told)
     assert len(told.texts) == 1 and "the charger can no longer be read" in told.texts[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.plan import plan_run, settled
+from device_runner.session.plan import plan_run, resolve_settings
 from device_runner.session.settings import RunSettings
 from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
@@ -48,9 +48,9 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     roles: set[str], estimator: str, queries: int | None
 ) -> None:
     bundle = with_roles(roles)
-    result = settled(_settings(), bundle)
+    result = resolve_settings(_settings(), bundle)
     assert (result.estimator, result.queries) == (estimator, queries)
-    assert settled(result, bundle) == result
+    assert resolve_settings(result, bundle) == result
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_the_optimizer_follows_from_the_estimator(
     changes: dict[str, Any], optimizer: str, beta2: float
 ) -> None:
     bundle = in_memory_bundle()
-    result = settled(_settings(**changes), bundle)
+    result = resolve_settings(_settings(**changes), bundle)
     assert (result.optimizer, result.beta2) == (optimizer, beta2)
-    assert settled(result, bundle) == result
+    assert resolve_settings(result, bundle) == result
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_optimizer_follows_from_the_estimator(
 )
 def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, value: str) -> None:
     with raises(ConfigError, code, saying=value):
-        settled(_settings(**changes), with_roles({FORWARD}))
+        resolve_settings(_settings(**changes), with_roles({FORWARD}))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None
 def test_a_default_that_is_set_is_accepted() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
     given = parse_settings(RunSettings, words, "prge run")
-    assert settled(given, with_roles({FORWARD, JVP})).estimator == "tangent"
+    assert resolve_settings(given, with_roles({FORWARD, JVP})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
@@ -143,15 +143,19 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
 
 
 def test_estimators_have_what_the_settings_say() -> None:
-    tangents = make_estimator(settled(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN))
+    tangents = make_estimator(
+        resolve_settings(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN)
+    )
     assert isinstance(tangents, TangentEstimator)
     assert (tangents.queries, tangents.shared, tangents.clip) == (4, True, 0.5)
-    differences = make_estimator(settled(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN))
+    differences = make_estimator(
+        resolve_settings(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN)
+    )
     assert isinstance(differences, Differences)
     assert differences.rule == Antithetic(4, 0.1)
     assert differences.clip == 0.5
-    fzoo = make_estimator(settled(_settings(estimator="fzoo"), CHAIN))
-    exact = make_estimator(settled(_settings(clip=0.5, clip_examples=0.1, batch_size=4), CHAIN))
+    fzoo = make_estimator(resolve_settings(_settings(estimator="fzoo"), CHAIN))
+    exact = make_estimator(resolve_settings(_settings(clip=0.5, clip_examples=0.1, batch_size=4), CHAIN))
     assert isinstance(exact, Exact)
     assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
     assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
@@ -223,7 +227,7 @@ def test_what_changed_in_a_resumed_run_is_reported_by_the_run() -> None:
     changes = {"estimator": "exact", "queries": 4}
     with raises(ConfigError, "settings-unusable", saying="--queries"):
         _settings(**changes)
-    assert settled(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
+    assert resolve_settings(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
 
 
 def test_a_step_that_is_too_large_names_the_runs_flags() -> None:
