@@ -40,7 +40,7 @@ MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _NumberedPrompt:
     """A prompt and its number: its row in the data or its position among the prompts, from 1."""
 
     row: int
@@ -67,7 +67,7 @@ def generate(settings: GenerateSettings) -> None:
         print_note("the model has a chat template: use --chat to apply it to the prompt")
     # All prompts come before the engine: a chat template runs in a forked child.
     renderer = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
-    prompts = _asked(settings, renderer)
+    prompts = _read_prompts(settings, renderer)
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
     for event, written in renderer.written.items():
         print_note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
@@ -89,21 +89,21 @@ def generate(settings: GenerateSettings) -> None:
     print_note("; ".join(_facts(answers, time.perf_counter() - start)))
 
 
-def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
+def _read_prompts(settings: GenerateSettings, prompts: Prompts) -> list[_NumberedPrompt]:
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     if settings.messages is not None:
         messages, variables = _read_messages(settings.messages)
         messages = [*_unless_there(system, messages), *messages]
-        return [_Asked(1, prompts.encode_messages(messages, {**settings.variables, **variables}))]
+        return [_NumberedPrompt(1, prompts.encode_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
-        return _rows_asked(settings, prompts, system)
+        return _read_row_prompts(settings, prompts, system)
     texts = [read_input_text(sys.stdin) if text == STDIN else text for text in settings.prompt]
     if settings.chat:
         turns = [[*system, {"role": "user", "content": text}] for text in texts]
         prompts_of_texts = [prompts.encode_messages(messages, settings.variables) for messages in turns]
     else:
         prompts_of_texts = [prompts.encode_text(text) for text in texts]
-    return [_Asked(number, prompt) for number, prompt in enumerate(prompts_of_texts, 1)]
+    return [_NumberedPrompt(number, prompt) for number, prompt in enumerate(prompts_of_texts, 1)]
 
 
 def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
@@ -132,15 +132,15 @@ def _answerable(messages: object) -> list[Mapping[str, Any]]:
         raise RowError(str(error), code="messages-malformed") from None
 
 
-def _rows_asked(
+def _read_row_prompts(
     settings: GenerateSettings, prompts: Prompts, system: Sequence[Mapping[str, Any]]
-) -> list[_Asked]:
+) -> list[_NumberedPrompt]:
     """Return the prompts of a file's rows; raises DataError with all rows that have none."""
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
     source = read_source(settings.data, "test", settings.columns, task=task)
     rows = select_rows(source.rows, settings.selection)
-    numbered: list[_Asked] = []
+    numbered: list[_NumberedPrompt] = []
     column_counts: Counter[str] = Counter()
     problems: list[str] = []
     for row in rows:
@@ -161,13 +161,13 @@ def _rows_asked(
                     row, chat=form.chat != "" and prompts.chat is not None, prompts_only=True
                 )
                 if "messages" in prompt_row.fields:
-                    messages = _asked_of(prompt_row)
+                    messages = _messages_to_answer(prompt_row)
                     messages = [*_unless_there(system, messages), *messages]
                     variables = {**settings.variables, **prompt_row.fields.get(TEMPLATE_KWARGS, {})}
                     prompt = prompts.encode_messages(messages, variables)
                 else:
                     prompt = prompts.encode_text(_text_of(prompt_row))
-            numbered.append(_Asked(row.number, prompt))
+            numbered.append(_NumberedPrompt(row.number, prompt))
         except RowError as problem:
             problems.append(f"row {row.number}: {problem}")
         except DataError as error:
@@ -189,7 +189,7 @@ def _text_of(row: Row) -> str:
     raise AssertionError("a form without a prompt")
 
 
-def _asked_of(row: Row) -> list[Mapping[str, Any]]:
+def _messages_to_answer(row: Row) -> list[Mapping[str, Any]]:
     """Return a row's messages without those of the assistant at the end, which are the reference."""
     messages = row.fields["messages"]
     while isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":

@@ -225,7 +225,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     settings, state, shape = run.settings, session.state, run.plan.shape
     if steps := run.store.journal.steps:
         watcher.note(f"going on after step {steps} of {settings.steps}")
-    gates = Pauses(settings.constraints())
+    pauses = Pauses(settings.constraints())
     _check_batch(run)
     if settings.resume is None:
         _note_noise(run, session, watcher)
@@ -234,7 +234,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
     watcher.note(_plan(run))
     if run.opened.store.residual_bytes is not None:
         watcher.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
-    session.train(samples or watcher, lambda: gates.wait(watcher))
+    session.train(samples or watcher, lambda: pauses.wait(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.note(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt

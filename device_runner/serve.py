@@ -65,7 +65,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.generation.loop import Generator
 
-    keys, gates = read_api_keys(settings.api_key_file), Pauses(settings.constraints())
+    keys, pauses = read_api_keys(settings.api_key_file), Pauses(settings.constraints())
     learning: OnlineLearner | None = None
     with ExitStack() as stack:
         stack.enter_context(
@@ -112,7 +112,7 @@ def serve(settings: ServeSettings) -> None:
             feedback_file = FeedbackFile(file, examples, storage, settings.feedback_limit)
         feedback = Feedback(feedback_file, print_note, learning.wake if learning else _ignore)
         about = _about(settings, bundle, models.names)
-        app = make_app(models, worker, access, feedback, learning, runs, about, gates)
+        app = make_app(models, worker, access, feedback, learning, runs, about, pauses)
         address = f"http://{format_address(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
         lines.append(f"listening at {address}/v1; Ctrl-C ends it")

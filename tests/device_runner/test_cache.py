@@ -32,8 +32,8 @@ def test_files_and_bytes_are_reported(folder: Path, capsys: pytest.CaptureFixtur
     programs = folder.with_name("programs")
     fill(programs)
     assert main(["cache"]) == 0
-    told = "".join(f"{each}: 2 files, 2.9 KiB (3000 bytes)\n" for each in (folder, programs))
-    assert capsys.readouterr().out == told
+    output = "".join(f"{each}: 2 files, 2.9 KiB (3000 bytes)\n" for each in (folder, programs))
+    assert capsys.readouterr().out == output
     assert (folder / "a").is_file()
 
 

@@ -114,18 +114,18 @@ def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "output"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("raise ImportError('no such symbol')", "can't be loaded: ImportError: no such symbol"),
         ("import sys; sys.exit(3)", "can't be loaded: exit code 3"),
     ],
 )
-def test_engine_that_ends_its_process(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_ends_its_process(code: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ENGINE_PROBE", code)
     answer = doctor.probe_engine()
     assert isinstance(answer, str)
-    assert told in answer
+    assert output in answer
 
 
 def test_other_version_than_the_pinned_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

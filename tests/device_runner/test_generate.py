@@ -27,7 +27,7 @@ def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
     return speaking
 
 
-class Told:
+class VerbOutput:
     """A verb's output and exit code."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], words: list[object]) -> None:
@@ -41,29 +41,29 @@ class Told:
 
 @pytest.fixture
 def generate(speaking: Speaking, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: object) -> Told:
-        return Told(capsys, ["--bundle", speaking.folder, "--max-tokens", 16, *words])
+    def call(*words: object) -> VerbOutput:
+        return VerbOutput(capsys, ["--bundle", speaking.folder, "--max-tokens", 16, *words])
 
     return call
 
 
 def test_one_prompt_is_continued_and_the_speed_is_reported(speaking: Speaking, generate: Any) -> None:
-    told = generate("--prompt", "the film")
+    output = generate("--prompt", "the film")
     expected = speaking.answers("the film")
-    assert told.out.removesuffix("\n") == expected.text.removesuffix("\n")
-    assert f"{expected.prompt_tokens} prompt tokens" in told.err
-    assert "16 tokens" in told.err and "ended by length" in told.err
-    assert "use --chat to apply it to the prompt" in told.err
+    assert output.out.removesuffix("\n") == expected.text.removesuffix("\n")
+    assert f"{expected.prompt_tokens} prompt tokens" in output.err
+    assert "16 tokens" in output.err and "ended by length" in output.err
+    assert "use --chat to apply it to the prompt" in output.err
 
 
 def test_text_is_written_while_it_comes(
     speaking: Speaking, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces: list[str] = []
-    monkeypatch.setattr(verb, "write_text", lambda stream, text: pieces.append(text))
+    chunks: list[str] = []
+    monkeypatch.setattr(verb, "write_text", lambda stream, text: chunks.append(text))
     generate("--prompt", "the film")
-    assert len(pieces) > 4
-    assert "".join(pieces).startswith(speaking.answers("the film").text)
+    assert len(chunks) > 4
+    assert "".join(chunks).startswith(speaking.answers("the film").text)
 
 
 def test_a_prompt_from_standard_input(
@@ -91,27 +91,27 @@ def test_chat_puts_prompts_and_messages_into_the_template(
 def test_several_prompts_are_made_in_one_batch_and_written_in_order(
     speaking: Speaking, generate: Any
 ) -> None:
-    told = generate("--prompt", "the film", "a dog", "--prompt", "the town")
+    output = generate("--prompt", "the film", "a dog", "--prompt", "the town")
     texts = [speaking.answers(text).text for text in ("the film", "a dog", "the town")]
-    assert told.out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, 1))
-    assert "3 answers" in told.err
+    assert output.out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, 1))
+    assert "3 answers" in output.err
     (speaker,) = speaking.speakers
     assert max(map(len, speaker.calls[-8:])) == 3
 
 
 def test_every_adapter_answers_every_prompt(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
     tuned = speaking.write_adapter(tmp_path / "tuned")
-    told = generate(
+    output = generate(
         "--adapter", tuned, "base", "--adapter", f"again={tuned}", "--json", "--prompt", "the film", "a dog"
     )
-    names = [(line["row"], line["adapter"]) for line in told.lines]
+    names = [(line["row"], line["adapter"]) for line in output.lines]
     assert names == [(row, name) for row in (1, 2) for name in (str(tuned), "base", "again")]
     adapter = read_peft(tuned, speaking.bundle.chain.modules)
-    for line, text in zip(told.lines[::3], ("the film", "a dog"), strict=True):
+    for line, text in zip(output.lines[::3], ("the film", "a dog"), strict=True):
         assert line["text"] == speaking.answers(text, adapter).text
-    for line, text in zip(told.lines[1::3], ("the film", "a dog"), strict=True):
+    for line, text in zip(output.lines[1::3], ("the film", "a dog"), strict=True):
         assert line["text"] == speaking.answers(text).text
-    assert told.lines[0]["text"] == told.lines[2]["text"] != told.lines[1]["text"]
+    assert output.lines[0]["text"] == output.lines[2]["text"] != output.lines[1]["text"]
 
 
 def test_a_line_of_json_has_text_tokens_and_speed(speaking: Speaking, generate: Any) -> None:
@@ -166,11 +166,11 @@ def test_forms_of_rows_are_reported_and_become_prompts(
         },
     ]
     (tmp_path / "test.json").write_text(json.dumps(rows))
-    told = generate("--data", tmp_path, "--json")
+    output = generate("--data", tmp_path, "--json")
     expected = speaking.answers([{"role": "user", "content": MESSAGES[-1]["content"]}]).text
-    assert [line["text"] for line in told.lines] == [expected] * 2
-    assert "test.json: 1 rows (Alpaca), columns: instruction; not read: output, id" in told.err
-    assert "test.json: 1 rows (ShareGPT), columns: conversations" in told.err
+    assert [line["text"] for line in output.lines] == [expected] * 2
+    assert "test.json: 1 rows (Alpaca), columns: instruction; not read: output, id" in output.err
+    assert "test.json: 1 rows (ShareGPT), columns: conversations" in output.err
     (tmp_path / "test.json").write_text('[{"question": "the film"}]')
     (line,) = generate("--data", tmp_path, "--columns", "prompt=question", "--json").lines
     assert line["text"] == speaking.answers("the film").text
@@ -195,41 +195,41 @@ def test_a_chat_template_is_given_tools_variables_and_a_date(
     for flag, content in files.items():
         (tmp_path / f"{flag}.jsonl").write_text(json.dumps(content) + "\n")
         words = [f"--bundle={speaking.folder}", f"--{flag}={tmp_path / flag}.jsonl", "--date=2026-11-27"]
-        told = Told(capsys, [*words, "--json", "--max-tokens=16"])
+        output = VerbOutput(capsys, [*words, "--json", "--max-tokens=16"])
         wanted = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
         literal = Speaking(tmp_path / f"literal-{flag}", f"{{% raw %}}{wanted}{{% endraw %}}")
-        assert told.lines[0]["text"] == literal.answers([asked]).text
-        assert told.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
-    assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in told.err
+        assert output.lines[0]["text"] == literal.answers([asked]).text
+        assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
+    assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in output.err
     words = [f"--bundle={speaking.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
     given = json.dumps({"style": "brief", "tools": tools})
-    told = Told(capsys, [*words, f"--chat-template-kwargs={given}", "--max-tokens=16"])
-    assert told.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
-    told = Told(capsys, [*words, "--chat-template-kwargs=[1]"])
-    assert told.code == 2 and "chat_template_kwargs must be a mapping of names to values" in told.err
+    output = VerbOutput(capsys, [*words, f"--chat-template-kwargs={given}", "--max-tokens=16"])
+    assert output.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
+    output = VerbOutput(capsys, [*words, "--chat-template-kwargs=[1]"])
+    assert output.code == 2 and "chat_template_kwargs must be a mapping of names to values" in output.err
 
 
 def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a"}\n{"label": 1}\n{"messages": [{"role": "assistant", "content": "a"}]}\n')
-    told = generate("--data", data)
-    assert told.code == 2
-    assert "row 2: its columns are label; known are pairs: chosen, rejected; messages" in told.err
-    assert "row 3: messages must be a list of at least one message" in told.err
+    output = generate("--data", data)
+    assert output.code == 2
+    assert "row 2: its columns are label; known are pairs: chosen, rejected; messages" in output.err
+    assert "row 3: messages must be a list of at least one message" in output.err
 
 
 def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaking, generate: Any) -> None:
     long = " ".join(["dog"] * 500)
     length = len(speaking.tokenizer.encode(long))
-    told = generate("--prompt", "a cat", long)
-    assert told.code == 2
-    assert f"row 2: it has {length} tokens, the context is 400 for prompt and answer together" in told.err
+    output = generate("--prompt", "a cat", long)
+    assert output.code == 2
+    assert f"row 2: it has {length} tokens, the context is 400 for prompt and answer together" in output.err
     lines = generate("--prompt", long, "--overflow", "truncate", "--json").lines
     assert (lines[0]["prompt_tokens"], lines[0]["cut_tokens"]) == (384, length - 384)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         ([], "--prompt or --messages or --data is missing"),
         (["--prompt", "a", "--data", "b.jsonl"], "--prompt and --data: give one of them"),
@@ -244,27 +244,27 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaki
         (["--messages", "nowhere.json"], "nowhere.json can't be answered"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], told: str) -> None:
+def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], output: str) -> None:
     done = generate(*words)
     assert done.code == 2
-    assert told in done.err
+    assert output in done.err
     assert done.out == ""
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "output"),
     [
         ('[{"role": "assistant", "content": "a"}]', "the last message is the assistant's"),
         ("{", "not JSON"),
     ],
 )
 def test_messages_that_can_not_be_answered_say_why(
-    generate: Any, tmp_path: Path, content: str, told: str
+    generate: Any, tmp_path: Path, content: str, output: str
 ) -> None:
     (tmp_path / "messages.json").write_text(content)
     done = generate("--messages", tmp_path / "messages.json")
     assert done.code == 2
-    assert told in done.err
+    assert output in done.err
 
 
 def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
@@ -272,9 +272,9 @@ def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: A
     (folder / "hashes.json").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
-    told = generate("--prompt", "a", "--adapter", folder)
-    assert told.code == 2
-    assert "the adapter says rank 5" in told.err
+    output = generate("--prompt", "a", "--adapter", folder)
+    assert output.code == 2
+    assert "the adapter says rank 5" in output.err
 
 
 def test_an_adapter_with_another_lora_a_generates_too(

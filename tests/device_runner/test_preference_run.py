@@ -69,7 +69,7 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
     )
 
 
-def told(out: Path) -> str:
+def output(out: Path) -> str:
     return (out / "log.txt").read_text()
 
 
@@ -124,15 +124,15 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     path = settings.out / "reference.json"
     run(replace(settings, steps=8))
     whole = path.read_bytes()
-    assert told(settings.out).count("reference: 36 rows scored with the start adapter") == 1
+    assert output(settings.out).count("reference: 36 rows scored with the start adapter") == 1
 
     def resumed(content: bytes) -> bool:
         """Return whether the reference was computed again from this content."""
         path.write_bytes(content)
-        before = told(settings.out).count("was damaged, or of another run")
+        before = output(settings.out).count("was damaged, or of another run")
         run(replace(settings, steps=8, resume=settings.out))
         assert path.read_bytes() == whole
-        return told(settings.out).count("was damaged, or of another run") > before
+        return output(settings.out).count("was damaged, or of another run") > before
 
     assert not resumed(whole)
     document = json.loads(whole)
@@ -177,7 +177,7 @@ def test_harm_to_chosen_answers_is_reported(settings: RunSettings, tmp_path: Pat
     run(changed)
     last = evaluations(changed.out)[-1]
     assert last["rejected_change"] < last["chosen_change"] < 0
-    assert "the run only lowers what is rejected, and harms what is chosen" in told(changed.out)
+    assert "the run only lowers what is rejected, and harms what is chosen" in output(changed.out)
 
 
 def test_ratings_are_learnt_by_kto(settings: RunSettings, tmp_path: Path) -> None:

@@ -170,12 +170,12 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
     )
 
 
-@pytest.mark.parametrize("place", ["config.yaml", "journal.jsonl"])
-def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, place: str) -> None:
+@pytest.mark.parametrize("position", ["config.yaml", "journal.jsonl"])
+def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position: str) -> None:
     """Its unsigned config.yaml or its journal has settings that this version lacks."""
     run(settings)
-    path = settings.out / place
-    if place == "config.yaml":
+    path = settings.out / position
+    if position == "config.yaml":
         path.write_text(f"guided: true\n{path.read_text()}")
     else:
         first, *rest = path.read_bytes().splitlines(keepends=True)

@@ -97,5 +97,5 @@ def test_a_key_that_others_may_read_is_warned_of(tmp_path: Path, capsys: pytest.
     for mode in (0o644, 0o640):
         path.chmod(mode)
         assert read_api_keys(path) == ("secret",)
-        told = capsys.readouterr().err
-        assert f"whose mode is {mode:04o}: chmod 600 {path}" in told and "secret" not in told
+        message = capsys.readouterr().err
+        assert f"whose mode is {mode:04o}: chmod 600 {path}" in message and "secret" not in message

@@ -132,13 +132,13 @@ def make_kinds(folder: Path, scheme: str) -> dict[bool, LoweredBlocks]:
         payload = DataPayload([content for _, content, _ in _constants(lowered)], entries)
         weights.append(folder / name)
         weights[-1].write_bytes(bytes(FlatTensorSerializer().serialize(payload)))
-    kinds = {}
+    block_types = {}
     for dynamic, lowered in ((True, first), (False, _lower(blocks[0], dynamic=False))):
         program = folder / f"{'dynamic' if dynamic else 'static'}.pte"
         file = PTEFile(program=lowered.executorch_program, mutable_data=None, named_data=None)
         program.write_bytes(bytes(serialize_pte_binary(file, segment_alignment=128)))
-        kinds[dynamic] = LoweredBlocks(scheme, dynamic, program, (weights[0], weights[1]), blocks)
-    return kinds
+        block_types[dynamic] = LoweredBlocks(scheme, dynamic, program, (weights[0], weights[1]), blocks)
+    return block_types
 
 
 def _block(seed: int, scheme: str) -> dict[str, nn.Module]:

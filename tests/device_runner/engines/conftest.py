@@ -20,12 +20,12 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
     """Return blocks by scheme and whether shapes are dynamic, lowered on first use."""
 
     @lru_cache
-    def kinds(scheme: str) -> dict[bool, LoweredBlocks]:
+    def block_types(scheme: str) -> dict[bool, LoweredBlocks]:
         from tests.device_runner.engines.blocks import make_kinds
 
         return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
 
-    return lambda scheme, dynamic: kinds(scheme)[dynamic]
+    return lambda scheme, dynamic: block_types(scheme)[dynamic]
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ class GraphBlocks:
 
     def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
-        lowest = next(place for place, each in enumerate(model.blocks) if each.modules)
+        lowest = next(position for position, each in enumerate(model.blocks) if each.modules)
         wanted = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
         if not model.is_decoder:
             wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *RESIDUAL_ROLES))

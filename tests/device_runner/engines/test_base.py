@@ -166,7 +166,7 @@ def test_a_call_without_sequences_is_refused(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("name", "value", "result"),
     [
         ("u.layers.0.q_proj", None, "3 factors"),
         ("extra", np.zeros((2, 1, 4), np.float32), "5 factors"),

@@ -154,9 +154,9 @@ def exchange_saved(program: dict[str, Any]) -> None:
 
 def forget(method: dict[str, Any], what: str, name: str) -> None:
     """Remove an input or output by name."""
-    place = method[f"{what}s"].index(name)
+    position = method[f"{what}s"].index(name)
     for listed in (f"{what}s", f"{what}_specs"):
-        method.get(listed, [])[place : place + 1] = []
+        method.get(listed, [])[position : position + 1] = []
 
 
 def forget_saved(program: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, 
     refused(folder, "program-of-other-signature", saying=spec, engine=engine)
 
 
-def pieces(chain: dict[str, Any], count: int) -> None:
+def shards(chain: dict[str, Any], count: int) -> None:
     """Give a chain's head this many shards, repeating the first ones if necessary."""
     blocks = chain["blocks"]
     end = len(blocks) - 4
@@ -241,7 +241,7 @@ def pieces(chain: dict[str, Any], count: int) -> None:
 def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
     folder: Path, count: int, code: str, value: str
 ) -> None:
-    change(folder, lambda chain: pieces(chain, count))
+    change(folder, lambda chain: shards(chain, count))
     with raises(BundleError, code, saying=value):
         gradient(folder)
 

@@ -55,8 +55,10 @@ def folder(request: pytest.FixtureRequest, made_once: FolderBuilder) -> Path:
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     roles = ["forward", "jvp", "backward"]
 
-    def make(place: Path) -> object:
-        return export_chain(place, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more)
+    def make(position: Path) -> object:
+        return export_chain(
+            position, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more
+        )
 
     return made_once(f"chunks of {request.param}", make)
 
@@ -121,12 +123,12 @@ def test_a_block_of_a_real_shape_at_1024_tokens(
     """A block of Qwen2.5-0.5B and a row of four chunks as in an export, against autograd."""
     monkeypatch.undo()
 
-    def make(place: Path) -> object:
+    def make(position: Path) -> object:
         shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1}
         heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-        save_model(place / "model", "qwen2", **shape, **heads)
+        save_model(position / "model", "qwen2", **shape, **heads)
         settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["forward", "backward"]}
-        return export(ExportConfig(model=str(place / "model"), out=place / "bundle", **settings))
+        return export(ExportConfig(model=str(position / "model"), out=position / "bundle", **settings))
 
     folder = made_once("a real block in chunks", make)
     bundle = open_bundle(folder / "bundle")
@@ -135,7 +137,7 @@ def test_a_block_of_a_real_shape_at_1024_tokens(
     _, gradient = computed(oracle_of(folder), BACKWARD, call)
     start = 0
     for matrix in matrices(bundle.chain.modules):
-        expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, result))
+        expected, actual = (each[start : start + matrix.size].astype(float) for each in (gradient, result))
         start += matrix.size
-        assert ours @ expected / (np.linalg.norm(ours) * np.linalg.norm(expected)) > 0.999999
-        np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
+        assert actual @ expected / (np.linalg.norm(actual) * np.linalg.norm(expected)) > 0.999999
+        np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())

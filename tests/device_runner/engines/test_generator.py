@@ -81,8 +81,8 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     )
     read, written = generation_engine.open(adapter), tokens[21:]
     assert difference(generation_engine.feed(read, tokens[:21]), expected[20]) < tolerance
-    for place, token in enumerate(written, 21):
-        assert difference(generation_engine.step({read: token})[read], expected[place]) < tolerance
+    for position, token in enumerate(written, 21):
+        assert difference(generation_engine.step({read: token})[read], expected[position]) < tolerance
     generation_engine.close(read)
     # In chunks, with one token left over, and token by token from the first.
     other = generation_engine.open(adapter)
@@ -124,8 +124,8 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
         answers = generation_engine.step(asked)
         assert answers.keys() == asked.keys()
         for sequence, logits in answers.items():
-            place = generation_engine.length(sequence) - 1
-            assert difference(logits, rows[sequence][1][place]) < tolerance
+            position = generation_engine.length(sequence) - 1
+            assert difference(logits, rows[sequence][1][position]) < tolerance
 
     first, second, third, fourth = rows
     step(first, second, third, fourth)
@@ -172,8 +172,8 @@ def test_a_check_has_logits_for_each_token_and_changes_nothing(
     result = generation_engine.check(text, tokens[13:20])
     assert result.shape == (7, bundle.chain.vocabulary_size)
     assert difference(result, expected[13:20]) < bound
-    for place, token in enumerate(tokens[20:], 20):
-        assert difference(generation_engine.step({text: token})[text], expected[place]) < bound
+    for position, token in enumerate(tokens[20:], 20):
+        assert difference(generation_engine.step({text: token})[text], expected[position]) < bound
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -251,10 +251,10 @@ def test_a_sequence_may_have_an_adapter_with_another_lora_a(bundle: Bundle, make
     both = [generation_engine.open(adapter) for adapter in (own, stranger)]
     for sequence, logits in zip(both, expected, strict=True):
         assert difference(generation_engine.feed(sequence, tokens[:20]), logits[19]) < TOLERANCE
-    for place in range(20, 30):
-        result = generation_engine.step(dict.fromkeys(both, tokens[place]))
+    for position in range(20, 30):
+        result = generation_engine.step(dict.fromkeys(both, tokens[position]))
         for sequence, logits in zip(both, expected, strict=True):
-            assert difference(result[sequence], logits[place]) < TOLERANCE
+            assert difference(result[sequence], logits[position]) < TOLERANCE
 
 
 def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:

@@ -241,7 +241,7 @@ def chunks(made_once: FolderBuilder, name: str) -> Case:
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     settings |= {"sequence_length": 40, "context": 40, "roles": ["forward", "jvp", "backward"]}
-    folder = made_once(f"chunks of {name}", lambda place: export_chain(place, architecture, **settings))
+    folder = made_once(f"chunks of {name}", lambda position: export_chain(position, architecture, **settings))
     bundle = open_bundle(folder / "bundle")
     limits = Limits(outputs=2e-5, gradient=1e-5, tangents=2e-5)
     lengths = [40, 5, 2 * CHUNK + 1, 27, CHUNK]
@@ -294,8 +294,8 @@ def test_outputs_of_all_copies(case: Case) -> None:
     for copies, sequences in ((1, 5), (3, 2)):
         call = case.call(sequences, copies)
         result = case.read(case.engine(FORWARD).forward(call))
-        for ours, expected in zip(result, case.oracle.forward(call), strict=True):
-            assert np.abs(ours - expected).max() < case.limits.outputs * case.limits.scale(expected)
+        for actual, expected in zip(result, case.oracle.forward(call), strict=True):
+            assert np.abs(actual - expected).max() < case.limits.outputs * case.limits.scale(expected)
 
 
 @every
@@ -315,11 +315,11 @@ def test_tangents(case: Case) -> None:
     exact = case.oracle.jvp(call, directions)[1]
     rounded = exact if case.rounded is None else case.rounded.jvp(call, directions)[1]
     parts = (split(case.oracle.model, call, each) for each in (result, exact, rounded))
-    for ours, expected, single in zip(*parts, strict=True):
+    for actual, expected, single in zip(*parts, strict=True):
         for query in range(2):
             # Residual streams that nearly cancel lose digits in PyTorch's single precision as well.
             most = max(case.limits.tangents, difference(single[query], expected[query]))
-            assert difference(ours[query], expected[query]) < most
+            assert difference(actual[query], expected[query]) < most
 
 
 @cases([name for name in DECODERS if name.startswith("shared")])
@@ -343,21 +343,21 @@ def test_texts(case: Case, precision: Any) -> None:
     expected = logits_of(case.oracle, adapter, tokens)
     generation_engine = ChainGenerationEngine(case.blocks, 2, precision=precision)
 
-    def check(logits: Array, place: int) -> None:
+    def check(logits: Array, position: int) -> None:
         if precision == "float32":
-            most = case.limits.logits * case.limits.scale(expected[place])
-            assert np.abs(logits - expected[place]).max() < most
+            most = case.limits.logits * case.limits.scale(expected[position])
+            assert np.abs(logits - expected[position]).max() < most
         else:
-            assert difference(logits, expected[place]) < 2e-2
+            assert difference(logits, expected[position]) < 2e-2
 
     first, second = generation_engine.open(adapter), generation_engine.open(adapter)
     check(generation_engine.feed(first, tokens[:9]), 8)
     generation_engine.feed(second, tokens[:4])
-    for place in range(9, 16):
+    for position in range(9, 16):
         result = generation_engine.step(
-            {second: tokens[generation_engine.length(second)], first: tokens[place]}
+            {second: tokens[generation_engine.length(second)], first: tokens[position]}
         )
-        check(result[first], place)
+        check(result[first], position)
         check(result[second], generation_engine.length(second) - 1)
     generation_engine.close(first)
     check(generation_engine.step({second: tokens[11]})[second], 11)

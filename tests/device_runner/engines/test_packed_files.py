@@ -141,9 +141,9 @@ def _exchange(path: Path) -> None:
     """Exchange a packed file with the other block's, with their checksums."""
     other = next(result for result in packed_of(path.parent) if result != path)
     for suffix in ("", ".checksum"):
-        ours, theirs = (Path(f"{result}{suffix}") for result in (path, other))
-        content = ours.read_bytes()
-        ours.write_bytes(theirs.read_bytes())
+        actual, theirs = (Path(f"{result}{suffix}") for result in (path, other))
+        content = actual.read_bytes()
+        actual.write_bytes(theirs.read_bytes())
         theirs.write_bytes(content)
 
 

@@ -85,7 +85,9 @@ def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], dat
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
 def test_slices_are_few_and_of_about_one_size(count: int, most: int, start: int) -> None:
     result = [*slices(start + count, most, start)]
-    assert [place for some in result for place in range(some.stop)[some]] == [*range(start, start + count)]
+    assert [position for some in result for position in range(some.stop)[some]] == [
+        *range(start, start + count)
+    ]
     assert len(result) == -(-count // most)
     sizes = [some.stop - some.start for some in result]
     assert not sizes or max(sizes) - min(sizes) <= 1

@@ -28,8 +28,8 @@ def started(tmp_path: Path, *words: object) -> subprocess.Popen[str]:
 
 def test_a_verb_is_measured_and_has_a_cache_of_its_own(tmp_path: Path) -> None:
     child = started(tmp_path, "cache", "--json")
-    told, _ = child.communicate(timeout=60)
-    assert json.loads(told)["folders"][0]["folder"].startswith(str(tmp_path / "cache"))
+    message, _ = child.communicate(timeout=60)
+    assert json.loads(message)["folders"][0]["folder"].startswith(str(tmp_path / "cache"))
     result = json.loads((tmp_path / "found").read_text())
     assert child.returncode == result["code"] == 0
     assert 0 < result["anonymous_mb"] < result["peak_rss_mb"] and result["seconds"] > 0

@@ -17,7 +17,7 @@ from prge.errors import ConfigError
 from tests.refusals import raises
 
 
-class Told:
+class MessageObserver:
     """Collects messages."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ def gates(system: Path, **changes: Any) -> Pauses:
     return Pauses(settings.constraints(), Sensors(system, system), seconds=0.02)
 
 
-def held(gate: Pauses, told: Told, over: Any) -> None:
+def held(gate: Pauses, observer: MessageObserver, over: Any) -> None:
     """Wait until `over` is called a moment later."""
     thread = threading.Timer(0.2, over)
     thread.start()
     begin = time.monotonic()
-    gate.wait(told)
+    gate.wait(observer)
     assert time.monotonic() - begin > 0.15
     thread.join()
 
@@ -90,52 +90,52 @@ def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_open_gates_do_nothing(system: Path) -> None:
-    told = Told()
-    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).wait(told)
-    assert not gates(system).wait(told)
-    assert not told.texts and told.paused == 0
+    observer = MessageObserver()
+    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).wait(observer)
+    assert not gates(system).wait(observer)
+    assert not observer.texts and observer.paused == 0
 
 
 def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
-    told = Told()
+    observer = MessageObserver()
     gate = gates(system, pause_above_celsius=39)
     write(system, "thermal/thermal_zone0/temp", 38000)
 
     def cool() -> None:
         write(system, "thermal/thermal_zone1/temp", 38500)
         time.sleep(0.1)
-        assert len(told.texts) == 1
+        assert len(observer.texts) == 1
         for zone in (0, 1):
             write(system, f"thermal/thermal_zone{zone}/temp", 35900)
 
-    held(gate, told, cool)
-    assert told.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
-    assert told.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
-    assert "going on after a pause" in told.texts[1] and told.paused > 0.15
+    held(gate, observer, cool)
+    assert observer.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
+    assert observer.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
+    assert "going on after a pause" in observer.texts[1] and observer.paused > 0.15
 
 
 def test_charge(system: Path) -> None:
-    told = Told()
+    observer = MessageObserver()
     write(system, "power_supply/battery/capacity", 19)
     held(
         gates(system, pause_below_battery=20),
-        told,
+        observer,
         lambda: write(system, "power_supply/battery/status", "Charging"),
     )
-    assert told.texts[0] == "paused, too little charge: 19 %, the limit is 20 %"
+    assert observer.texts[0] == "paused, too little charge: 19 %, the limit is 20 %"
 
 
 def test_charger(system: Path) -> None:
-    told = Told()
+    observer = MessageObserver()
     gate = gates(system, only_charging=True)
-    held(gate, told, lambda: write(system, "power_supply/battery/status", "Full"))
-    assert told.texts[0] == "paused, not charging: it waits for a charger"
+    held(gate, observer, lambda: write(system, "power_supply/battery/status", "Full"))
+    assert observer.texts[0] == "paused, not charging: it waits for a charger"
 
 
 def test_a_pause_ends_with_the_run(system: Path) -> None:
-    told = Told()
-    held(gates(system, only_charging=True), told, lambda: setattr(told, "stopped", True))
-    assert told.texts == ["paused, not charging: it waits for a charger"]
+    observer = MessageObserver()
+    held(gates(system, only_charging=True), observer, lambda: setattr(observer, "stopped", True))
+    assert observer.texts == ["paused, not charging: it waits for a charger"]
 
 
 def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
@@ -144,10 +144,10 @@ def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sensor_that_is_lost_is_reported_once(system: Path) -> None:
-    told = Told()
+    observer = MessageObserver()
     gate = gates(system, only_charging=True)
     (system / "class/power_supply/battery/status").unlink()
     for _ in range(2):
         time.sleep(0.03)
-        assert not gate.wait(told)
-    assert len(told.texts) == 1 and "the charger can no longer be read" in told.texts[0]
+        assert not gate.wait(observer)
+    assert len(observer.texts) == 1 and "the charger can no longer be read" in observer.texts[0]

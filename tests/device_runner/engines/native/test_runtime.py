@@ -137,11 +137,11 @@ def test_pages_are_released_where_the_packed_file_still_lies(dynamic: LoweredBlo
     program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
     one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
     method = program.load(METHODS[0], weights=other)
-    (place,) = mapped(packed)
+    (position,) = mapped(packed)
     assert one.release_pages()
     del method
     assert mapped(packed) == []
-    begin, end = (int(each, 16) for each in place.split("-"))
+    begin, end = (int(each, 16) for each in position.split("-"))
     libc = ctypes.CDLL(None)
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
@@ -329,8 +329,10 @@ def damaged(content: bytes) -> dict[str, bytes]:
         "zeros": bytes(len(content)),
         "text": b"not a weights file " * 400,
         **{
-            f"flipped at {place}": content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
-            for place in (0, 4, *range(inside, inside + 40, 5))
+            f"flipped at {position}": content[:position]
+            + bytes([content[position] ^ 0xFF])
+            + content[position + 1 :]
+            for position in (0, 4, *range(inside, inside + 40, 5))
         },
     }
 
