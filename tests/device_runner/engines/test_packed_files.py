@@ -286,7 +286,7 @@ def test_processes_at_once_make_a_file_once(
         monkeypatch.setattr(packed_files, "without_threads", slow)
         result = Use(fp32, folder)
         if None in result.assert_right() or result.messages:
-            raise EngineRefusalError(f"{result.told}")
+            raise EngineRefusalError(f"{result.messages}")
 
     failures: list[BaseException] = []
 
