@@ -23,14 +23,17 @@ With --quantize the errors say how far rounding goes. What the file has already 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -65,7 +68,7 @@ last tried with: a change of one architecture tries that one again.
 
 
 def main() -> None:
-    """Try all types that the file lacks, or one in a child."""
+    """Try all types that the file lacks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,14 +79,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try what the file has once more")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a type")
     parser.add_argument("--markdown", type=Path, help="write the table there too")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    if arguments.one:
-        (name,) = arguments.types
-        arguments.json.write_text(json.dumps(tried(name, arguments.quantize, arguments.roles)))
-    else:
-        sweep(arguments)
+    sweep(arguments)
 
 
 def sweep(arguments: argparse.Namespace) -> None:
@@ -93,6 +91,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     from tests.tiny_types import text_types
 
     known = json.loads(arguments.json.read_text())["types"] if arguments.json.exists() else {}
+    import_libraries()
     asked = arguments.types or [*text_types()]
     todo = [name for name in asked if arguments.again or name not in known]
     for number, name in enumerate(todo, 1):
@@ -110,23 +109,41 @@ def in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     found: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
     with TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        words = ["--one", "--types", name, "--json", str(result), "--quantize", arguments.quantize]
-        words += ["--roles", *arguments.roles] if arguments.roles else []
-        environment = {**os.environ, "TMPDIR": folder}
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, *words],
-                timeout=arguments.limit,
-                capture_output=True,
-                text=True,
-                env=environment,
-            )
-            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            found |= json.loads(result.read_text()) if result.exists() else {"defect": last}
-        except subprocess.TimeoutExpired:
+        result, output = Path(folder, "result.json"), Path(folder, "output")
+        # A fork has the libraries in memory, which take longer to import than some types take.
+        child = get_context("fork").Process(
+            target=try_alone, args=(name, arguments.quantize, arguments.roles, result, output)
+        )
+        child.start()
+        child.join(arguments.limit)
+        if child.is_alive():
+            child.kill()
+            child.join()
             found |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
+        elif result.exists():
+            found |= json.loads(result.read_text())
+        else:
+            last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            found["defect"] = f"the process ended with {child.exitcode}: {last}"
     return {**found, "seconds": round(time.monotonic() - begun, 1), "commit": commit()}
+
+
+def try_alone(name: str, scheme: str, roles: Sequence[str] | None, result: Path, output: Path) -> None:
+    """Write what is found out about a type to `result`, and what libraries print to `output`."""
+    tempfile.tempdir = str(result.parent)
+    with output.open("w") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    result.write_text(json.dumps(tried(name, scheme, roles)))
+
+
+def import_libraries() -> None:
+    """Import what every child needs."""
+    for module in (
+        *("torch", "transformers", "peft", "torchao.quantization", "executorch.exir"),
+        *("server_export.export", "tests.device_runner.engines.chains", "tests.tiny_types"),
+    ):
+        importlib.import_module(module)
 
 
 def commit() -> str:
