@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from prge.errors import PrgeError, Refusal
+from prge.errors import Refusal
 
-_Error = TypeVar("_Error", bound=PrgeError)
+_Error = TypeVar("_Error", bound=Exception)
 
 
 @contextmanager
@@ -18,13 +18,14 @@ def raises(error: type[_Error], *codes: str, saying: str = "") -> Iterator[pytes
     """Expect an error of this class with the code, or with one of several.
 
     Args:
-        error: the class.
+        error: the class, of a PrgeError or of what becomes one, such as a RowError.
         codes: one of which it has.
         saying: a value that the message has to show, such as a path or a number.
     """
     with pytest.raises(error) as caught:
         yield caught
-    assert caught.value.code in codes, f"{caught.value.code}: {caught.value}"
+    code = getattr(caught.value, "code", "")
+    assert code in codes, f"{code}: {caught.value}"
     assert saying in str(caught.value)
 
 
