@@ -86,7 +86,6 @@ def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
         (b"a: " + b"9" * 5000, "number-unreadable", ""),
         (b"a: !!int x\n", "number-unreadable", ""),
         (b"a: 0x" + b"f" * 5000, "number-too-long", ""),
-        (b'a: "\\ud800"\n', "half-character", ""),
         (b"a: &x [*x]\n", "yaml-alias", "*x"),
         (BOMB.encode(), "yaml-alias", "*a"),
         (b"[" * 60_000, "document-too-deep", str(DEEPEST)),
@@ -103,6 +102,11 @@ def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
 def test_yaml_that_is_refused(content: bytes, code: str, value: str) -> None:
     with raises(DocumentError, code, saying=value):
         parse_yaml(content)
+
+
+def test_half_of_a_character_is_refused_by_the_parser_or_after_it() -> None:
+    with raises(DocumentError, "yaml-malformed", "half-character"):
+        parse_yaml(b'a: "\\ud800"\n')
 
 
 def test_dates_of_yaml_are_texts() -> None:
