@@ -147,7 +147,7 @@ class Taking:
         told = {"tokens_a_second": "tokens_per_second", "prompt_tokens_a_second": "prefill_tokens_per_second"}
         rates = {name: [each[key] for each in answers if each[key]] for name, key in told.items()}
         if not all(rates.values()):
-            raise DeviceError("generate: the model ends its text at once")
+            raise DeviceError("generate: the model ends its text at once", code="text-not-written")
         return {
             **{name: statistics.median(found) for name, found in rates.items()},
             "prompt_tokens": answers[0]["prompt_tokens"],
@@ -165,7 +165,7 @@ class Taking:
             phone.start(name, ["-m", *watched, verb, *words])
         job = wait_for(phone, name)
         if job.code != 0:
-            raise DeviceError(f"{verb}: {self._why(name, job.code)}")
+            raise DeviceError(f"{verb}: {self._why(name, job.code)}", code="verb-failed")
         told = phone.adb.check(
             f"cat {quote([f'{self.place}/{name}/{_MEASURED}'])}", "reading what was measured"
         )
@@ -191,7 +191,8 @@ class Taking:
         free = self.phone.free_bytes()
         if free is not None and free < wanted:
             raise DeviceError(
-                f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free"
+                f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free",
+                code="storage-full",
             )
 
 

@@ -91,6 +91,7 @@ class Blocks:
                 f"no block may stay loaded: {loaded} bytes of weights may, the largest block has "
                 f"{max(self._bytes)}",
                 remedy=f"allow at least {max(self._bytes)}, or all",
+                code="memory-too-little",
             )
         self._shapes = Shapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):

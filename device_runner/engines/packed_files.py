@@ -196,12 +196,15 @@ def _check_content(file: HashedFile) -> None:
         found = file_sha256(file.path)
     except OSError as error:
         raise BundleError(
-            f"{file.path} can't be read: {error.strerror or error}", remedy="copy or export the bundle again"
+            f"{file.path} can't be read: {error.strerror or error}",
+            remedy="copy or export the bundle again",
+            code="file-unreadable",
         ) from None
     if found != file.sha256:
         raise BundleError(
             f"{file.path} is not the file that the manifest describes",
             remedy="copy or export the bundle again",
+            code="bundle-file-hash",
         )
 
 

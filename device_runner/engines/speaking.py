@@ -95,6 +95,7 @@ class ChainSpeaker:
                 f"the bundle can't write text: it has the roles {', '.join(chain.roles)}",
                 remedy="export a causal language model with --roles stack back prefill decode, or with all, "
                 "as is the default of `prge export`; `prge tune` takes --roles too",
+                code="role-missing",
             )
         self._blocks = blocks
         self._chain = chain
@@ -132,7 +133,7 @@ class ChainSpeaker:
     def open(self, adapter: Adapter) -> int:
         """See Speaker."""
         if len(self._sequences) >= self._slots:
-            raise EngineError(f"all {self._slots} sequences are open", remedy="close one")
+            raise EngineError(f"all {self._slots} sequences are open", remedy="close one", code="slots-full")
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
         self._forget(self._sequences[number], self._capacity)
@@ -179,7 +180,7 @@ class ChainSpeaker:
             state = self._prefill(self._sequences[sequence], rest[:size])
             rest = rest[size:]
         if state is None:
-            raise EngineError("no token is given", remedy="give at least one")
+            raise EngineError("no token is given", remedy="give at least one", code="tokens-missing")
         return self._logits(state[:, -1:])[0]
 
     @property
@@ -232,6 +233,7 @@ class ChainSpeaker:
             raise EngineError(
                 f"a text of {length} tokens is too long, the limit is {self._context}",
                 remedy="shorten the prompt, or export the model with a larger --context",
+                code="text-too-long",
             )
         if length <= self._capacity:
             return

@@ -135,6 +135,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
             f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which are compared with scores that no round carries"],
             remedy="give rows of completions, or train on this device alone with `prge run`",
+            code="rows-of-preferences",
         )
     if not plan.by_scalars and plan.clip:
         check_single_sequences(inputs.train)

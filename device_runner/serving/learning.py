@@ -257,7 +257,7 @@ class Learning:
     def _take(self, version: Version, outcome: _Json) -> None:
         """Do what follows from the outcome of a round."""
         if outcome["status"] == "problem":
-            raise RunError(outcome["problem"])
+            raise RunError(outcome["problem"], code="round-failed")
         # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
         if not self._index.has_all(self._keys) or outcome["status"] == "changed":
             return
