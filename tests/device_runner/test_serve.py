@@ -11,6 +11,7 @@ from device_runner.serving.flags import ServeSettings
 from device_runner.serving.listen_flags import read_keys
 from device_runner.session.speaking import by_name
 from prge.errors import BundleError, ConfigError
+from tests.refusals import raises
 from tests.speakers import make_adapter
 
 EMPTY = ["", " ", "\n", "\t \r\n"]
@@ -62,11 +63,11 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
 def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
     settings = ServeSettings(Path("nothing"), host=host)
-    with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
+    with raises(ConfigError, "settings-unusable", saying=f"--host {host}"):
         settings.access((), True)
     settings.access(("secret",), True)
     ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
-    with pytest.raises(ConfigError, match="and not both"):
+    with raises(ConfigError, "settings-unusable", saying="--insecure"):
         ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
 
 

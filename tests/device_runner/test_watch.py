@@ -8,19 +8,20 @@ import pytest
 
 from device_runner import watch
 from prge.errors import ConfigError, RunError
+from tests.refusals import raises
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="shows the key to everybody"):
+    with raises(ConfigError, "api-key-in-command", saying="--api-key"):
         watch.main([str(tmp_path), "--api-key=secret"])
-    with pytest.raises(ConfigError, match="--port is 70000"):
+    with raises(ConfigError, "settings-unusable", saying="70000"):
         watch.main([str(tmp_path), "--port", "70000"])
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         watch.main([str(tmp_path / "none"), "--no-open"])
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "file")):
         watch.main([str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match="lets other machines ask, and there is no API key"):
+    with raises(ConfigError, "settings-unusable", saying="--host"):
         watch.main([str(tmp_path), "--host", "0.0.0.0", "--no-open"])
 
 

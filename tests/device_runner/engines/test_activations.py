@@ -26,6 +26,7 @@ from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import TOKENS, bits, call_of, computed, export_chain, opened
+from tests.refusals import raises
 from tests.tiers import rest
 from tests.workshop import Made
 
@@ -117,7 +118,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RunError, match="No space left on device") as caught:
+    with raises(RunError, "storage-full", saying=os.strerror(28)) as caught:
         restored(new_store(folder=tmp_path, checkpoint_bytes=0), STATES)
     assert "free some storage" in str(caught.value.remedy)
     assert os.listdir(tmp_path) == []

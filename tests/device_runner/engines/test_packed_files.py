@@ -22,6 +22,7 @@ from device_runner.engines.refusals import RefusedError
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256
+from tests.refusals import raises
 
 pytestmark = needs_compiler
 PROBES = {name: example(name) for name in METHODS}
@@ -300,9 +301,9 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
     (tmp_path / "flipped.ptd").write_bytes(content)
     for path in (fp32.weights[1], tmp_path / "flipped.ptd"):
         weights = HashedFile(path, sha256(fp32.weights[0]))
-        with pytest.raises(BundleError, match=f"{path} is not the file that the manifest describes"):
+        with raises(BundleError, "bundle-file-hash", saying=str(path)):
             PackedFiles(pytest.fail, folder).open(program, weights, PROBES)
-    with pytest.raises(BundleError, match=r"missing\.ptd can't be read: No such file"):
+    with raises(BundleError, "file-unreadable", saying=str(tmp_path / "missing.ptd")):
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 

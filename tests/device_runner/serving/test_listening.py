@@ -18,15 +18,16 @@ from device_runner.serving.worker import Worker
 from prge.errors import RunError
 from prge.text.loop import Generator
 from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokenizer
+from tests.refusals import raises
 
 
 def test_a_free_port_and_one_that_is_taken() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.address_of(listener)
         port = int(address.removeprefix("127.0.0.1:"))
-        with pytest.raises(RunError, match=f"127.0.0.1:{port} can't be listened at: "):
+        with raises(RunError, "address-not-available", saying=address):
             listening.listening("127.0.0.1", port).__enter__()
-    with pytest.raises(RunError, match="no such host"):
+    with raises(RunError, "address-not-available", saying="no such host"):
         listening.listening("no such host", 0).__enter__()
 
 

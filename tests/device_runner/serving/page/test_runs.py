@@ -25,6 +25,7 @@ from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
 from prge.files.run_folder import run_lock
 from tests.device_runner.reporting.run_folders import write_run
+from tests.refusals import raises
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     found = {each["run"]: each["status"] for each in listed(tmp_path)}
     assert found == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
     assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
 
@@ -236,8 +237,9 @@ def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[s
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
     assert holding.stdout is not None and holding.stdout.readline() == "asked\n"
-    with pytest.raises(RequestError, match="was asked before"):
+    with pytest.raises(RequestError) as caught:
         asyncio.run(served.stop("run"))
+    assert (caught.value.status, caught.value.code) == (409, "run_not_stopped")
     holding.kill()
     holding.wait()
     assert state_of(tmp_path / "run") == (False, None)
