@@ -82,7 +82,7 @@ def compute(engine: Zeros, method: str, call: Call) -> object:
                 sequence(token=WORDS - 1),
                 sequence(token=token),
                 "token-out-of-bounds",
-                f"0 to {WORDS - 1}",
+                str(WORDS - 1),
             )
             for model in (DECODER, ENCODER)
             for token in (WORDS, -1)

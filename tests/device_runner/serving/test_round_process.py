@@ -28,6 +28,7 @@ from prge.files.run_folder import is_held, run_lock
 from prge.files.signatures import BACK
 from prge.rows.readers.feedback import Answered, append_feedback, forget_rows
 from tests.device_runner.numpy_device import Device
+from tests.refusals import raises
 from tests.verbs import REPOSITORY
 
 # A server that has the process of a round, stops it, and waits.
