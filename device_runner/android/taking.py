@@ -109,7 +109,7 @@ class Taking:
         with tempfile.TemporaryDirectory(prefix="prge-bench-") as place:
             rows = Path(place, "rows.jsonl")
             count, length = 4 * self.trial.batch, self.trial.tokens * _LETTERS_OF_A_TOKEN
-            texts = (_letters(length, seed) for seed in range(count))
+            texts = (letters(length, seed) for seed in range(count))
             rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
         return {
@@ -128,7 +128,7 @@ class Taking:
         """What `prge generate` is asked."""
         written = self.trial.written
         how = {"max_tokens": written, "temperature": 0.0, "draft": "off", "json": True}
-        return {"prompt": [_letters(written)], **how}
+        return {"prompt": [letters(written)], **how}
 
     def _seconds(self, name: str) -> dict[str, Any]:
         """Of the steps of a run but the first."""
@@ -211,5 +211,6 @@ def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _letters(count: int, seed: int = 0) -> str:
+def letters(count: int, seed: int = 0) -> str:
+    """A text of so many random letters, about as many tokens."""
     return "".join(random.Random(seed).choices(string.ascii_letters, k=count))

@@ -49,7 +49,7 @@ from prge.host.user_cache import PACKED, user_cache
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"
 # Making one takes seconds; a process that waits longer goes on without.
-_WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
 
 
@@ -248,7 +248,7 @@ def _checksum(path: Path, name: str) -> bytes:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time change the files of a folder; its end, of any kind, lets the next one in."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     with open_regular(folder / _LOCK, "wb") as stream:
         while True:
             try:

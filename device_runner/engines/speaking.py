@@ -35,9 +35,9 @@ from prge.files.signatures import DECODE, KEYS, OWN, PAST_KEYS, PAST_VALUES, PRE
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.
-_PIECE, _PIECE_OF_LONG, _LONG = 128, 64, 512
+_PIECE, PIECE_OF_LONG, LONG = 128, 64, 512
 # Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
-_GROWTH = 128
+GROWTH = 128
 
 
 @dataclass
@@ -172,7 +172,7 @@ class ChainSpeaker:
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            piece = _PIECE if end <= _LONG else _PIECE_OF_LONG
+            piece = _PIECE if end <= LONG else PIECE_OF_LONG
             size = min(len(rest), piece, self._chain.bounds.piece)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
@@ -238,7 +238,7 @@ class ChainSpeaker:
         if length <= self._capacity:
             return
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
-        self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
+        self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
         for number in range(self._chain.end):
             if number not in self._carried:
                 shapes = self._blocks.carried(number).items()

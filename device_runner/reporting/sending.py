@@ -21,7 +21,7 @@ from prge.host.packages import install_extra
 Log = Callable[[int, Mapping[str, float]], object]
 """Takes the step and its figures by name."""
 
-_LOOK_EVERY = 1.0
+LOOK_EVERY = 1.0
 # Figures of a record; all others say when it was.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Settings in words that tell nothing of the user's files.
@@ -65,7 +65,7 @@ def send(
                         log(record["step"], figures(record))
                 sent[run] = len(records)
             if going_on:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(LOOK_EVERY)
 
 
 def figures(record: Record) -> dict[str, float]:

@@ -122,7 +122,7 @@ def test_a_full_phone_is_not_measured(
 def test_what_ended_a_verb_is_told(
     fake: FakePhone, tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taking, "_letters", lambda count, seed=0: "")
+    monkeypatch.setattr(taking, "letters", lambda count, seed=0: "")
     words = ("qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
     fake.prge("bench", *words, code=1)
     reason = read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"]["reason"]

@@ -121,7 +121,7 @@ def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_pat
 @pytest.mark.whole
 def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
     """A changed index, a foreign key, no signature, a changed package: nothing of them is used."""
-    copy = LocalArchive(tmp_path / "copy", archive.keys, archive._gpg)
+    copy = LocalArchive(tmp_path / "copy", archive.keys, archive.gpg)
     shutil.copytree(archive.folder, copy.folder)
     signed = copy.release / "InRelease"
     whole = signed.read_text()

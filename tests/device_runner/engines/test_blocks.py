@@ -100,7 +100,7 @@ def test_a_weights_file_that_was_compared_is_not_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = answer(folder)
-    monkeypatch.setattr(packed_files, "_check_content", lambda file: pytest.fail(f"{file.path} was read"))
+    monkeypatch.setattr(packed_files, "file_sha256", lambda path: pytest.fail(f"{path} was read"))
     assert answer(folder) == before
     monkeypatch.undo()
 

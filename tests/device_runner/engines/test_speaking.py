@@ -33,7 +33,7 @@ CANCELLING = {"gemma4_text": 4}
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that grows again and again."""
-    monkeypatch.setattr(speaking, "_GROWTH", 16)
+    monkeypatch.setattr(speaking, "GROWTH", 16)
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
 
 def test_a_prompt_is_read_alike_beside_a_long_text(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces are as short as those of a long text only if it is long itself."""
-    monkeypatch.setattr(speaking, "_LONG", 48)
-    monkeypatch.setattr(speaking, "_PIECE_OF_LONG", 8)
+    monkeypatch.setattr(speaking, "LONG", 48)
+    monkeypatch.setattr(speaking, "PIECE_OF_LONG", 8)
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
     alone, crowded = open_speaker(bundle), open_speaker(bundle, slots=2)
     crowded.feed(crowded.open(adapter), tokens_of(bundle, 120, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,17 @@ from tests.workshop import write_rows
 
 WORDS = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
 EVERY = 4
+
+
+class Later:
+    """A clock that is past every wait."""
+
+    process_time = staticmethod(time.process_time)
+
+    @staticmethod
+    def monotonic() -> float:
+        """Seconds."""
+        return time.monotonic() + 2 * module.SECONDS_TO_RETRY
 
 
 def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
@@ -566,7 +578,7 @@ def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
         return append(self, record)
 
     monkeypatch.setattr(Journal, "append", refuse)
-    monkeypatch.setattr(module, "_SECONDS_TO_RETRY", 0.0)
+    monkeypatch.setattr(module, "SECONDS_TO_RETRY", 0.0)
     for _ in range(4):
         learning.work()
     assert learning.problem == "no space left"
@@ -591,7 +603,7 @@ def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
     (place.learn / FEEDBACK).rmdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
-    monkeypatch.setattr(learning, "_retry_at", 0.0)
+    monkeypatch.setattr(module, "time", Later)
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
 
@@ -602,7 +614,7 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     feedback(place.learn / FEEDBACK, EVERY)
     states = iter([True, False, False, True, *[True] * 100])
     monkeypatch.setattr(Sensors, "charging", lambda self: Reading(next(states), "test"))
-    monkeypatch.setattr(module, "_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SECONDS_TO_LOOK", 0.0)
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
     assert place.told == ["learning: paused, not charging: it waits for a charger"]

@@ -118,7 +118,8 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
         made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         server = listening.Server(made, worker)
-        protocol = listening._Protocol(server.config, server.server_state, {})
+        connection: Any = server.config.http
+        protocol = connection(server.config, server.server_state, {})
         protocol.connection_made(Transport())
         protocol.pause_writing()
         protocol.resume_writing()
