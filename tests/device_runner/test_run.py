@@ -214,7 +214,7 @@ def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: 
     with raises(ConfigError, "path-outside") as caught:
         run_verb.main(["--resume", str(stranger)])
     assert caught.value.problems == [f"train: '{private}'"]
-    assert f"give them again: --train {private}" in caught.value.remedy
+    assert f"--train {private}" in caught.value.remedy
     assert {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()} == before
     assert run_verb.main(["--resume", str(stranger), "--train", str(private)]) == 0
     # It is the user's now, wherever it lies.

