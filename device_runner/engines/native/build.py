@@ -164,7 +164,7 @@ def stock_package() -> Path:
         if spec
         else "executorch is not installed",
         remedy="pip install executorch==1.5.1",
-        code="executorch-missing",
+        code="package-missing",
     )
 
 

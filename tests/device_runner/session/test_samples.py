@@ -51,8 +51,8 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
     ("name", "content", "value"),
     [
         ("a.txt", "\n\n", "a.txt"),
-        ("a.jsonl", '{"prompt": 3}\n{"text": "a"}\n{"messages": []}\n', "prompt is 3"),
-        ("a.jsonl", '{"text": "a"}\n', "prompt is None"),
+        ("a.jsonl", '{"prompt": 3}\n{"text": "a"}\n{"messages": []}\n', "prompt"),
+        ("a.jsonl", '{"text": "a"}\n', "prompt"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "message 1"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "row 1"),
     ],

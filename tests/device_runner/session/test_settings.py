@@ -112,7 +112,7 @@ def test_a_default_that_is_given_is_no_mistake() -> None:
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
     assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at has 9"):
+    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
         parse_settings(RunSettings, [*words, "3", "9"], "prge run")
 
 
@@ -131,7 +131,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     assert (found.epochs, found.steps) == (None, 5)
     assert planned(found) == found and found.warmup == 1
     assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at has 3"):
+    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
         planned(replace(settings, epochs=0.1))
 
 
