@@ -725,7 +725,7 @@ def test_decay_and_normalisation_are_part_of_a_run(
     assert bits(killed.out) == bits(settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
-    for name, value in changes.items():
+    for name in changes:
         with raises(ConfigError, "settings-changed", saying=name):
             run(replace(changed, resume=settings.out, **{name: getattr(settings, name)}))
 

@@ -79,7 +79,7 @@ def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> N
 
 def test_this_machine_needs_no_key() -> None:
     ServeSettings(Path("nothing")).access((), False)
-    with pytest.raises(BundleError):
+    with raises(BundleError, "not-a-bundle"):
         serve.main(["--bundle", "nothing"])
 
 
