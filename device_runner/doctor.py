@@ -40,7 +40,7 @@ FURTHER = {
 }
 
 # The engine in a process of its own: a broken build may end it with a signal.
-_ENGINE_PROBE = """
+ENGINE_PROBE = """
 import json, torch
 from executorch.extension.pybindings import _C
 names = _C._get_registered_backend_names()
@@ -183,7 +183,7 @@ def _importer(name: str) -> Callable[[], Check]:
 def _check_engine() -> tuple[Check, Check]:
     """Whether ExecuTorch really loads and has XNNPACK, and the threads that it will use."""
     unknown = Check("threads", "warn", "unknown without the engine")
-    answer = _probe_engine()
+    answer = probe_engine()
     if isinstance(answer, str):
         return Check("engine", "missing", answer, pip_command(["engine"])), unknown
     backends = answer["backends"]
@@ -206,11 +206,11 @@ def _check_native() -> Check:
         return Check("native", "warn", error.what, error.remedy.replace("\n", " "))
 
 
-def _probe_engine() -> dict[str, Any] | str:
+def probe_engine() -> dict[str, Any] | str:
     """What a child process tells of the engine, or in words why it tells nothing."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _ENGINE_PROBE], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", ENGINE_PROBE], capture_output=True, text=True, timeout=120, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"can't be tried: {error}"

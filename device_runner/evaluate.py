@@ -68,6 +68,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             "these settings can't be used:",
             ["--overflow is split: a question with its answer is one row"],
             remedy="set --overflow to truncate or error",
+            code="settings-unusable",
         )
     bundle = open_bundle(settings.bundle)
     task = ordered(bundle, task)
@@ -119,6 +120,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         raise EngineError(
             f"the loss of these rows is {record['loss']}",
             remedy="the adapter or the bundle is damaged: try the bundle's own adapter, or export it again",
+            code="loss-not-finite",
         )
     del record["value"]
     answers: list[str] = []
@@ -163,6 +165,7 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
             "an encoder needs a classification head",
             [refused_labels(bundle) or f"{trained} has no {HEAD}"],
             remedy="give the folder of a run with --adapter",
+            code="head-missing",
         )
     return head
 

@@ -118,6 +118,7 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
             f"{path} can't be answered",
             [reason],
             remedy='give JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
+            code="messages-unusable",
         ) from None
 
 
@@ -168,7 +169,7 @@ def _rows_asked(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{source.name} has rows that can't be answered", problems)
+        raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
     for how, count in read.items():
         note(f"{source.name}: {count} rows {how}")
     return asked
@@ -227,6 +228,7 @@ def _written(generator: Generator, requests: Sequence[Request], writer: _Writer,
             f"{source} can't be answered",
             dict.fromkeys(problems),
             remedy="shorten them, give a larger --context, or --overflow truncate",
+            code="rows-unanswerable",
         )
     written = 0
     while written < len(tickets):

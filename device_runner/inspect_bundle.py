@@ -51,7 +51,11 @@ def main(argv: list[str]) -> int:
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
     if damaged:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
-        raise BundleError(next(iter(damaged.values())) + more, remedy="copy or export the bundle again")
+        raise BundleError(
+            next(iter(damaged.values())) + more,
+            remedy="copy or export the bundle again",
+            code="bundle-damaged",
+        )
     return 0
 
 
@@ -63,7 +67,11 @@ def inspect(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     if not isinstance(manifest.get("files"), dict):
-        raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
+        raise BundleError(
+            f"{folder / MANIFEST} lists no files",
+            remedy="export the bundle again",
+            code="manifest-without-files",
+        )
     facts = _facts(folder, manifest)
     files = {
         name: {**mapping(entry), "problem": _problem(folder, manifest, name)}

@@ -40,7 +40,11 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(ReplaySettings, argv, "prge replay", ["run"])
     path = settings.run / JOURNAL
     if not path.is_file():
-        raise RunError(f"{settings.run} is no run: it has no {JOURNAL}", remedy="give the folder of a run")
+        raise RunError(
+            f"{settings.run} is no run: it has no {JOURNAL}",
+            remedy="give the folder of a run",
+            code="not-a-run",
+        )
     with Journal(path, writable=False) as journal:
         state = replay(journal, settings.step)
     final = settings.run / FINAL

@@ -40,7 +40,7 @@ class ReportSettings:
         if self.out.suffix not in (".html", ".htm", ".svg"):
             problems.append(f"--out is {self.out}, must end in .html or .svg")
         if problems:
-            raise ConfigError("there is nothing to report so:", problems)
+            raise ConfigError("there is nothing to report so:", problems, code="settings-unusable")
 
     @property
     def sends(self) -> bool:
@@ -82,6 +82,8 @@ def report(settings: ReportSettings) -> None:
         text = as_file(drawn)
     else:
         raise RunError(
-            f"{', '.join(map(str, settings.runs))}: nothing measured yet", remedy="wait for the first step"
+            f"{', '.join(map(str, settings.runs))}: nothing measured yet",
+            remedy="wait for the first step",
+            code="nothing-measured",
         )
     write_output(settings.out, text.encode(errors="backslashreplace"))

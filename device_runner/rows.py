@@ -71,7 +71,9 @@ def forget(argv: Sequence[str]) -> int:
     settings = parse_settings(ForgetSettings, argv, "prge rows forget", ["file"])
     path = _existing(settings.file)
     if settings.match == "":
-        raise DataError("no row is forgotten", ["--match is empty: it would be every row"])
+        raise DataError(
+            "no row is forgotten", ["--match is empty: it would be every row"], code="settings-unusable"
+        )
     meant = _matching(settings.match) if settings.match else lambda number, *_: number in settings.row
     removed = forget_rows(path, meant)
     with best_effort(sys.stdout):
@@ -83,7 +85,12 @@ def forget(argv: Sequence[str]) -> int:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise DataError(f"{path} can't be read as rows", ["there is no such file"], remedy="check the path")
+        raise DataError(
+            f"{path} can't be read as rows",
+            ["there is no such file"],
+            remedy="check the path",
+            code="file-missing",
+        )
     return path
 
 

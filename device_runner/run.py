@@ -273,6 +273,7 @@ def _check_batch(run: _OpenRun) -> None:
             [f"its steps had {taken} examples, its settings now ask for {run.sampler.batch_size}"],
             remedy="go on with it in the version that run.json names, whose --batch-size counted the "
             "sequences of a call, or start a new run",
+            code="batch-of-other-version",
         )
 
 
@@ -336,6 +337,7 @@ def _check_folder(settings: RunSettings) -> None:
         raise RunError(
             f"{settings.out} holds a run already",
             remedy=f"go on with it: prge run --resume {settings.out}; or give another folder with --out",
+            code="run-exists",
         )
     if settings.resume is None and not os.path.lexists(settings.out / JOURNAL):
         check_new_run(settings.out)

@@ -132,6 +132,7 @@ class Adb:
             raise DeviceError(
                 f"port {here} of this computer can't lead to the phone: {said}",
                 remedy="give another one with --computer-port; 0 takes a free one",
+                code="port-not-forwarded",
             )
         return here or int(done.stdout)
 
@@ -168,7 +169,9 @@ class Adb:
         """What adb lists; raises DeviceError with what adb says where it fails."""
         done = self._call(words, self.quick_seconds, select)
         if done.returncode:
-            raise DeviceError(f"adb {' '.join(words)} failed: {_words_of(done)}", remedy=_SERVER)
+            raise DeviceError(
+                f"adb {' '.join(words)} failed: {_words_of(done)}", remedy=_SERVER, code="adb-failed"
+            )
         return done.stdout.decode(errors="replace")
 
     def _connect(self) -> str:
@@ -187,17 +190,22 @@ class Adb:
             raise DeviceError(
                 f"adb {words[0]} did not end within {seconds:.0f} seconds",
                 remedy="is the phone still connected? A run on it goes on: `prge android status`",
+                code="adb-too-slow",
             ) from None
         except OSError as error:
             raise self._not_started(error) from None
 
     def _not_started(self, error: OSError) -> DeviceError:
-        return DeviceError(f"{self.executable} can't be started: {error.strerror or error}")
+        return DeviceError(
+            f"{self.executable} can't be started: {error.strerror or error}", code="program-not-started"
+        )
 
     def _lost(self, errors: str) -> DeviceError:
         lines = errors.strip().splitlines()
         said = lines[-1] if lines else "it closed the connection"
-        return DeviceError(f"the device {self.serial} was lost: {said}", remedy=_NOT_THERE)
+        return DeviceError(
+            f"the device {self.serial} was lost: {said}", remedy=_NOT_THERE, code="device-lost"
+        )
 
 
 def find_adb() -> str:
@@ -210,7 +218,9 @@ def find_adb() -> str:
     path = shutil.which(name)
     if path is None:
         raise DeviceError(
-            f"{name} is not installed", remedy="install Android's platform tools (Debian: apt install adb)"
+            f"{name} is not installed",
+            remedy="install Android's platform tools (Debian: apt install adb)",
+            code="program-missing",
         )
     return path
 
@@ -227,7 +237,7 @@ def failed(doing: str, said: str) -> DeviceError:
         remedy = "free some storage on the phone; `prge android clean` removes what prge brought"
     elif "permission denied" in said.lower():
         remedy = "give a folder that adb's shell may write with --folder"
-    return DeviceError(f"{doing} failed: {said}", remedy=remedy)
+    return DeviceError(f"{doing} failed: {said}", remedy=remedy, code="device-command-failed")
 
 
 def _words_of(done: subprocess.CompletedProcess[bytes]) -> str:
@@ -244,9 +254,11 @@ def _only(states: dict[str, str]) -> str:
     if len(states) == 1:
         return next(iter(states))
     if not states:
-        raise DeviceError("there is no device", remedy=_NOT_THERE)
+        raise DeviceError("there is no device", remedy=_NOT_THERE, code="device-missing")
     raise DeviceError(
-        "there is more than one device: " + ", ".join(sorted(states)), remedy="choose one with --serial"
+        "there is more than one device: " + ", ".join(sorted(states)),
+        remedy="choose one with --serial",
+        code="device-ambiguous",
     )
 
 
@@ -255,12 +267,16 @@ def _not_ready(serial: str, state: str | None, states: dict[str, str], connectin
     if state is None:
         listed = ", ".join(sorted(set(states) - {serial})) or "none"
         why = f"; adb connect: {connecting}" if connecting else ""
-        return DeviceError(f"there is no device {serial}; connected: {listed}{why}", remedy=_NOT_THERE)
+        return DeviceError(
+            f"there is no device {serial}; connected: {listed}{why}", remedy=_NOT_THERE, code="device-missing"
+        )
     remedies = {
         "unauthorized": "unlock the phone and allow this computer in the dialogue that it shows",
         "offline": "connect the phone again, or start `adb kill-server`",
     }
-    return DeviceError(f"the device {serial} is {state}", remedy=remedies.get(state, _NOT_THERE))
+    return DeviceError(
+        f"the device {serial} is {state}", remedy=remedies.get(state, _NOT_THERE), code="device-not-ready"
+    )
 
 
 def _local(path: Path) -> str:

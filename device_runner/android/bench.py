@@ -65,7 +65,7 @@ class BenchSettings(PhoneFlags):
             if word.partition("=")[0] not in shapes or not word.partition("=")[2]
         ]
         if problems:
-            raise ConfigError("this can't be measured:", problems)
+            raise ConfigError("this can't be measured:", problems, code="settings-unusable")
 
     def chosen(self) -> dict[str, Model]:
         """What is measured, by the names of the trials."""
@@ -131,13 +131,16 @@ class _Record:
         try:
             content = read_json(path)
         except (OSError, DocumentError) as error:
-            raise ConfigError("the file of a bench can't be read:", [f"{path}: {error}"]) from None
+            raise ConfigError(
+                "the file of a bench can't be read:", [f"{path}: {error}"], code="bench-unreadable"
+            ) from None
         found = content if isinstance(content, dict) and isinstance(content.get("trials"), dict) else {}
         if differing := [name for name in head if found.get(name, ...) != head[name]]:
             raise ConfigError(
                 "the file is of another phone, runtime or prge:",
                 [f"{path}: {name} is {found.get(name)}, here {head[name]}" for name in differing],
                 remedy="give another file with --json",
+                code="bench-of-other-device",
             )
         return _Record(path, found)
 

@@ -51,6 +51,7 @@ def send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
         raise DeviceError(
             f"{phone.adb.serial} has a run {tuning.name} of its own",
             remedy=f"rename {tuning.folder}, or remove the run with `prge android clean`",
+            code="run-exists-on-device",
         )
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
         folder = Path(name)
@@ -111,6 +112,7 @@ def rows_there(phone: Phone, where: Paths, flag: str, part: Part, on_device: boo
             raise DeviceError(
                 f"{flag}: {phone.adb.serial} has no readable {path}",
                 remedy="give an absolute path on the device, or leave --data-on-device out",
+                code="rows-missing-on-device",
             )
     return where
 
@@ -119,7 +121,11 @@ def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
     """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
     files = rows_files(where, part)
     if missing := [path for path in files if not path.exists()]:
-        raise DeviceError(f"there is no file {missing[0]}", remedy="rows on the phone need --data-on-device")
+        raise DeviceError(
+            f"there is no file {missing[0]}",
+            remedy="rows on the phone need --data-on-device",
+            code="file-missing",
+        )
     sent = tuple(
         Path(phone.send_file(path) if path in files and not _is_table(path) else _as_jsonl(phone, path, part))
         for path in files or paths_of(where)

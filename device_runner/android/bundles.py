@@ -122,4 +122,5 @@ def _need_room(place: Path, models: Sequence[Model]) -> None:
         raise RunError(
             f"{place} has {bytes_text(free)} free, {bytes_text(wanted)} are needed",
             remedy="free some storage, give another folder with --cache, or fewer trials with --only",
+            code="storage-full",
         )

@@ -121,7 +121,9 @@ class CleanSettings(PhoneFlags):
 
     def __post_init__(self) -> None:
         if not (self.names or self.data or self.all):
-            raise ConfigError("nothing to remove:", ["name runs, or give --data or --all"])
+            raise ConfigError(
+                "nothing to remove:", ["name runs, or give --data or --all"], code="settings-unusable"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -209,7 +211,9 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
     names = settings.names if not (settings.all or settings.data) else phone.jobs()
     running = [name for name in names if phone.job(name).state == "running"]
     if running:
-        raise DeviceError(f"{running[0]} is running", remedy=f"prge android stop {running[0]}")
+        raise DeviceError(
+            f"{running[0]} is running", remedy=f"prge android stop {running[0]}", code="job-running"
+        )
     if settings.all:
         phone.remove_all()
         return 0

@@ -92,7 +92,9 @@ class Phone:
         # The loader splits its library path at colons and semicolons, and replaces dollar signs.
         if not folder.startswith("/") or not _is_plain(folder) or set(folder) & set(":;$"):
             raise DeviceError(
-                f"--folder is {folder!r}", remedy="give an absolute path on the device, without : ; or $"
+                f"--folder is {folder!r}",
+                remedy="give an absolute path on the device, without : ; or $",
+                code="device-folder-unusable",
             )
 
     def path(self, *parts: str) -> str:
@@ -171,7 +173,9 @@ class Phone:
             if arrived != wanted:
                 wrong = sorted(name for name in wanted | arrived if wanted.get(name) != arrived.get(name))
                 raise DeviceError(
-                    f"{remote} is not what was sent: {wrong[0]} differs", remedy="send it again"
+                    f"{remote} is not what was sent: {wrong[0]} differs",
+                    remedy="send it again",
+                    code="copy-differs",
                 )
         self.adb.check(f"echo {tree} > {mark_word}", f"marking {remote}")
         return len(lacking)
@@ -179,7 +183,9 @@ class Phone:
     def send_file(self, local: Path) -> str:
         """Bring one file to data/, under a name with its hash; returns its path there."""
         if not local.is_file():
-            raise DeviceError(f"there is no file {local}", remedy="give a file of this computer")
+            raise DeviceError(
+                f"there is no file {local}", remedy="give a file of this computer", code="file-missing"
+            )
         _check_names([local.name])
         hash_ = file_sha256(local)
         remote = self.path("data", f"{hash_[:12]}-{local.name}")
@@ -193,7 +199,7 @@ class Phone:
         self._need_room(local.stat().st_size, remote)
         self.adb.push(local, f"{remote}.new")
         if self._file_hash(f"{remote}.new") != file_sha256(local):
-            raise DeviceError(f"{remote} is not what was sent", remedy="send it again")
+            raise DeviceError(f"{remote} is not what was sent", remedy="send it again", code="copy-differs")
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
 
     def read_file(self, remote: str) -> bytes | None:
@@ -204,7 +210,9 @@ class Phone:
             local = Path(folder, "file")
             self.adb.pull(remote, local)
             if file_sha256(local) != self._file_hash(remote):
-                raise DeviceError(f"{remote} did not come as it is on the device", remedy="try again")
+                raise DeviceError(
+                    f"{remote} did not come as it is on the device", remedy="try again", code="copy-differs"
+                )
             return local.read_bytes()
 
     def write(self, text: str, remote: str) -> None:
@@ -230,6 +238,7 @@ class Phone:
                 raise DeviceError(
                     f"{name} is running with the runtime that this would replace",
                     remedy=f"wait for it, or end it with `prge android stop {name}`",
+                    code="job-running",
                 )
 
     def python(self, code: str, seconds: float = 120.0) -> str:
@@ -252,6 +261,7 @@ class Phone:
             raise DeviceError(
                 f"{self.adb.serial} has no runtime in {self.folder}",
                 remedy="prge android bundle runtime, then prge android push runtime",
+                code="runtime-missing",
             )
 
     def need_this_driver(self) -> None:
@@ -264,6 +274,7 @@ class Phone:
             raise DeviceError(
                 f"the runtime on {self.adb.serial} has the driver of another prge",
                 remedy="build it again and push it: prge android bundle runtime, prge android push runtime",
+                code="runtime-of-other-version",
             )
 
     def start(self, name: str, words: Iterable[str], port: int | None = None) -> Job:
@@ -284,6 +295,7 @@ class Phone:
             raise DeviceError(
                 f"{name} is running on {self.adb.serial}, process {before.process}",
                 remedy=f"end it with `prge android stop {name}`, or wait for it",
+                code="job-running",
             )
         job = self.path("jobs", name)
         command = quote(["sh", self.path("runtime", "job.sh"), job, *words])
@@ -309,6 +321,7 @@ class Phone:
         raise DeviceError(
             f"{name} did not start within {START_SECONDS:.0f} seconds",
             remedy=f"prge android logs {name} --console",
+            code="job-not-started",
         )
 
     def job(self, name: str) -> Job:
@@ -355,7 +368,8 @@ class Phone:
     def no_run(self, name: str) -> DeviceError:
         """The error of a run that isn't there."""
         return DeviceError(
-            f"{self.adb.serial} has no run {name!r}; it has: {', '.join(self.jobs()) or 'none'}"
+            f"{self.adb.serial} has no run {name!r}; it has: {', '.join(self.jobs()) or 'none'}",
+            code="run-missing-on-device",
         )
 
     def jobs(self) -> list[str]:
@@ -374,7 +388,9 @@ class Phone:
                 self.adb.shell(f": >{mark}; kill -{'KILL' if now else 'TERM'} {ended}")
             if time.monotonic() >= deadline:
                 raise DeviceError(
-                    f"{name} still runs after {seconds:.0f} seconds", remedy="end it at once with --now"
+                    f"{name} still runs after {seconds:.0f} seconds",
+                    remedy="end it at once with --now",
+                    code="job-not-ended",
                 )
             time.sleep(0.2)
         return job
@@ -412,7 +428,9 @@ class Phone:
         there = self._hashes(remote) if self.exists(remote, "d") else {}
         wanted = [file for file in there if file not in (LOCK, *but)]
         if not set(wanted) & set(BEGUN):
-            raise DeviceError(f"{remote} holds no run yet", remedy="prge android logs NAME --console")
+            raise DeviceError(
+                f"{remote} holds no run yet", remedy="prge android logs NAME --console", code="run-not-begun"
+            )
         for top in sorted({file.partition("/")[0] for file in wanted}):
             self.adb.pull(f"{remote}/{top}", made / top)
         _compare(made, there)
@@ -433,6 +451,7 @@ class Phone:
                 f"{remote} needs {size >> 20} MiB, and {self.adb.serial} has {free >> 20} MiB free "
                 f"({_RESERVE >> 20} MiB stay free)",
                 remedy="free some storage on the phone; `prge android clean` removes what prge brought",
+                code="storage-full",
             )
 
     def _hashes(self, remote: str) -> dict[str, str]:
@@ -485,7 +504,9 @@ def check_name(name: str) -> None:
     """Raises DeviceError unless a run can have that name."""
     if not is_name(name):
         raise DeviceError(
-            f"{name!r} can't be the name of a run", remedy="give one word of letters and digits"
+            f"{name!r} can't be the name of a run",
+            remedy="give one word of letters and digits",
+            code="name-unusable",
         )
 
 
@@ -496,7 +517,9 @@ def _is_plain(text: str) -> bool:
 def _check_names(names: Iterable[str]) -> None:
     bad = [name for name in names if not _is_plain(name)]
     if bad:
-        raise DeviceError(f"{bad[0]!r} can't be the name of a file there", remedy="rename it")
+        raise DeviceError(
+            f"{bad[0]!r} can't be the name of a file there", remedy="rename it", code="name-unusable"
+        )
 
 
 def _stage(path: Path, target: Path) -> None:
@@ -526,7 +549,7 @@ def _compare(made: Path, there: Mapping[str, str]) -> None:
     for path in files_of(made):
         name = str(path.relative_to(made))
         if not _grows(name) and there.get(name) != file_sha256(path):
-            raise DeviceError(f"{name} is not what the device has", remedy="pull again")
+            raise DeviceError(f"{name} is not what the device has", remedy="pull again", code="copy-differs")
 
 
 def _grows(name: str) -> bool:
@@ -544,7 +567,9 @@ def _replace(made: Path, out: Path) -> None:
             same = False
         if not same:
             raise DeviceError(
-                f"{out} is there already, and is not this run", remedy="give another folder with --out"
+                f"{out} is there already, and is not this run",
+                remedy="give another folder with --out",
+                code="folder-exists",
             )
         out.rename(made.with_name("older"))
     made.rename(out)

@@ -62,6 +62,7 @@ class JobFlags(RemoteFlags, ResumeFlags):
             raise DeviceError(
                 f"{phone.adb.serial} has a run {name} already",
                 remedy=f"go on with it: prge android run --resume {name}; or give another name with --out",
+                code="run-exists-on-device",
             )
         else:
             if waits:
@@ -87,13 +88,17 @@ def resume_run(phone: Phone, name: str, wait: bool) -> Job:
     """Go on with a run that was stopped or killed; raises DeviceError."""
     check_name(name)
     if phone.job(name).port is not None:
-        raise DeviceError(f"{name} is a server", remedy=f"prge android serve --resume {name}")
+        raise DeviceError(
+            f"{name} is a server", remedy=f"prge android serve --resume {name}", code="job-is-server"
+        )
     words = ["--resume", phone.path("runs", name)]
     if not phone.exists(phone.path("runs", name, "config.yaml"), "f"):
         # Killed before its first record: begin it as it was begun.
         words = ["--config", phone.path("jobs", name, "settings.yaml")]
         if not phone.exists(words[1], "f"):
-            raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
+            raise DeviceError(
+                f"{phone.adb.serial} has no run {name} to go on with", code="run-missing-on-device"
+            )
     return start_job(phone, name, ["-m", "prge.cli", "run", *words], wait)
 
 

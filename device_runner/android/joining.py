@@ -41,6 +41,7 @@ class JoinFlags(RemoteFlags):
             raise DeviceError(
                 f"the runtime on {phone.adb.serial} is one without Flower",
                 remedy="make another: prge android bundle --fleet runtime, then prge android push runtime",
+                code="runtime-without-flower",
             )
         keys = None if settings.keys is None else phone.path("fleets", f"{self.name}-keys")
         if keys is not None:

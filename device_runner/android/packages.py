@@ -98,6 +98,7 @@ class Lock:
                 "the lock lacks packages:",
                 [f"{self.path}: no {', '.join(lacking)}"],
                 remedy="take runtime.json of a runtime with the same flags, or leave --lock out",
+                code="lock-lacks-packages",
             )
         return [packages[name] for name in names]
 
@@ -123,9 +124,14 @@ def read_lock(path: Path, machine: Machine) -> Lock:
             "the lock can't be used:",
             [f"{path}: {error if isinstance(error, OSError) else f'no packages of a runtime ({error})'}"],
             remedy="give the runtime.json of a runtime that prge android bundle has built",
+            code="lock-unreadable",
         ) from None
     if made_for != machine:
-        raise ConfigError("the lock can't be used:", [f"{path} is for {made_for}, --machine is {machine}"])
+        raise ConfigError(
+            "the lock can't be used:",
+            [f"{path} is for {made_for}, --machine is {machine}"],
+            code="lock-of-other-machine",
+        )
     return Lock(path, debian, wheels)
 
 
@@ -214,11 +220,13 @@ def download_debian(
                 "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
                 remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for "
                 "the newest",
+                code="archive-lacks-versions",
             )
         if lacking := sorted(set(names) - {package.name for package in wanted}):
             raise PrgeError(
                 f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
                 remedy="name another archive with --debian-archive",
+                code="archive-lacks-packages",
             )
         files = _cached(wanted, folder)
         words = [f"{item.name}={item.version}" for item in wanted if item not in files]
@@ -265,6 +273,7 @@ def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) 
         raise PrgeError(
             f"there is no file {keys} with the keys that sign the archive",
             remedy="apt install debian-archive-keyring, or name a file with --debian-keys",
+            code="archive-keys-missing",
         )
     address = archive.address or configured_archive()
     for name in ("lists/partial", "cache/archives/partial", "keys"):
@@ -293,7 +302,9 @@ def configured_archive() -> str:
     addresses = [line.split()[1] for line in told.splitlines() if "-" not in line.split()[0]]
     if not addresses:
         raise PrgeError(
-            "this machine's APT has no Debian archive", remedy="name one with --debian-archive ADDRESS"
+            "this machine's APT has no Debian archive",
+            remedy="name one with --debian-archive ADDRESS",
+            code="archive-not-configured",
         )
     return addresses[0]
 
@@ -314,7 +325,7 @@ def _apt(words: Sequence[str], environment: Mapping[str, str], folder: Path | No
                 "nothing of it is used: take a Debian archive, or name the keys that sign yours with "
                 "--debian-keys FILE"
             )
-        raise PrgeError(error.what, remedy=remedy) from None
+        raise PrgeError(error.what, remedy=remedy, code=error.code) from None
 
 
 def _run(
@@ -340,16 +351,21 @@ def _run(
         raise PrgeError(
             f"{words[0]} can't be started: {error.strerror or error}",
             remedy="a runtime is built on Debian or a relative of it, with apt-get and dpkg-deb",
+            code="program-not-started",
         ) from None
     except subprocess.TimeoutExpired:
-        raise PrgeError(f"{words[0]} did not end within {SECONDS} seconds", remedy=remedy) from None
+        raise PrgeError(
+            f"{words[0]} did not end within {SECONDS} seconds", remedy=remedy, code="program-too-slow"
+        ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         told = [line for line in lines if line.startswith(("E:", "ERROR", "W: GPG"))] or lines
         verbs = {"pip", "update", "download", "show", "indextargets", "-x"}
         called = " ".join([Path(words[0]).name, *(word for word in words[1:] if word in verbs)])
         raise PrgeError(
-            f"{called} failed: {told[0] if told else f'exit code {done.returncode}'}", remedy=remedy
+            f"{called} failed: {told[0] if told else f'exit code {done.returncode}'}",
+            remedy=remedy,
+            code="program-failed",
         )
     return done.stdout
 

@@ -15,7 +15,7 @@ from prge.errors import DeviceError
 MIB = 1 << 20
 OLDEST_KERNEL = (3, 7)
 ENOUGH_BYTES = 300 * MIB
-_MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
+MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
 _NOT_WRITTEN, _RAN = 3, 7
 _TRY_FOLDER = f"""
 mkdir -p {{folder}} && cd {{folder}} || exit {_NOT_WRITTEN}
@@ -42,7 +42,7 @@ def examine(phone: Phone) -> Iterator[Check]:
     yield Check("device", "ok", f"{serial}: {model}, Android {release}", value=serial)
     # Without Android's own tools, as on other Linux, the kernel's answer has to do.
     abi = shell("getprop ro.product.cpu.abi").output.strip() or shell("uname -m").output.strip()
-    machine = _MACHINES.get(abi)
+    machine = MACHINES.get(abi)
     if machine is None:
         yield Check("machine", "missing", abi or "unknown", "only 64-bit ARM and x86 are supported")
     else:

@@ -201,7 +201,11 @@ class RemoteCall:
                 return rows_there(
                     self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device
                 )
-        raise ConfigError("these settings can't be used:", [f"{flag(name)} can't be brought to a phone"])
+        raise ConfigError(
+            "these settings can't be used:",
+            [f"{flag(name)} can't be brought to a phone"],
+            code="setting-not-portable",
+        )
 
     def _with_run(self, settings: Any, there: dict[str, Any]) -> Any:
         """Settings whose bundle is the name of a run on the phone: the bundle that it trains, its adapter."""
@@ -214,7 +218,11 @@ class RemoteCall:
             word: _bundle_of(self.phone, word) for word in words if word == name or self._run_there(word)
         }
         if len({*bundles.values()}) > 1:
-            raise ConfigError("the runs have different bundles:", [f"{n}: {b}" for n, b in bundles.items()])
+            raise ConfigError(
+                "the runs have different bundles:",
+                [f"{n}: {b}" for n, b in bundles.items()],
+                code="bundles-differ",
+            )
         there["bundle"] = bundles[name]
         return replace(settings, adapter=tuple(words) if isinstance(adapter, tuple) else adapter or bundle)
 
@@ -236,6 +244,7 @@ class RemoteCall:
                 f"{flag(name)} {source}: there is no such folder, and no run of that name on "
                 f"{self.phone.adb.serial}",
                 remedy="give a run, checkpoint or PEFT folder, or a run of `prge android status`",
+                code="adapter-missing",
             )
         return send_adapter(self.phone, source)
 
@@ -270,4 +279,6 @@ def _bundle_of(phone: Phone, name: str) -> str:
     with suppress(DocumentError):
         if bundle := mapping(parse_yaml(config)).get("bundle"):
             return str(bundle)
-    raise DeviceError(f"the settings of the run {name!r} on {phone.adb.serial} name no bundle")
+    raise DeviceError(
+        f"the settings of the run {name!r} on {phone.adb.serial} name no bundle", code="run-without-bundle"
+    )

@@ -114,12 +114,15 @@ def build_runtime(settings: BundleSettings) -> Runtime:
         PrgeError: packages can't be had, or the compiler is missing or fails.
     """
     if settings.out.exists():
-        raise RunError(f"{settings.out} exists", remedy="remove it, or give another folder")
+        raise RunError(
+            f"{settings.out} exists", remedy="remove it, or give another folder", code="folder-exists"
+        )
     compiler = settings.compiler or f"{_TRIPLETS[settings.machine]}-g++"
     if shutil.which((shlex.split(compiler) or [""])[0]) is None:
         raise EngineError(
             f"there is no compiler {compiler} for {settings.machine}",
             remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler",
+            code="compiler-missing",
         )
     # Absolute: programs that are called work in folders of their own.
     cache, out = (settings.cache or default_cache()).absolute(), settings.out.absolute()
@@ -161,10 +164,16 @@ def open_runtime(folder: Path) -> Runtime:
         tree = (folder / TREE).read_text().strip()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeviceError(
-            f"{folder} is no runtime: {error}", remedy="build one: prge android bundle runtime"
+            f"{folder} is no runtime: {error}",
+            remedy="build one: prge android bundle runtime",
+            code="runtime-unreadable",
         ) from None
     if _hashes(folder) != files or digest((folder / MANIFEST).read_text(encoding="utf-8")) != tree:
-        raise DeviceError(f"files of {folder} were changed", remedy="build it again: prge android bundle")
+        raise DeviceError(
+            f"files of {folder} were changed",
+            remedy="build it again: prge android bundle",
+            code="runtime-changed",
+        )
     return Runtime(folder, machine, tree)
 
 
@@ -192,7 +201,7 @@ def _find(system: Path, name: str, triplet: str) -> Path:
             path = system / os.readlink(path).lstrip("/")
         if path.is_file():
             return path
-    raise PrgeError(f"none of Debian's packages has {name}")
+    raise PrgeError(f"none of Debian's packages has {name}", code="library-missing")
 
 
 def _take_python(system: Path, target: Path, fleet: bool) -> None:
@@ -220,7 +229,7 @@ def _take_wheel(wheel: Path, site: Path) -> None:
             if ".dist-info/" in name and path.name != "METADATA":
                 continue
             if ".." in path.parts or path.is_absolute():
-                raise DeviceError(f"{wheel} is no wheel to unpack: it holds {name}")
+                raise DeviceError(f"{wheel} is no wheel to unpack: it holds {name}", code="wheel-unusable")
             (site / path).parent.mkdir(parents=True, exist_ok=True)
             (site / path).write_bytes(archive.read(name))
 

@@ -93,7 +93,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
         check_name(self.name)
         if not self.port:
             problem = "--port is 0, must be a port that is known before"
-            raise ConfigError("these settings can't be used:", [problem])
+            raise ConfigError("these settings can't be used:", [problem], code="settings-unusable")
         own = Path(self.path("runs", self.name))
         return {
             "host": "127.0.0.1",
@@ -108,7 +108,11 @@ class ServeFlags(RemoteFlags, ReachFlags):
         """Start a server, or reach the one that is there with these settings; see RemoteFlags."""
         phone, name = call.phone, self.name
         if phone.exists(phone.path("runs", name, JOURNAL)):
-            raise DeviceError(f"{name} is a run on {phone.adb.serial}", remedy="give another --name")
+            raise DeviceError(
+                f"{name} is a run on {phone.adb.serial}",
+                remedy="give another --name",
+                code="run-exists-on-device",
+            )
         bundle, tuning = call.settings.bundle, tuning_at(call.settings.bundle)
         # What learns must not forget rows of a tuning.
         bundle = send_tuning(phone, tuning, rows=self.learn) if tuning else send_bundle(phone, bundle)
@@ -121,6 +125,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
             raise DeviceError(
                 f"{name} is running on {phone.adb.serial} with other settings",
                 remedy=f"end it with `prge android stop {name}`, or give another --name and --port",
+                code="server-with-other-settings",
             )
         with self.forwarded(phone, self.port) as here:
             if job.state != "running":
@@ -140,7 +145,11 @@ def reach(argv: list[str]) -> int:
     phone = flags.phone()
     job = phone.job(flags.name)
     if job.port is None:
-        raise DeviceError(f"{phone.adb.serial} has no server {flags.name!r}", remedy="prge android status")
+        raise DeviceError(
+            f"{phone.adb.serial} has no server {flags.name!r}",
+            remedy="prge android status",
+            code="server-missing-on-device",
+        )
     with flags.forwarded(phone, job.port) as here:
         if job.state != "running":
             phone.need_this_driver()
@@ -176,5 +185,5 @@ def _started(phone: Phone, name: str, port: int) -> Job:
         job = phone.job(name)
     if job.state != "running":
         said = phone.adb.shell(f"tail -c +{begin} {console} | tail -n {_LAST_LINES}").output.strip()
-        raise DeviceError(f"{job.text()} before it listened:\n{said}")
+        raise DeviceError(f"{job.text()} before it listened:\n{said}", code="server-not-started")
     return job

@@ -109,7 +109,7 @@ class Taking:
         with tempfile.TemporaryDirectory(prefix="prge-bench-") as place:
             rows = Path(place, "rows.jsonl")
             count, length = 4 * self.trial.batch, self.trial.tokens * _LETTERS_OF_A_TOKEN
-            texts = (_letters(length, seed) for seed in range(count))
+            texts = (letters(length, seed) for seed in range(count))
             rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
         return {
@@ -128,7 +128,7 @@ class Taking:
         """What `prge generate` is asked."""
         written = self.trial.written
         how = {"max_tokens": written, "temperature": 0.0, "draft": "off", "json": True}
-        return {"prompt": [_letters(written)], **how}
+        return {"prompt": [letters(written)], **how}
 
     def _seconds(self, name: str) -> dict[str, Any]:
         """Of the steps of a run but the first."""
@@ -147,7 +147,7 @@ class Taking:
         told = {"tokens_a_second": "tokens_per_second", "prompt_tokens_a_second": "prefill_tokens_per_second"}
         rates = {name: [each[key] for each in answers if each[key]] for name, key in told.items()}
         if not all(rates.values()):
-            raise DeviceError("generate: the model ends its text at once")
+            raise DeviceError("generate: the model ends its text at once", code="text-not-written")
         return {
             **{name: statistics.median(found) for name, found in rates.items()},
             "prompt_tokens": answers[0]["prompt_tokens"],
@@ -165,7 +165,7 @@ class Taking:
             phone.start(name, ["-m", *watched, verb, *words])
         job = wait_for(phone, name)
         if job.code != 0:
-            raise DeviceError(f"{verb}: {self._why(name, job.code)}")
+            raise DeviceError(f"{verb}: {self._why(name, job.code)}", code="verb-failed")
         told = phone.adb.check(
             f"cat {quote([f'{self.place}/{name}/{_MEASURED}'])}", "reading what was measured"
         )
@@ -191,7 +191,8 @@ class Taking:
         free = self.phone.free_bytes()
         if free is not None and free < wanted:
             raise DeviceError(
-                f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free"
+                f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free",
+                code="storage-full",
             )
 
 
@@ -210,5 +211,6 @@ def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _letters(count: int, seed: int = 0) -> str:
+def letters(count: int, seed: int = 0) -> str:
+    """A text of so many random letters, about as many tokens."""
     return "".join(random.Random(seed).choices(string.ascii_letters, k=count))

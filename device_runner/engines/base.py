@@ -92,6 +92,7 @@ class CheckedEngine(ABC):
                     f"the gradient of the loss has the shape {list(grads.shape)}, the outputs "
                     f"{list(outputs.shape)}",
                     remedy="an objective's slopes have the shape of its scores",
+                    code="gradient-of-other-shape",
                 )
             return grads
 
@@ -109,6 +110,7 @@ class CheckedEngine(ABC):
             raise EngineError(
                 f"the engine failed in a forward: {explain(error)}",
                 remedy=GET_MEMORY if lacked_memory(error) else remedy,
+                code="engine-failed",
             ) from None
         self.seconds += time.perf_counter() - start
         self.calls += 1
@@ -117,26 +119,32 @@ class CheckedEngine(ABC):
         """Not every kernel checks its indices; one out of range may read foreign memory."""
         model, adapters = self.model, call.adapters
         if not call.sequences:
-            raise EngineError("the call has no sequences", remedy="give at least one")
+            raise EngineError("the call has no sequences", remedy="give at least one", code="call-empty")
         expected = (len(adapters) if adapters.ndim and copies is None else copies or 1, self._adapter_size)
         if adapters.dtype != np.float32 or adapters.shape != expected or not adapters.size:
             raise EngineError(
                 f"the adapters are {adapters.dtype} {list(adapters.shape)}, must be float32 "
-                f"[{copies or 'copies'}, {self._adapter_size}]"
+                f"[{copies or 'copies'}, {self._adapter_size}]",
+                code="adapters-of-other-shape",
             )
         for number, sequence in enumerate(call.sequences):
             length, vocabulary = len(sequence.tokens), model.vocabulary_size
             if not 1 <= length <= model.sequence_length:
                 raise EngineError(
-                    f"sequence {number} has {length} tokens, must have 1 to {model.sequence_length}"
+                    f"sequence {number} has {length} tokens, must have 1 to {model.sequence_length}",
+                    code="sequence-of-other-length",
                 )
             if not (min(sequence.tokens) >= 0 and max(sequence.tokens) < vocabulary):
-                raise EngineError(f"sequence {number} has a token that isn't one of 0 to {vocabulary - 1}")
+                raise EngineError(
+                    f"sequence {number} has a token that isn't one of 0 to {vocabulary - 1}",
+                    code="token-out-of-bounds",
+                )
             for target in sequence.targets:
                 if not (0 <= target.position < length and 0 <= target.token < vocabulary):
                     raise EngineError(
                         f"sequence {number} has the target {target.token} at {target.position}, must be 0 to "
-                        f"{vocabulary - 1} at 0 to {length - 1}"
+                        f"{vocabulary - 1} at 0 to {length - 1}",
+                        code="target-out-of-bounds",
                     )
 
     def _check_directions(self, directions: Directions, sequences: int) -> None:
@@ -145,7 +153,8 @@ class CheckedEngine(ABC):
         if directions.keys() != widths.keys():
             raise EngineError(
                 f"directions are of {len(directions)} factors, must be of {len(widths)}: u and v of every "
-                "trained matrix"
+                "trained matrix",
+                code="directions-of-other-shape",
             )
         queries = len(next(iter(directions.values())))
         for name, width in widths.items():
@@ -153,7 +162,8 @@ class CheckedEngine(ABC):
             if given.dtype != np.float32 or given.shape != (queries, sequences, width) or not queries:
                 raise EngineError(
                     f"the factor {name} is {given.dtype} {list(given.shape)}, must be float32 "
-                    f"[queries, {sequences}, {width}]"
+                    f"[queries, {sequences}, {width}]",
+                    code="directions-of-other-shape",
                 )
 
     @abstractmethod
@@ -180,7 +190,7 @@ def check_threads(threads: int | None, count: int) -> bool:
         EngineError: less than one thread, or engines in use hold a pool of another size.
     """
     if threads is not None and threads < 1:
-        raise EngineError(f"threads is {threads}, must be at least 1")
+        raise EngineError(f"threads is {threads}, must be at least 1", code="threads-out-of-bounds")
     if threads is None or threads == count:
         return False
     if len(_loaded) > 0:
@@ -190,5 +200,6 @@ def check_threads(threads: int | None, count: int) -> bool:
         raise EngineError(
             f"an engine in use was opened with {count} threads, this one asks for {threads}",
             remedy="use one number of threads, or release the other engine first",
+            code="threads-differ",
         )
     return True

@@ -91,6 +91,7 @@ class Blocks:
                 f"no block may stay loaded: {loaded} bytes of weights may, the largest block has "
                 f"{max(self._bytes)}",
                 remedy=f"allow at least {max(self._bytes)}, or all",
+                code="memory-too-little",
             )
         self._shapes = Shapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):
@@ -98,8 +99,9 @@ class Blocks:
                 raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
-        self._files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
-        for number, file in self._files.items():
+        self.files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
+        """Weights files by the first block that has each."""
+        for number, file in self.files.items():
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
@@ -155,7 +157,7 @@ class Blocks:
             return 0
         weights = sum(
             self._bytes[number] * (1 if file.packed else len(self._roles))
-            for number, file in self._files.items()
+            for number, file in self.files.items()
         )
         if self._most is not None:
             return max(0, self._most - weights)
@@ -240,7 +242,7 @@ class Blocks:
         if self.chain.is_expert(following):
             # It may be that no token asks for it.
             return
-        path = self._files[self._first[following]].packed
+        path = self.files[self._first[following]].packed
         if path is not None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), path.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -281,7 +283,7 @@ class Blocks:
             if self._most is None or self._held(number, role) <= self._most:
                 return
             methods = self._loaded.pop(other)
-            if self.chain.is_expert(other) or not self._files[other].give_back():
+            if self.chain.is_expert(other) or not self.files[other].give_back():
                 methods.clear()
             else:
                 self._idle[other] = methods
@@ -291,7 +293,7 @@ class Blocks:
         counts = {other: len(methods) for other, methods in self._loaded.items()}
         counts[number] = len({role, *self._loaded.get(number, ())})
         return sum(
-            self._bytes[other] * (count if self._files[other].packed is None else 1)
+            self._bytes[other] * (count if self.files[other].packed is None else 1)
             for other, count in counts.items()
             if count
         )
@@ -300,7 +302,7 @@ class Blocks:
         program = self._programs[self.chain.blocks[number].kind]
         with captured_stderr() as log:
             try:
-                return program.load(role, weights=self._files[number], arena=arena)
+                return program.load(role, weights=self.files[number], arena=arena)
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
@@ -358,7 +360,7 @@ class Blocks:
                 self._runtime.without_threads()
             for role in self._roles & set(self.chain.kinds[block.kind].methods):
                 outputs = [self._room(spec) for spec in self.interface(number, role).output_specs]
-                program.load(role, weights=self._files[number]).run(self._tried(number, role), outputs)
+                program.load(role, weights=self.files[number]).run(self._tried(number, role), outputs)
 
         check_in_child(self._bundle.file(block.weights), attempt)
 

@@ -83,6 +83,7 @@ class ChainEngine(CheckedEngine):
             raise EngineError(
                 f"a sequence has {longest} tokens, the bundle takes {most} in the role {role}",
                 remedy="give shorter ones, or export the bundle again",
+                code="sequence-of-other-length",
             )
 
     def _passes(self, call: Call) -> tuple[Forward, Readout]:

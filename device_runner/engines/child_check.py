@@ -46,6 +46,7 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
         raise BundleError(
             f"the engine hangs on {path}: it was not loaded after {CHECK_SECONDS:.0f} seconds",
             remedy="copy or export the bundle again",
+            code="program-hangs",
         )
     if os.WIFSIGNALED(status):
         code = os.WTERMSIG(status)
@@ -53,16 +54,24 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
             raise EngineError(
                 f"the system ended the process that loaded {path} (SIGKILL)",
                 remedy="most likely there is not enough memory: close other programs or use a smaller model",
+                code="program-check-killed",
             )
         if code not in _FAULTS:
             raise EngineError(
-                f"the process that loaded {path} was ended by {_signal_name(code)}", remedy="start again"
+                f"the process that loaded {path} was ended by {_signal_name(code)}",
+                remedy="start again",
+                code="program-check-killed",
             )
         if tells_no_memory(noise):
-            raise EngineError(f"there is not enough memory to load {path}{quoted(noise)}", remedy=GET_MEMORY)
+            raise EngineError(
+                f"there is not enough memory to load {path}{quoted(noise)}",
+                remedy=GET_MEMORY,
+                code="out-of-memory",
+            )
         raise BundleError(
             f"the engine aborts on this program ({_signal_name(code)}): {path}{quoted(noise)}",
             remedy="copy or export the bundle again; the program is damaged or of another executorch",
+            code="program-aborts",
         )
     if os.WEXITSTATUS(status) != 0:
         raise load_error(path, RefusedError(messages, noise))

@@ -49,7 +49,7 @@ from prge.host.user_cache import PACKED, user_cache
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"
 # Making one takes seconds; a process that waits longer goes on without.
-_WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
 
 
@@ -196,12 +196,15 @@ def _check_content(file: HashedFile) -> None:
         found = file_sha256(file.path)
     except OSError as error:
         raise BundleError(
-            f"{file.path} can't be read: {error.strerror or error}", remedy="copy or export the bundle again"
+            f"{file.path} can't be read: {error.strerror or error}",
+            remedy="copy or export the bundle again",
+            code="file-unreadable",
         ) from None
     if found != file.sha256:
         raise BundleError(
             f"{file.path} is not the file that the manifest describes",
             remedy="copy or export the bundle again",
+            code="bundle-file-hash",
         )
 
 
@@ -245,7 +248,7 @@ def _checksum(path: Path, name: str) -> bytes:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time change the files of a folder; its end, of any kind, lets the next one in."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     with open_regular(folder / _LOCK, "wb") as stream:
         while True:
             try:

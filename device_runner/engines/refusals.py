@@ -50,6 +50,7 @@ def foreign_program(path: Path, problems: Sequence[str]) -> BundleError:
     return BundleError(
         f"{path} is not the program that the manifest describes: " + "; ".join(problems),
         remedy="copy or export the bundle again: program and manifest don't belong together",
+        code="program-of-other-signature",
     )
 
 
@@ -58,12 +59,16 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
     code = _code(error)
     what = f"the engine can't load {path}: {explain(error)}"
     if lacked_memory(error):
-        return EngineError(what, remedy="close other programs, or export a smaller or quantized model")
+        return EngineError(
+            what, remedy="close other programs, or export a smaller or quantized model", code="out-of-memory"
+        )
     if code in (0x14, 0x20, 0x30):
         return BundleError(
-            what, remedy="export the bundle with the executorch version that runs it, or copy it again"
+            what,
+            remedy="export the bundle with the executorch version that runs it, or copy it again",
+            code="program-of-other-version",
         )
-    return BundleError(what, remedy="copy or export the bundle again")
+    return BundleError(what, remedy="copy or export the bundle again", code="program-refused")
 
 
 def lacked_memory(error: RuntimeError) -> bool:

@@ -35,9 +35,9 @@ from prge.files.signatures import DECODE, KEYS, OWN, PAST_KEYS, PAST_VALUES, PRE
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.
-_PIECE, _PIECE_OF_LONG, _LONG = 128, 64, 512
+_PIECE, PIECE_OF_LONG, LONG = 128, 64, 512
 # Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
-_GROWTH = 128
+GROWTH = 128
 
 
 @dataclass
@@ -95,6 +95,7 @@ class ChainSpeaker:
                 f"the bundle can't write text: it has the roles {', '.join(chain.roles)}",
                 remedy="export a causal language model with --roles stack back prefill decode, or with all, "
                 "as is the default of `prge export`; `prge tune` takes --roles too",
+                code="role-missing",
             )
         self._blocks = blocks
         self._chain = chain
@@ -132,7 +133,7 @@ class ChainSpeaker:
     def open(self, adapter: Adapter) -> int:
         """See Speaker."""
         if len(self._sequences) >= self._slots:
-            raise EngineError(f"all {self._slots} sequences are open", remedy="close one")
+            raise EngineError(f"all {self._slots} sequences are open", remedy="close one", code="slots-full")
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
         self._forget(self._sequences[number], self._capacity)
@@ -171,7 +172,7 @@ class ChainSpeaker:
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            piece = _PIECE if end <= _LONG else _PIECE_OF_LONG
+            piece = _PIECE if end <= LONG else PIECE_OF_LONG
             size = min(len(rest), piece, self._chain.bounds.piece)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
@@ -179,7 +180,7 @@ class ChainSpeaker:
             state = self._prefill(self._sequences[sequence], rest[:size])
             rest = rest[size:]
         if state is None:
-            raise EngineError("no token is given", remedy="give at least one")
+            raise EngineError("no token is given", remedy="give at least one", code="tokens-missing")
         return self._logits(state[:, -1:])[0]
 
     @property
@@ -232,11 +233,12 @@ class ChainSpeaker:
             raise EngineError(
                 f"a text of {length} tokens is too long, the limit is {self._context}",
                 remedy="shorten the prompt, or export the model with a larger --context",
+                code="text-too-long",
             )
         if length <= self._capacity:
             return
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
-        self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
+        self._capacity = min(-(-length // GROWTH) * GROWTH, self._context)
         for number in range(self._chain.end):
             if number not in self._carried:
                 shapes = self._blocks.carried(number).items()

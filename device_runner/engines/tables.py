@@ -50,17 +50,20 @@ class Tables:
                     or len(values.get_shape()) != dimensions
                     or (is_relative and values.get_shape()[0] % 2 == 0)
                 ):
-                    raise BundleError(f"{path} has no table {number}", remedy=_REMEDY)
+                    raise BundleError(f"{path} has no table {number}", remedy=_REMEDY, code="table-missing")
                 rows = values.get_shape()[0]
                 rows = (rows + 1) // 2 if is_relative else rows
                 if rows < longest:
                     raise BundleError(
                         f"{path}: table {number} is for {rows} tokens, the manifest says {longest}",
                         remedy=_REMEDY,
+                        code="table-of-other-length",
                     )
                 self._stored[number] = values
         except (OSError, ValueError, SafetensorError) as error:
-            raise BundleError(f"{path} can't be read: {error}", remedy=_REMEDY) from None
+            raise BundleError(
+                f"{path} can't be read: {error}", remedy=_REMEDY, code="file-unreadable"
+            ) from None
         self.of = lru_cache(maxsize=_KEPT)(self._of)
 
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:

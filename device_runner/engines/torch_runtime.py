@@ -149,7 +149,9 @@ def runtime() -> Any:
                 raise KeyboardInterrupt from None
             problems.append(str(error))
     raise EngineError(
-        f"the ExecuTorch runtime can't be imported: {problems[0]}", remedy="pip install executorch"
+        f"the ExecuTorch runtime can't be imported: {problems[0]}",
+        remedy="pip install executorch",
+        code="package-not-importable",
     )
 
 
@@ -159,5 +161,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         remedy = GET_MEMORY if tells_no_memory(error) else "pip install torch"
-        raise EngineError(f"torch can't be imported: {error}", remedy=remedy) from None
+        raise EngineError(
+            f"torch can't be imported: {error}", remedy=remedy, code="package-not-importable"
+        ) from None
     return torch

@@ -123,7 +123,10 @@ class Plan(OptimizerFlags, RateFlags):
             problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
         if problems:
             raise ConfigError(
-                "these settings can't be used:", problems, remedy="see `prge fleet serve --help`"
+                "these settings can't be used:",
+                problems,
+                remedy="see `prge fleet serve --help`",
+                code="settings-unusable",
             )
 
     @property
@@ -216,6 +219,7 @@ class Agreement:
                 "what the server sent is no agreement:",
                 [str(error)],
                 remedy="use the same version of prge on both sides",
+                code="agreement-unreadable",
             ) from None
 
 

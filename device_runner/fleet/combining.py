@@ -38,22 +38,33 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     """
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
-        raise RefusedError("has another agreement: another bundle, task or plan")
+        raise RefusedError(
+            "has another agreement: another bundle, task or plan", code="answer-of-other-agreement"
+        )
     found, wanted = (len(answer.values), len(answer.losses)), (values_of(plan, size), plan.local_steps)
     if found != wanted:
-        raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted[0]} of {wanted[1]}")
+        raise RefusedError(
+            f"has {found[0]} values of {found[1]} steps, must have {wanted[0]} of {wanted[1]}",
+            code="answer-of-other-shape",
+        )
     if answer.examples != plan.examples * plan.local_steps:
-        raise RefusedError(f"says that it took {answer.examples} examples")
+        raise RefusedError(f"says that it took {answer.examples} examples", code="answer-of-other-examples")
     for name, values, most in (
         ("value", answer.values, LARGEST_VALUE),
         ("loss", answer.losses, LARGEST_LOSS),
     ):
         if not np.isfinite(values).all():
-            raise RefusedError(f"has a {name} that is not finite")
+            raise RefusedError(f"has a {name} that is not finite", code="answer-not-finite")
         if np.abs(values).max() > most:
-            raise RefusedError(f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}")
+            raise RefusedError(
+                f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}",
+                code="answer-out-of-bounds",
+            )
     if not 0 <= answer.privacy_epsilon <= (plan.most_privacy_epsilon or np.inf):
-        raise RefusedError(f"says that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}")
+        raise RefusedError(
+            f"says that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}",
+            code="answer-epsilon-out-of-bounds",
+        )
 
 
 def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[int, Answer], list[int]]:

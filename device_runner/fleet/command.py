@@ -55,6 +55,7 @@ def _check(name: str) -> None:
         raise PrgeError(
             f"prge fleet {name} needs Python 3.11 or newer, for Flower",
             remedy=f"this is {platform.python_version()}",
+            code="python-too-old",
         )
 
 

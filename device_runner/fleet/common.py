@@ -66,9 +66,11 @@ def replay_steps(
         if stopped():
             return False
         if steps.first != state.step or not plan.by_scalars:
-            raise MessageError(f"steps from {steps.first} on, the state is at step {state.step}")
+            raise MessageError(
+                f"steps from {steps.first} on, the state is at step {state.step}", code="steps-out-of-order"
+            )
         if problem := take_steps(state, steps.records(number, plan.seed, plan.shape), estimator):
-            raise MessageError(f"steps from {steps.first} on after which {problem}")
+            raise MessageError(f"steps from {steps.first} on after which {problem}", code="steps-not-finite")
     return True
 
 
@@ -131,7 +133,7 @@ def unpack_state(
         *(AttributeError, LookupError, TypeError, ValueError),
         *(safetensors.SafetensorError, zlib.error),
     ) as error:
-        raise MessageError(f"a state that doesn't fit the bundle: {error}") from None
+        raise MessageError(f"a state that doesn't fit the bundle: {error}", code="state-unusable") from None
 
 
 def _unpacked(content: bytes, most: int) -> bytes:

@@ -140,6 +140,7 @@ def begin_fleet(
             raise RunError(
                 f"{folder} holds a run already",
                 remedy=f"go on with it: prge fleet serve --resume {folder}; or give another folder",
+                code="run-exists",
             )
         # The start comes last: with it a fleet has begun, whole.
         journal.undo_after(0)
@@ -162,6 +163,7 @@ def agreement_of(folder: Path) -> Agreement:
         raise RunError(
             f"{folder / AGREEMENT} is none of this version of prge: {error}",
             remedy="go on with the version that began the fleet, or begin another in another folder",
+            code="agreement-of-other-version",
         ) from None
 
 
@@ -202,7 +204,11 @@ class Coordinator:
         score: Callable[[TrainingState], Record] | None = None,
     ) -> None:
         if not has_begun(folder):
-            raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
+            raise RunError(
+                f"{folder} is no fleet's folder",
+                remedy="begin a fleet with `prge fleet serve`",
+                code="not-a-fleet",
+            )
         self.folder = folder
         self.bundle = bundle
         self.flags = flags
@@ -211,7 +217,9 @@ class Coordinator:
         self.plan = self.agreement.plan
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
-                f"{folder} is a fleet of another bundle", remedy="give the bundle that it was begun with"
+                f"{folder} is a fleet of another bundle",
+                remedy="give the bundle that it was begun with",
+                code="bundle-differs",
             )
         self.journal = Journal(folder / JOURNAL)
         self._undo_half_a_round()
@@ -386,11 +394,13 @@ class Coordinator:
         """
         said = parse_answer(content)
         if isinstance(said, Refusal):
-            raise RefusedError(said.reason)
+            raise RefusedError(said.reason, code="device-refuses")
         if node not in self._asked:
-            raise RefusedError("wasn't asked")
+            raise RefusedError("wasn't asked", code="answer-unexpected")
         if (said.number, said.step) != (self.round, self.state.step):
-            raise RefusedError(f"late: an answer of round {said.number + 1}, not of {self.round + 1}")
+            raise RefusedError(
+                f"late: an answer of round {said.number + 1}, not of {self.round + 1}", code="answer-late"
+            )
         checked(said, self.agreement, self.state.adapter.size)
         return said
 
@@ -513,4 +523,5 @@ class Coordinator:
         raise RunError(
             f"no round could be ended, {self._silent_rounds} times in a row: {reasons}",
             remedy=f"go on when devices are there: prge fleet serve --resume {self.folder}",
+            code="devices-silent",
         )

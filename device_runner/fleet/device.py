@@ -117,7 +117,11 @@ class _Round:
 
     def __init__(self, folder: Path, task: Task) -> None:
         if not (folder / DEVICE).is_file():
-            raise RunError(f"{folder} is no device's folder", remedy="make it one with `prge fleet join`")
+            raise RunError(
+                f"{folder} is no device's folder",
+                remedy="make it one with `prge fleet join`",
+                code="not-a-device-folder",
+            )
         self.folder = folder
         self.task = task
         self.began = time.monotonic()
@@ -139,7 +143,9 @@ class _Round:
             ledger.answer(line)
             return (folder / ANSWER).read_bytes()
         if line is not None and ledger.is_answered(line):
-            raise RefusedError(f"round {task.number + 1} was answered, and what was said is gone")
+            raise RefusedError(
+                f"round {task.number + 1} was answered, and what was said is gone", code="answer-lost"
+            )
         self._check(ledger, line)
         self._keep_agreement()
         state = self._known_state()
@@ -170,7 +176,7 @@ class _Round:
 
     def _out_of_time(self) -> RefusedError:
         # Not how long it took, which rows have a say in.
-        return RefusedError(f"out of time: it may take {self.seconds:g} s")
+        return RefusedError(f"out of time: it may take {self.seconds:g} s", code="round-out-of-time")
 
     def _agreed(self) -> Agreement:
         """The agreement that the task names, from the task or from a round before."""
@@ -178,25 +184,34 @@ class _Round:
         content = self.task.agreement
         if not content:
             if not path.is_file():
-                raise RefusedError("an agreement that this device doesn't know; it needs its text")
+                raise RefusedError(
+                    "an agreement that this device doesn't know; it needs its text", code="agreement-unknown"
+                )
             content = path.read_bytes()
         try:
             agreement = Agreement.parse(content)
         except ConfigError as error:
-            raise RefusedError(str(error)) from None
+            raise RefusedError(str(error), code=error.code) from None
         if agreement.sha256 != self.task.sha256:
-            raise RefusedError("an agreement that doesn't have the hash that it is named by")
+            raise RefusedError(
+                "an agreement that doesn't have the hash that it is named by", code="agreement-of-other-hash"
+            )
         task = task_of(self.bundle, self.settings.task)
         self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
             ours = self.bundle.sha256
-            raise RefusedError(f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}")
+            raise RefusedError(
+                f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}", code="bundle-differs"
+            )
         if agreement.task != task_sha256(task):
-            raise RefusedError("the fleet's task is another one than mine")
+            raise RefusedError("the fleet's task is another one than mine", code="task-differs")
         # Rounds that the server discarded have no steps.
         rounds, rest = divmod(self.task.step, agreement.plan.local_steps if agreement.plan.by_scalars else 1)
         if self.task.number >= agreement.plan.rounds or rest or rounds > self.task.number:
-            raise RefusedError(f"the plan has no round {self.task.number + 1} from step {self.task.step} on")
+            raise RefusedError(
+                f"the plan has no round {self.task.number + 1} from step {self.task.step} on",
+                code="round-not-of-plan",
+            )
         return agreement
 
     def _keep_agreement(self) -> None:
@@ -217,7 +232,7 @@ class _Round:
         now = time.time()
         today = ledger.begun_since(now - _DAY) - (line is not None and line["time"] > now - _DAY)
         if objections := self.policy.objections(self.plan, now, today):
-            raise RefusedError("; ".join(objections))
+            raise RefusedError("; ".join(objections), code="policy-forbids")
 
     def _counted(self, ledger: Ledger, line: Record | None, local: Local) -> tuple[Record, float]:
         """The round's line, written before anything is computed, and what privacy has cost with it.
@@ -239,13 +254,13 @@ class _Round:
             "noise": plan.noise,
         }
         if line is not None and {**line, "time": entry["time"]} != entry:
-            raise RefusedError("the round was begun with other rows")
+            raise RefusedError("the round was begun with other rows", code="rows-differ")
         said = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
         most, own = self.policy.most_privacy_epsilon, 0.0
         if most is not None:
             own = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
         if reason := spent(own, most or 0.0) or spent(said, plan.most_privacy_epsilon):
-            raise RefusedError(reason)
+            raise RefusedError(reason, code="privacy-spent")
         if line is None:
             ledger.begin(entry)
         return line or entry, said
@@ -263,7 +278,9 @@ class _Round:
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width, classes)
             if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):
-                raise RefusedError("the state isn't the one that the fleet agreed to start with")
+                raise RefusedError(
+                    "the state isn't the one that the fleet agreed to start with", code="state-differs"
+                )
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
@@ -271,7 +288,7 @@ class _Round:
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
             has = "has no common state" if state is None else f"is at step {state.step}"
-            raise RefusedError(f"{has}, needs that of step {task.step}")
+            raise RefusedError(f"{has}, needs that of step {task.step}", code="state-missing")
         return state
 
     def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
@@ -280,7 +297,9 @@ class _Round:
         missed = task.missed_steps((plan.local_steps, int(np.prod(plan.shape))))
         in_time = replay_steps(state, missed, plan, replayer(plan), task.number, stopped)
         if in_time and state.step != task.step:
-            raise MessageError(f"steps to {state.step}, the round begins at {task.step}")
+            raise MessageError(
+                f"steps to {state.step}, the round begins at {task.step}", code="steps-out-of-order"
+            )
         write_file(self.fleet / STATE, pack_state(state))
         return in_time
 

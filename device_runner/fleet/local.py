@@ -69,7 +69,7 @@ class Local:
             DivergenceError: see prge.learning.training.
         """
         plan, store = self.plan, _RoundStore(self.plan, start, journal, self.draw)
-        order = _Turns if plan.noise else _OwnRows
+        order = CyclicRows if plan.noise else _OwnRows
         sampler = order(self.examples, plan.examples, rows_seed, plan.loss_normalisation)
         sampler.offset = taken - store.first_step
         data = SessionData(train=self.examples, adapter=start.adapter, sampler=sampler)
@@ -135,6 +135,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
             f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which are compared with scores that no round carries"],
             remedy="give rows of completions, or train on this device alone with `prge run`",
+            code="rows-of-preferences",
         )
     if not plan.by_scalars and plan.clip:
         check_single_sequences(inputs.train)
@@ -179,7 +180,7 @@ class _OwnRows(Sampler):
         return super().chosen(step + self.offset)
 
 
-class _Turns(_OwnRows):
+class CyclicRows(_OwnRows):
     """Rows in one order over and over, of which a step has none twice; a row's windows take turns."""
 
     def chosen(self, step: int) -> list[Example]:

@@ -58,7 +58,10 @@ class Steps:
         """Inverse of `to_bytes`; nothing of another `shape`, steps and scalars of a step, is read."""
         first, count, size = reader.unpack(_STEPS_HEAD)
         if shape not in (None, (count, size)):
-            raise MessageError(f"a round of {count} steps of {size} scalars; the plan has {shape}")
+            raise MessageError(
+                f"a round of {count} steps of {size} scalars; the plan has {shape}",
+                code="steps-of-other-shape",
+            )
         rates, losses = reader.floats(count), reader.floats(count)
         return cls(first, rates, losses, reader.floats(count * size).reshape(count, size))
 
@@ -131,10 +134,10 @@ class Task:
         """
         reader = Reader(content)
         if (found := reader.begin()) != _TASK:
-            raise MessageError(f"a message of type {found}, not a task")
+            raise MessageError(f"a message of type {found}, not a task", code="message-of-other-type")
         sha256, number, step, seconds, *sizes = reader.unpack(_TASK_HEAD)
         if sizes[0] > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
-            raise MessageError("a task that no server writes")
+            raise MessageError("a task that no server writes", code="message-damaged")
         task = cls(sha256, number, step, seconds, *map(reader.take, sizes))
         reader.end()
         return task
@@ -194,7 +197,7 @@ def parse_answer(content: bytes) -> Answer | Refusal:
     """
     reader = Reader(content)
     if (found := reader.begin()) not in (_DONE, _REFUSED):
-        raise MessageError(f"a message of type {found}, not an answer")
+        raise MessageError(f"a message of type {found}, not an answer", code="message-of-other-type")
     said: Answer | Refusal = Answer.read(reader) if found == _DONE else Refusal.read(reader)
     reader.end()
     return said
@@ -205,7 +208,7 @@ class Reader:
 
     def __init__(self, content: bytes) -> None:
         if not isinstance(content, bytes) or len(content) > MOST_BYTES:
-            raise MessageError("a message that is no bytes, or too many")
+            raise MessageError("a message that is no bytes, or too many", code="message-damaged")
         self._content = memoryview(content)
         self._at = 0
 
@@ -221,13 +224,16 @@ class Reader:
             raise MessageError(
                 f"a message of form {form}, this version of prge speaks form {FORM}",
                 remedy="use the same version of prge on both sides",
+                code="message-of-other-version",
             )
         return int(found)
 
     def take(self, size: int) -> bytes:
         """The next bytes."""
         if size > self.left:
-            raise MessageError(f"a message that ends early: {self.left} bytes where {size} must be")
+            raise MessageError(
+                f"a message that ends early: {self.left} bytes where {size} must be", code="message-damaged"
+            )
         self._at += size
         return bytes(self._content[self._at - size : self._at])
 
@@ -242,7 +248,7 @@ class Reader:
     def end(self) -> None:
         """Nothing may follow."""
         if self.left:
-            raise MessageError(f"a message with {self.left} bytes too many")
+            raise MessageError(f"a message with {self.left} bytes too many", code="message-damaged")
 
 
 def _head(what: int) -> bytes:

@@ -142,6 +142,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
                 if getattr(theirs.plan, name) != getattr(plan, name)
             ],
             remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+            code="plan-differs",
         )
     return coordinator
 
@@ -171,5 +172,6 @@ def _head(
             "an encoder's fleet needs a classification head and a task",
             ["devices keep their rows, and the server has none to fit the head on"],
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
+            code="head-missing",
         )
     return head

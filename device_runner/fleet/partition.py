@@ -26,7 +26,9 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
     """
     rows = by_row(examples)
     if len(rows) < devices:
-        raise _error(f"there are {len(rows)} rows for {devices} devices", "give fewer --devices")
+        raise _error(
+            "rows-too-few", f"there are {len(rows)} rows for {devices} devices", "give fewer --devices"
+        )
     generator = np.random.Generator(np.random.Philox(seed))
     order = generator.permutation(len(rows))
     if how == "even":
@@ -37,9 +39,13 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
         if name != "dirichlet" or not 0 < concentration < 1e6:
             raise ValueError
     except ValueError:
-        raise _error(f"--partition is {how!r}", "give even, or dirichlet:0.3") from None
+        raise _error("partition-unusable", f"--partition is {how!r}", "give even, or dirichlet:0.3") from None
     if any(example.label is None for example in examples):
-        raise _error("--partition dirichlet deals out classes, the rows have none", "give --partition even")
+        raise _error(
+            "classes-missing",
+            "--partition dirichlet deals out classes, the rows have none",
+            "give --partition even",
+        )
     # A row with a class is one example.
     dealt: list[list[Example]] = [[] for _ in range(devices)]
     for label in sorted({example.label for example in examples if example.label is not None}):
@@ -54,5 +60,5 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
     return dealt
 
 
-def _error(problem: str, remedy: str) -> ConfigError:
-    return ConfigError("the rows can't be dealt out:", [problem], remedy=remedy)
+def _error(code: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError("the rows can't be dealt out:", [problem], remedy=remedy, code=code)

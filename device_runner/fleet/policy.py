@@ -66,7 +66,9 @@ class Policy:
         if self.hours and Hours.parse(self.hours, "hours") is None:
             problems.append(f"--hours is {self.hours!r}, must be like 22-6")
         if problems:
-            raise ConfigError("the policy can't be used:", problems, remedy="mend the policy file")
+            raise ConfigError(
+                "the policy can't be used:", problems, remedy="mend the policy file", code="settings-unusable"
+            )
 
     def objections(self, plan: Plan, now: float, rounds_today: int) -> list[str]:
         """Why a device with this policy takes no part in a round of a plan; empty if it does.

@@ -54,6 +54,7 @@ class ServeSettings(ServerSettings):
             raise RunError(
                 f"these settings are none of this version of prge, which has no {', '.join(gone)}",
                 remedy="go on with the version that began the fleet, or begin another in another folder",
+                code="settings-of-other-version",
             )
         return dict(stored)
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         raise RunError(
             f"{settings.out} holds a fleet already",
             remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+            code="run-exists",
         )
     with watched_memory(settings.memory, _tell):
         _tell(str(serve(settings)))
@@ -107,6 +109,7 @@ def check_keys(keys: Path | None, insecure: bool) -> None:
             "these settings can't be used:",
             ["give --keys or --insecure, and not both"],
             remedy="`prge fleet keys` makes keys for a server and its devices",
+            code="settings-unusable",
         )
 
 

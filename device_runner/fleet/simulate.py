@@ -155,6 +155,7 @@ class Simulation:
             raise RunError(
                 f"{fleet.folder} is a fleet with other devices or rows",
                 remedy="give another folder with --out",
+                code="rows-differ",
             )
         for record in fleet.over:
             for device in {*record["answered"], *record["silent"], *map(int, record["refused"])}:

@@ -69,7 +69,11 @@ def read_status(folder: Path) -> Status:
         RunError: it is no fleet's folder, or its journal is damaged.
     """
     if not (folder / JOURNAL).is_file():
-        raise RunError(f"{folder} is no fleet's folder", remedy="give the --out of `prge fleet serve`")
+        raise RunError(
+            f"{folder} is no fleet's folder",
+            remedy="give the --out of `prge fleet serve`",
+            code="not-a-fleet",
+        )
     plan = agreement_of(folder).plan
     journal = Journal(folder / JOURNAL, writable=False)
     rounds, evaluations = (
@@ -113,4 +117,6 @@ def _names(folder: Path) -> dict[int, str]:
     try:
         return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
     except (DocumentError, AttributeError, ValueError) as error:
-        raise RunError(f"{folder / NAMES} can't be read: {error}", remedy="remove it") from None
+        raise RunError(
+            f"{folder / NAMES} can't be read: {error}", remedy="remove it", code="file-unreadable"
+        ) from None

@@ -106,7 +106,9 @@ def read_run(folder: Path) -> RunFacts:
     """
     if not any((folder / name).is_file() for name in (CONFIG, JOURNAL, METRICS, SUMMARY)):
         raise RunError(
-            f"{folder} is no run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
+            f"{folder} is no run: it has no {METRICS}",
+            remedy="give the folder of `prge run --out`",
+            code="not-a-run",
         )
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
     run = facts_of(folder, metrics, read_samples(folder / SAMPLES))

@@ -21,7 +21,7 @@ from prge.host.packages import install_extra
 Log = Callable[[int, Mapping[str, float]], object]
 """Takes the step and its figures by name."""
 
-_LOOK_EVERY = 1.0
+LOOK_EVERY = 1.0
 # Figures of a record; all others say when it was.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Settings in words that tell nothing of the user's files.
@@ -65,7 +65,7 @@ def send(
                         log(record["step"], figures(record))
                 sent[run] = len(records)
             if going_on:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(LOOK_EVERY)
 
 
 def figures(record: Record) -> dict[str, float]:
@@ -85,6 +85,7 @@ def _check_installed(asked: Mapping[str, object]) -> None:
             "these settings can't be used:",
             [f"--{name} is given, the package {name} is not installed" for name in missing],
             remedy=install_extra(*missing),
+            code="package-missing",
         )
 
 
@@ -94,7 +95,11 @@ def _event_files(folder: Path) -> Iterator[Log]:
     from tensorboard.summary import Writer
 
     if any(folder.glob("events.out.*")):
-        raise RunError(f"{folder} has event files already", remedy="give another folder, or remove it")
+        raise RunError(
+            f"{folder} has event files already",
+            remedy="give another folder, or remove it",
+            code="folder-not-empty",
+        )
     with reported(folder):
         writer = Writer(str(folder))
     try:
@@ -126,6 +131,7 @@ def _wandb_run(folder: Path, name: str, project: str) -> Iterator[Log]:
         raise RunError(
             f"Weights & Biases takes no run: {shortened(str(error), 300)}",
             remedy="`wandb login`; or with WANDB_MODE=offline its files stay here for `wandb sync`",
+            code="service-refuses",
         ) from None
     with run:
         run.define_metric("step")

@@ -159,7 +159,9 @@ class Feedback:
 
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
-                raise RunError(f"{file.path} can't be written: another process holds its lock")
+                raise RunError(
+                    f"{file.path} can't be written: another process holds its lock", code="file-in-use"
+                )
 
         append_feedback(file.path, [row], wait)
         self._bytes[client] += size

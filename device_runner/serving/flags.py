@@ -103,4 +103,4 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
         if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
             problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
         if problems:
-            raise ConfigError("these settings can't be used:", problems)
+            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")

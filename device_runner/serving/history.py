@@ -89,7 +89,9 @@ class History:
             self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
             remedy = "serve those, or learn into another folder"
-            raise ConfigError(f"{folder} began to learn with", problems, remedy=remedy)
+            raise ConfigError(
+                f"{folder} began to learn with", problems, remedy=remedy, code="learning-differs"
+            )
         for record in self._journal.records:
             with self._journal.reading(record):
                 self._take(record)

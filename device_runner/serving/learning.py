@@ -47,9 +47,9 @@ from prge.verbs.settings import read_stored
 _MOST_OPEN = 256
 _ANY_LOSS = 1e6
 # Between two looks for something to learn, and at the sensors.
-_SECONDS = 5.0
+SECONDS_TO_LOOK = 5.0
 # After a failure, such as of a full disk, until it is tried again.
-_SECONDS_TO_RETRY = 30.0
+SECONDS_TO_RETRY = 30.0
 _Json = dict[str, Any]
 
 
@@ -115,7 +115,7 @@ class Learning:
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
-        self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
+        self._gates = Gates(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
         # Over the process and why it is paused.
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
@@ -135,7 +135,7 @@ class Learning:
             if not self._look.done():
                 return
             has_more, self._look = self._look.result(), None
-            self._next = time.monotonic() + (0 if has_more else _SECONDS)
+            self._next = time.monotonic() + (0 if has_more else SECONDS_TO_LOOK)
         if self._is_woken or time.monotonic() >= self._next:
             self._is_woken = False
             self._look = self.storage.submit(self.work)
@@ -165,9 +165,9 @@ class Learning:
             has_more = self._worked()
         except (PrgeError, OSError) as error:
             self._end_round()
-            self._retry_at = time.monotonic() + _SECONDS_TO_RETRY
+            self._retry_at = time.monotonic() + SECONDS_TO_RETRY
             if self.problem != str(error):
-                self._tell(f"nothing is learnt, tried again every {_SECONDS_TO_RETRY:.0f} seconds: {error}")
+                self._tell(f"nothing is learnt, tried again every {SECONDS_TO_RETRY:.0f} seconds: {error}")
             self.problem = str(error)
             return False
         if self._process is None:
@@ -257,7 +257,7 @@ class Learning:
     def _take(self, version: Version, outcome: _Json) -> None:
         """Do what follows from the outcome of a round."""
         if outcome["status"] == "problem":
-            raise RunError(outcome["problem"])
+            raise RunError(outcome["problem"], code="round-failed")
         # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
         if not self._index.has_all(self._keys) or outcome["status"] == "changed":
             return

@@ -74,7 +74,10 @@ class ListenFlags:
             problems.append(f"--host {self.host} lets other machines ask, and there is no API key")
         if problems:
             raise ConfigError(
-                "these settings can't be used:", problems, remedy=f"{_REMEDY}; with --insecure anyone may ask"
+                "these settings can't be used:",
+                problems,
+                remedy=f"{_REMEDY}; with --insecure anyone may ask",
+                code="settings-unusable",
             )
 
 
@@ -85,6 +88,7 @@ def refuse_key(argv: Sequence[str]) -> None:
             "a setting can't be used:",
             ["--api-key shows the key to everybody who can list processes"],
             remedy=_REMEDY,
+            code="api-key-in-command",
         )
 
 
@@ -107,10 +111,15 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
             why = getattr(error, "strerror", None) or error
             remedy = f"give a file, or set {KEY}"
             raise ConfigError(
-                "there is no API key:", [f"{path} can't be read: {why}"], remedy=remedy
+                "there is no API key:",
+                [f"{path} can't be read: {why}"],
+                remedy=remedy,
+                code="file-unreadable",
             ) from None
     keys = tuple(filter(None, map(str.strip, key.splitlines())))
     if not keys or not all(re.fullmatch("[!-~]+", each) for each in keys):
         problem = "has characters that aren't printable ASCII, or spaces" if keys else "is empty"
-        raise ConfigError("there is no API key:", [f"{where} {problem}"], remedy=remedy)
+        raise ConfigError(
+            "there is no API key:", [f"{where} {problem}"], remedy=remedy, code="api-key-unusable"
+        )
     return keys

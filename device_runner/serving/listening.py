@@ -43,7 +43,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server(address[:2], family=family)
     except OSError as error:
         raise RunError(
-            f"{host}:{port} can't be listened at: {error.strerror}", remedy="give another --host or --port"
+            f"{host}:{port} can't be listened at: {error.strerror}",
+            remedy="give another --host or --port",
+            code="address-not-available",
         ) from None
     with listener:
         yield listener

@@ -92,7 +92,7 @@ class RoundProcess:
             outcome: dict[str, Any] = json.loads(line)
             return outcome
         why = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        raise RunError(f"the process that learns {why}")
+        raise RunError(f"the process that learns {why}", code="round-process-ended")
 
     def pause(self, is_paused: bool) -> None:
         """Let it compute nothing, or go on."""

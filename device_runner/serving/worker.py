@@ -117,5 +117,5 @@ class Worker:
             self._closing = True
             left = list(self._tickets)
         for ticket in left:
-            ticket.error = EngineError("the server ends")
+            ticket.error = EngineError("the server ends", code="server-ends")
             ticket.end()

@@ -63,7 +63,12 @@ class Gates:
         readings = [(each.flag, each.read(self._sensors)) for each in self._conditions]
         problems = [f"{flag}: {reading.reason}" for flag, reading in readings if reading.value is None]
         if problems:
-            raise ConfigError("the device doesn't tell what these need:", problems, remedy="leave them out")
+            raise ConfigError(
+                "the device doesn't tell what these need:",
+                problems,
+                remedy="leave them out",
+                code="condition-not-measurable",
+            )
 
     def hold(self, watcher: Held) -> bool:
         """Wait until all conditions are met, and return whether the work is to stop."""

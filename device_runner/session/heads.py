@@ -35,6 +35,7 @@ def prepare_heads(
             raise RunError(
                 f"--heads-of is {settings.heads_of}: there is no such file",
                 remedy="give the journal.jsonl of a run, or leave it out",
+                code="file-missing",
             )
         other = Journal(settings.heads_of, writable=False)
         heads, told = Heads.from_journal(other, model.width, digest), f"those of {settings.heads_of}"

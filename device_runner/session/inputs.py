@@ -149,5 +149,6 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
             "these settings can't be used:",
             [f"--sample-rows is {count}: there are no development rows with candidates"],
             remedy="leave it out, or give --dev and a task with candidates",
+            code="candidates-missing",
         )
     return dev[:count]

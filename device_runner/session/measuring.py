@@ -27,7 +27,7 @@ from prge.host.atomic import write_file
 from prge.host.parents import end_with_parent
 from prge.host.processes import watched
 
-_LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
+LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def _too_hot(sensors: Sensors, celsius: float, seconds: float) -> str:
     while (found := sensors.temperature().value) is not None and found > celsius:
         if time.monotonic() >= until:
             return f"too hot: {found:.1f} degrees Celsius after {seconds / 60:g} minutes, not {celsius:g}"
-        time.sleep(min(_LOOK_SECONDS, max(0.01, until - time.monotonic())))
+        time.sleep(min(LOOK_SECONDS, max(0.01, until - time.monotonic())))
     return ""
 
 
@@ -88,7 +88,7 @@ def _started(cache: Path, words: Sequence[str]) -> int:
 
 def _ended(child: int) -> int | None:
     """The status of a child that has ended, waited for a while."""
-    until = time.monotonic() + _LOOK_SECONDS
+    until = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

@@ -83,6 +83,7 @@ def plan_run(
     )
     if examples and shape.tokens > chain.longest(entry.role):
         raise _unfit(
+            "row-too-long",
             f"a row has {shape.tokens} tokens, and steps of --estimator {settings.estimator} take "
             f"{chain.longest(entry.role)}",
             "give shorter rows, or export the bundle again",
@@ -91,6 +92,7 @@ def plan_run(
     numbers = shape.copies * adapter_size(chain.modules) + shape.queries * shape.sequences * factors
     if 4 * numbers > _MOST_STEP_BYTES:
         raise _unfit(
+            "step-too-large",
             f"the perturbed adapters or directions of a step take {4 * numbers:,} bytes, at most "
             f"{_MOST_STEP_BYTES:,} are possible",
             "choose fewer --queries or a smaller --batch-size",
@@ -111,21 +113,25 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     entry = ESTIMATORS[estimator]
     if estimator not in names:
         raise _unfit(
+            "role-missing",
             f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}",
             f"choose one of {', '.join(names)}, or export with the role {entry.role}",
         )
     if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
         raise _unfit(
+            "trunk-missing",
             "--trunk-cache-bytes is given, and no block lies below the first adapted layer",
             "leave it out, or export with --adapt-layers top:k",
         )
     if settings.lora_plus != 1 and not chain.trains_a:
         raise _unfit(
+            "lora-a-not-trained",
             f"--lora-plus is {settings.lora_plus:g}, and the bundle trains lora_b alone",
             "leave it out, or export with --adapter lora",
         )
     if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
         raise _unfit(
+            "role-missing",
             f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}",
             "leave it out, or export with the roles prefill and decode",
         )
@@ -143,8 +149,8 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     )
 
 
-def _unfit(problem: str, remedy: str) -> ConfigError:
-    return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy)
+def _unfit(code: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy, code=code)
 
 
 def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:

@@ -57,6 +57,7 @@ def with_references(
             raise EngineError(
                 "the start adapter's scores of these rows are not finite",
                 remedy="the adapter or the bundle is damaged: start from the bundle's own, or export again",
+                code="scores-not-finite",
             )
         write_file(path, json.dumps({"of": key, "scores": scores, "sha256": _digest(key, scores)}).encode())
         told = f"reference: {len(scores):,} rows scored by the adapter of the start"

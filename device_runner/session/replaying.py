@@ -21,7 +21,9 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     """
     start = journal.first("start")
     if start is None:
-        raise RunError(f"{journal.path} has no beginning", remedy="give the journal of a run")
+        raise RunError(
+            f"{journal.path} has no beginning", remedy="give the journal of a run", code="journal-empty"
+        )
     with journal.reading(start):
         state = first_state(journal, start)
     for record in journal.records:
@@ -31,7 +33,11 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     if step is None:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
-        raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
+        raise RunError(
+            f"the run has {journal.steps} steps, not {step}",
+            remedy="give a smaller --step",
+            code="step-out-of-bounds",
+        )
     advance(state, journal, estimator_of(journal), step)
     return state
 
@@ -45,11 +51,14 @@ def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: 
     for number in range(state.step, step):
         taken = journal.step(number)
         if taken is None:
-            raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
+            raise RunError(
+                f"{journal.path} lacks step {number}", remedy="restore it from a copy", code="step-missing"
+            )
         if "seeds" in taken:
             raise RunError(
                 f"{journal.path} is of a fleet whose devices had directions of their own, as none has now",
                 remedy="take the adapter in its final/ or checkpoints/",
+                code="journal-of-other-version",
             )
         with journal.reading(taken):
             gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)

@@ -66,7 +66,9 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
             headline = error.what.partition("\n")[0]
             problems.append(f"row {row.number}: {'; '.join([headline, *error.problems])}")
     if problems or not found:
-        raise DataError(f"{path} can't be used as prompts", problems or ["it has none"])
+        raise DataError(
+            f"{path} can't be used as prompts", problems or ["it has none"], code="prompts-unusable"
+        )
     return found
 
 

@@ -102,7 +102,9 @@ def read_template_kwargs(given: str | None) -> dict[str, Any]:
     try:
         return template_kwargs(given)
     except RowError as error:
-        raise ConfigError("--chat-template-kwargs can't be used:", [str(error)]) from None
+        raise ConfigError(
+            "--chat-template-kwargs can't be used:", [str(error)], code="settings-unusable"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
         if self.system is not None and self.prompt and not self.chat:
             problems.append("--system belongs to --chat, --messages or --data")
         if problems:
-            raise ConfigError("it isn't clear what to answer:", problems)
+            raise ConfigError("it isn't clear what to answer:", problems, code="settings-unusable")
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def open_speaking(folder: Path) -> Bundle:
         raise BundleError(
             f"{folder} writes no text: its readout is {bundle.chain.readout}",
             remedy="export a causal language model, without label words",
+            code="readout-writes-no-text",
         )
     return bundle
 
@@ -203,7 +206,12 @@ def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
     found = [(printable(name), adapter) for name, adapter in found]
     counts = Counter(name for name, _ in found)
     if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
-        raise ConfigError("adapters need names of their own:", problems, remedy="give --adapter NAME=PATH")
+        raise ConfigError(
+            "adapters need names of their own:",
+            problems,
+            remedy="give --adapter NAME=PATH",
+            code="adapter-names-unusable",
+        )
     return dict(found)
 
 

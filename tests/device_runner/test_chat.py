@@ -18,6 +18,7 @@ from prge.files.adapter import Adapter
 from prge.files.peft import read_peft
 from prge.text.prompts import Prompts
 from tests.device_runner.speaking import TEMPLATE, Speaking
+from tests.refusals import raises
 from tests.speakers import NumpySpeaker
 from tests.terminals import Terminal
 
@@ -162,7 +163,7 @@ def test_without_the_flag_nothing_is_kept(talk: Talk) -> None:
 def test_a_file_of_other_rows_takes_no_feedback(speaking: Speaking, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match="something else than feedback: row 1"):
+    with raises(DataError, "feedback-foreign", saying=str(path)):
         verb.main(["--bundle", str(speaking.folder), "--feedback", str(path)])
     assert path.read_text() == '{"text": "a"}\n'
 

@@ -24,7 +24,7 @@ GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+    monkeypatch.setattr(doctor, "probe_engine", lambda: GOOD_ENGINE)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
@@ -45,8 +45,13 @@ def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str
     return {check["name"]: check for check in content["checks"]}, content["run"]
 
 
+def check_of(name: str) -> Check:
+    """What the doctor says of one thing; what comes after it isn't looked at."""
+    return next(check for check in doctor.examine() if check.name == name)
+
+
 def test_engine_really_loads_here() -> None:
-    answer = doctor._probe_engine()
+    answer = doctor.probe_engine()
     assert isinstance(answer, dict), answer
     assert "XnnpackBackend" in answer["backends"]
     assert answer["threads"] >= 1
@@ -101,8 +106,8 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
     ],
 )
 def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_probe_engine", lambda: answer)
-    engine, threads = doctor._check_engine()
+    monkeypatch.setattr(doctor, "probe_engine", lambda: answer)
+    engine, threads = check_of("engine"), check_of("threads")
     assert (engine.state, found in engine.found) == (state, True)
     assert bool(engine.remedy) == (state == "missing")
     assert threads.state == ("warn" if isinstance(answer, str) else "ok")
@@ -117,8 +122,8 @@ def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_engine_that_ends_its_process(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ENGINE_PROBE", code)
-    answer = doctor._probe_engine()
+    monkeypatch.setattr(doctor, "ENGINE_PROBE", code)
+    answer = doctor.probe_engine()
     assert isinstance(answer, str)
     assert told in answer
 
@@ -126,26 +131,26 @@ def test_engine_that_ends_its_process(code: str, told: str, monkeypatch: pytest.
 def test_other_version_than_the_pinned_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0")
     monkeypatch.setattr(doctor, "requirement", lambda name: f"{name}==2.13.0")
-    assert doctor._finder("torch")() == Check(
+    assert check_of("torch") == Check(
         "torch", "warn", "2.99.0, tested with 2.13.0", "pip install torch==2.13.0"
     )
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    assert doctor._finder("torch")().state == "ok"
+    assert check_of("torch").state == "ok"
 
 
 def test_package_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    check = doctor._importer("safetensors")()
+    check = check_of("safetensors")
     assert check.state == "missing"
     assert "--force-reinstall" in check.remedy
 
 
+@pytest.mark.usefixtures("engine")
 def test_check_that_fails_is_told_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Check:
+    def fail() -> dict[str, int]:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(doctor, "_check_memory", fail)
-    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+    monkeypatch.setattr(doctor, "memory_info", fail)
     checks = {check.name: check for check in doctor.examine()}
     assert checks["memory"] == Check("memory", "missing", "the check failed: RuntimeError: unforeseen")
     assert "flwr" in checks
@@ -156,22 +161,23 @@ def test_check_that_fails_is_told_and_not_the_end(monkeypatch: pytest.MonkeyPatc
 )
 def test_python_version(version: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (*version, 0))
-    assert doctor._check_python().state == state
+    assert check_of("python").state == state
 
 
+@pytest.mark.usefixtures("engine")
 def test_little_memory_and_disk_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "memory_info", lambda: {"MemTotal": 4 << 30, "MemAvailable": 100 << 20})
-    assert doctor._check_memory() == Check(
+    assert check_of("memory") == Check(
         "memory",
         "warn",
         "100 MiB available of 4096 MiB",
         "close other programs; `prge inspect` tells what a bundle needs",
     )
     monkeypatch.setattr(doctor, "memory_info", dict)
-    assert doctor._check_memory().state == "warn"
+    assert check_of("memory").state == "warn"
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20))
-    assert doctor._check_disk().state == "warn"
+    assert check_of("disk").state == "warn"
 
 
 def test_pip_command() -> None:
@@ -185,7 +191,7 @@ def test_pip_command() -> None:
 
 
 def test_all_that_training_needs_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+    monkeypatch.setattr(doctor, "probe_engine", lambda: GOOD_ENGINE)
     names = {check.name for check in doctor.examine()}
     assert run_lacks([Check(name, "missing", "") for name in names]) == list(NEEDED)
 
@@ -201,7 +207,7 @@ def test_works_without_any_package(tmp_path: Path) -> None:
     repository = Path(__file__).resolve().parents[2]
     code = (
         f"import sys; sys.path.insert(0, {str(repository)!r})\n"
-        "from device_runner import doctor; doctor._ENGINE_PROBE = 'import no_such_package'\n"
+        "from device_runner import doctor; doctor.ENGINE_PROBE = 'import no_such_package'\n"
         "from prge.cli import main; sys.exit(main(['doctor']))"
     )
     child = subprocess.run(

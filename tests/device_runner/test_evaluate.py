@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from device_runner.evaluate import run, write_answers
 from device_runner.session.settings import EvaluateSettings
 from prge.errors import ConfigError, DataError
@@ -20,6 +18,7 @@ from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
@@ -66,10 +65,10 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
         generator = Generator(NumpySpeaker(context=context), TOKENIZER)
         (found,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
         assert found.cut_tokens == cut and found.prompt_tokens == context - cut
-    with pytest.raises(DataError, match="the prompt can't be used"):
+    with raises(DataError, "prompt-too-long"):
         write_answers(generator, asked, make_adapter(), Generate(8), "error")
 
 
 def test_a_question_with_its_answer_is_one_row() -> None:
-    with pytest.raises(ConfigError, match="--overflow is split: a question with its answer is one row"):
+    with raises(ConfigError, "settings-unusable", saying="--overflow"):
         run(EvaluateSettings(bundle=Path("bundle"), data=Path("data"), task="squad", overflow="split"))

@@ -14,6 +14,7 @@ from prge.errors import ConfigError, RunError
 from prge.files.run_folder import run_lock
 from tests.device_runner.reporting.run_folders import write_run
 from tests.pages import Page, check_widths
+from tests.refusals import raises
 
 EVIL = "</p><script>alert(1)</script><img src=x onerror=alert(1)> \u202e & \"quoted\" 'single'"
 
@@ -200,13 +201,13 @@ def test_sparse_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
         run.mkdir()
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in content))
     assert "<svg " in report(*runs)
-    with pytest.raises(RunError, match="nothing measured yet"):
+    with raises(RunError, "nothing-measured", saying=str(runs[1])):
         main([str(runs[1]), "--out", str(tmp_path / "curves.svg")])
 
 
 def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="can't be written: Not a directory"):
+    with raises(RunError, "write-failed", saying=str(tmp_path / "file")):
         main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "file" / "report.html")])
 
 
@@ -221,7 +222,7 @@ def test_neither_the_page_nor_a_table_scrolls_sideways(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run"):
+    with raises(RunError, "not-a-run", saying=str(tmp_path)):
         main([str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"must end in \.html"):
+    with raises(ConfigError, "settings-unusable", saying="report.pdf"):
         main([str(tmp_path), "--out", "report.pdf"])

@@ -29,6 +29,7 @@ from prge.running import training_flags
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, rehash, write_manifest
 from tests.device_runner.numpy_device import QUERIES, Device, Killed, write_films
+from tests.refusals import raises
 from tests.workshop import bits
 
 STEPS, EXAMPLES = 12, 8
@@ -122,7 +123,7 @@ def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
 
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
-    with pytest.raises(ConfigError, match="there are no development rows with candidates"):
+    with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
         run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
 
 
@@ -184,7 +185,7 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, place: st
     before = {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()}
     words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
     words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
-    with pytest.raises(ConfigError, match=r"(?s)guided.*finish .*, or start a new"):
+    with raises(ConfigError, "settings-unusable", "run-of-other-version", saying="guided"):
         run_verb.main(words)
     assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
@@ -210,10 +211,10 @@ def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: 
     )
     config.write_text(changed)
     before = {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "path-outside") as caught:
         run_verb.main(["--resume", str(stranger)])
     assert caught.value.problems == [f"train: '{private}'"]
-    assert f"give them again: --train {private}" in caught.value.remedy
+    assert f"--train {private}" in caught.value.remedy
     assert {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()} == before
     assert run_verb.main(["--resume", str(stranger), "--train", str(private)]) == 0
     # It is the user's now, wherever it lies.
@@ -225,7 +226,7 @@ def test_a_link_out_of_a_run_that_is_resumed_is_refused(settings: RunSettings, t
     run(settings)
     (tmp_path / "elsewhere").mkdir()
     (settings.out / "checkpoints/step-999999").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=r"step-999999 is a link to .*elsewhere, outside of"):
+    with raises(RunError, "link-outside", saying="step-999999"):
         run_verb.main(["--resume", str(settings.out)])
 
 
@@ -353,10 +354,10 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
     number = next(n for n, record in enumerate(records) if record["kind"] == kind)
     records[number] = json.loads(json.dumps({**records[number], **changes}))
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
-    with pytest.raises((RunError, ConfigError), match=r"can't be used|is damaged|another one"):
+    with raises(PrgeError, "journal-damaged", "settings-changed"):
         run(replace(settings, resume=settings.out))
     if kind != "start":
-        with pytest.raises(RunError, match=r"can't be used|is damaged"):
+        with raises(RunError, "journal-damaged"):
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
 
@@ -379,7 +380,7 @@ def test_figures_that_no_run_says_are_an_error(settings: RunSettings) -> None:
         if record["kind"] == "evaluation":
             record["loss"] = "low"
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
-    with pytest.raises(RunError, match="can't be used"):
+    with raises(RunError, "journal-damaged"):
         run(replace(settings, resume=settings.out))
 
 
@@ -403,10 +404,10 @@ def test_told_so_a_run_goes_on_with_another_estimator(
         run(settings)
     device.calls_left = 10**9
     changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0\.02, is 0\.01") as caught:
+    with raises(ConfigError, "settings-changed", saying="learning_rate") as caught:
         run(changed)
-    assert "share_directions was False, is True" in str(caught.value)
-    assert "--change-estimator lets these differ" in str(caught.value.remedy)
+    assert "share_directions" in str(caught.value)
+    assert "--change-estimator" in str(caught.value.remedy)
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
@@ -426,7 +427,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
 
 def test_with_another_estimator_all_else_stays(settings: RunSettings) -> None:
     run(settings)
-    with pytest.raises(ConfigError, match="seed was 42, is 7") as caught:
+    with raises(ConfigError, "settings-changed", saying="seed") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
     assert "share_directions" not in str(caught.value)
 
@@ -443,7 +444,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device.calls_left = None
     stored = parse_settings(RunSettings, ["--resume", str(epochs.out)], "prge run")
     assert (stored.steps, stored.epochs) == (8, None)
-    with pytest.raises(ConfigError, match="steps was 8, is 10"):
+    with raises(ConfigError, "settings-changed", saying="steps"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
     assert bits(epochs.out) == bits(settings.out)
@@ -451,7 +452,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
 
 
 def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
-    with pytest.raises(ConfigError, match="--warmup is 9, --steps only 5"):
+    with raises(ConfigError, "settings-unusable", saying="--warmup"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
     assert not (settings.out / "journal.jsonl").exists()
 
@@ -460,7 +461,7 @@ def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path)
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text"', '"review"'))
-    with pytest.raises(DataError, match="its columns are review, label"):
+    with raises(DataError, "column-missing", saying="review, label"):
         run(settings)
     run(replace(settings, columns=["text=review"]))
     log = (settings.out / "log.txt").read_text()
@@ -509,16 +510,16 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
     rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
     (tmp_path / "chat.jsonl").write_text(rows)
     chat = replace(settings, train=tmp_path / "chat.jsonl", dev=None)
-    with pytest.raises(DataError, match="no chat template"):
+    with raises(DataError, "chat-template-missing"):
         run(chat)
     _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}|{% endfor %}")
     run(chat)
     run(replace(chat, resume=chat.out))
     _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}#{% endfor %}")
-    with pytest.raises(ConfigError, match="the bundle is another one"):
+    with raises(ConfigError, "settings-changed", saying="bundle"):
         run(replace(chat, resume=chat.out))
     (settings.bundle / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(BundleError, match=r"chat_template.jinja has \d+ bytes, the manifest says"):
+    with raises(BundleError, "bundle-file-size", saying="chat_template.jinja"):
         run(replace(chat, resume=chat.out))
 
 
@@ -562,7 +563,7 @@ def test_a_run_keeps_the_day_that_it_began_on(
     run(parse_settings(RunSettings, ["--resume", str(killed.out)], "prge run"))
     assert bits(killed.out) == bits(chat.out)
     assert "date: '2026-11-27'" in (chat.out / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="other tokens; chat templates took today for 2026-12-03"):
+    with raises(ConfigError, "settings-changed", saying="2026-12-03"):
         run(replace(killed, resume=killed.out, date="2026-12-03"))
     words = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
     losses = {}
@@ -581,13 +582,13 @@ def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> 
     path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
     other = replace(settings, resume=settings.out, train=settings.dev, steps=99)
-    with pytest.raises(ConfigError, match="the task is another one") as caught:
+    with raises(ConfigError, "settings-changed", saying="task") as caught:
         run(other)
-    assert all(part in str(caught.value) for part in ("the train is another one", "steps was 12, is 99"))
+    assert all(part in str(caught.value) for part in ("train", "steps", "99"))
 
 
 def test_one_process_holds_its_folder(settings: RunSettings) -> None:
-    with run_lock(settings.out), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+    with run_lock(settings.out), raises(RunError, "run-in-use", saying=str(os.getpid())):
         run(settings)
 
 
@@ -661,7 +662,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     with Journal(exact.out / "journal.jsonl", writable=False) as journal:
         steps = journal.steps
     assert steps > 0
-    with np.errstate(invalid="ignore"), pytest.raises(DivergenceError, match="derivatives are not finite"):
+    with np.errstate(invalid="ignore"), raises(DivergenceError, "loss-not-finite"):
         run(replace(exact, resume=exact.out))
     with Journal(exact.out / "journal.jsonl", writable=False) as journal:
         assert journal.steps == steps
@@ -724,14 +725,14 @@ def test_decay_and_normalisation_are_part_of_a_run(
     assert bits(killed.out) == bits(settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
-    for name, value in changes.items():
-        with pytest.raises(ConfigError, match=f"{name} was {value!r}, is {getattr(settings, name)!r}"):
+    for name in changes:
+        with raises(ConfigError, "settings-changed", saying=name):
             run(replace(changed, resume=settings.out, **{name: getattr(settings, name)}))
 
 
 def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings: RunSettings) -> None:
     if device.encoder:  # it compares classes
-        with pytest.raises(ConfigError, match="token is for completions, texts and chats"):
+        with raises(ConfigError, "setting-of-other-objective", saying="--loss-normalisation"):
             run(replace(settings, loss_normalisation="token"))
 
 
@@ -756,5 +757,5 @@ def test_a_run_whose_steps_had_other_examples_is_not_gone_on_with(settings: RunS
         if record["kind"] == "step":
             record["rows"] = record["rows"][:2]
     write()
-    with pytest.raises(ConfigError, match=f"its steps had 2 examples, its settings now ask for {EXAMPLES}"):
+    with raises(ConfigError, "batch-of-other-version", saying=str(EXAMPLES)):
         run(replace(settings, resume=settings.out))

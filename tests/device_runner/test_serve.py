@@ -11,13 +11,14 @@ from device_runner.serving.flags import ServeSettings
 from device_runner.serving.listen_flags import read_keys
 from device_runner.session.speaking import by_name
 from prge.errors import BundleError, ConfigError
+from tests.refusals import raises
 from tests.speakers import make_adapter
 
 EMPTY = ["", " ", "\n", "\t \r\n"]
 
 
-def refused(*words: object) -> str:
-    with pytest.raises(ConfigError) as caught:
+def refused(*words: object, code: str = "settings-unusable") -> str:
+    with raises(ConfigError, code) as caught:
         serve.main(["--bundle", "nothing", *map(str, words)])
     return str(caught.value)
 
@@ -25,24 +26,23 @@ def refused(*words: object) -> str:
 @pytest.mark.parametrize("key", EMPTY)
 def test_a_key_that_is_empty_is_no_key(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(key)
-    assert f"{tmp_path / 'key'} is empty" in refused("--api-key-file", tmp_path / "key")
+    assert str(tmp_path / "key") in refused("--api-key-file", tmp_path / "key", code="api-key-unusable")
     monkeypatch.setenv("PRGE_API_KEY", key)
-    found = refused()
-    assert "PRGE_API_KEY is empty" in found and "unset PRGE_API_KEY to serve without a key" in found
+    assert "PRGE_API_KEY" in refused(code="api-key-unusable")
 
 
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb c", "\0"])
 def test_a_key_that_no_header_can_carry(key: str, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(key)
-    assert "aren't printable ASCII" in refused("--api-key-file", tmp_path / "key")
+    assert str(tmp_path / "key") in refused("--api-key-file", tmp_path / "key", code="api-key-unusable")
 
 
 def test_a_key_comes_from_a_file_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "can't be read" in refused("--api-key-file", tmp_path)
+    assert str(tmp_path) in refused("--api-key-file", tmp_path, code="file-unreadable")
     (tmp_path / "key").write_text("x" * 5000)
-    assert "at most 4096" in refused("--api-key-file", tmp_path / "key")
+    assert "4096" in refused("--api-key-file", tmp_path / "key", code="file-unreadable")
     (tmp_path / "key").write_text("of-the-file\n")
     monkeypatch.setenv("PRGE_API_KEY", " of-the-environment\n")
     assert read_keys(tmp_path / "key") == ("of-the-file",)
@@ -55,31 +55,31 @@ def test_a_key_comes_from_a_file_before_the_environment(
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
 def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
-    found = refused(*words)
-    assert "give --api-key-file FILE, or set PRGE_API_KEY" in found and "secret" not in found
+    found = refused(*words, code="api-key-in-command")
+    assert "--api-key-file" in found and "PRGE_API_KEY" in found and "secret" not in found
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
 def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
     settings = ServeSettings(Path("nothing"), host=host)
-    with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
+    with raises(ConfigError, "settings-unusable", saying=f"--host {host}"):
         settings.access((), True)
     settings.access(("secret",), True)
     ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
-    with pytest.raises(ConfigError, match="and not both"):
+    with raises(ConfigError, "settings-unusable", saying="--insecure"):
         ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
 
 
 def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
     found = refused("--replay", 0.1, "--kept", "rows.jsonl", "--when", "charging")
-    assert all(f"{flag} belongs to --learn" in found for flag in ("--replay", "--kept", "--when"))
+    assert all(flag in found for flag in ("--replay", "--kept", "--when"))
     found = refused("--learn", tmp_path, "--feedback", "feedback.jsonl", "--learn-every", 2)
-    assert "with --learn it is in that folder" in found and "--learn-every is 2, must be at least 3" in found
+    assert "--feedback" in found and "--learn-every" in found
 
 
 def test_this_machine_needs_no_key() -> None:
     ServeSettings(Path("nothing")).access((), False)
-    with pytest.raises(BundleError):
+    with raises(BundleError, "not-a-bundle"):
         serve.main(["--bundle", "nothing"])
 
 

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from device_runner import watch
 from prge.errors import ConfigError, RunError
+from tests.refusals import raises
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="shows the key to everybody"):
+    with raises(ConfigError, "api-key-in-command", saying="--api-key"):
         watch.main([str(tmp_path), "--api-key=secret"])
-    with pytest.raises(ConfigError, match="--port is 70000"):
+    with raises(ConfigError, "settings-unusable", saying="70000"):
         watch.main([str(tmp_path), "--port", "70000"])
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         watch.main([str(tmp_path / "none"), "--no-open"])
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "file")):
         watch.main([str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match="lets other machines ask, and there is no API key"):
+    with raises(ConfigError, "settings-unusable", saying="--host"):
         watch.main([str(tmp_path), "--host", "0.0.0.0", "--no-open"])
 
 
-def test_a_browser_is_opened_where_it_has_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+class Listening:
+    """A server that has begun, and ends at once."""
+
+    def __init__(self, app: object, worker: object, begun: Callable[[], None], ending: object) -> None:
+        self.begun = begun
+
+    def run(self, sockets: object) -> None:
+        """Begin."""
+        self.begun()
+
+
+def test_a_browser_is_opened_where_it_has_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    assert not watch._has_screen()
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("device_runner.serving.listening.Server", Listening)
+    watch.main([str(tmp_path)])
+    assert opened == []
     monkeypatch.setenv("DISPLAY", ":0")
-    assert watch._has_screen()
+    watch.main([str(tmp_path), "--no-open"])
+    assert opened == []
+    watch.main([str(tmp_path)])
+    (url,) = opened
+    assert url.startswith("http://127.0.0.1:") and url.endswith("/training")

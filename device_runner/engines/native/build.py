@@ -47,7 +47,9 @@ def library() -> Path:
     if given:
         if not Path(given).is_file():
             raise EngineError(
-                f"PRGE_NATIVE_LIBRARY names {given}, which is no file", remedy="correct it, or unset it"
+                f"PRGE_NATIVE_LIBRARY names {given}, which is no file",
+                remedy="correct it, or unset it",
+                code="native-library-missing",
             )
         return Path(given)
     package = stock_package()
@@ -61,6 +63,7 @@ def library() -> Path:
             "the native engine has to be compiled once, and there is no compiler: looked for "
             + ", ".join(_compiler_names()),
             remedy="install one (Debian: apt install g++), " + _ANOTHER_ENGINE,
+            code="compiler-missing",
         )
     status = compiler.stat()
     path = (
@@ -88,6 +91,7 @@ def build(compiler: str, package: Path, output: Path, run_path: str) -> None:
         raise EngineError(
             f"{package} has no libraries to link: lib{(lacking or LINKED)[0]}.so or its headers are missing",
             remedy="install executorch 1.5.1 for Linux, " + _ANOTHER_ENGINE,
+            code="libraries-missing",
         )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -104,16 +108,20 @@ def build(compiler: str, package: Path, output: Path, run_path: str) -> None:
                     f"the native engine can't be compiled: {said.strip()}",
                     remedy=f"the command was: {shlex.join(command)}\n  correct the compiler, "
                     + _ANOTHER_ENGINE,
+                    code="compiler-failed",
                 )
             made.replace(output)
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"the compiler {compiler} did not end within {BUILD_SECONDS} seconds", remedy=_ANOTHER_ENGINE
+            f"the compiler {compiler} did not end within {BUILD_SECONDS} seconds",
+            remedy=_ANOTHER_ENGINE,
+            code="compiler-failed",
         ) from None
     except OSError as error:
         raise EngineError(
             f"the native engine can't be compiled into {output.parent}: {error.strerror or error}",
             remedy="let XDG_CACHE_HOME name a folder that can be written, " + _ANOTHER_ENGINE,
+            code="cache-not-writable",
         ) from None
 
 
@@ -156,6 +164,7 @@ def stock_package() -> Path:
         if spec
         else "executorch is not installed",
         remedy="pip install executorch==1.5.1",
+        code="package-missing",
     )
 
 

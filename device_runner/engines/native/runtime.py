@@ -260,7 +260,9 @@ def set_threads(threads: int | None) -> int:
             if check_threads(threads, count.value):
                 call("prge_threads", threads, ctypes.byref(count))
         except RefusedError as error:
-            raise EngineError(f"the engine has no threads: {explain(error)}") from None
+            raise EngineError(
+                f"the engine has no threads: {explain(error)}", code="threads-missing"
+            ) from None
     return count.value
 
 
@@ -281,7 +283,9 @@ def backend_sha256() -> str:
         paths = {line.split(maxsplit=5)[5] for line in lines if line.endswith(f"/{_BACKEND}")}
         return file_sha256(Path(min(paths)))
     except (OSError, ValueError) as error:
-        raise EngineError(f"the loaded {_BACKEND} can't be read: {error}") from None
+        raise EngineError(
+            f"the loaded {_BACKEND} can't be read: {error}", code="native-library-unusable"
+        ) from None
 
 
 def call(function: str, *arguments: Any) -> None:
@@ -343,6 +347,7 @@ def interface() -> Any:
         raise EngineError(
             f"the native engine's library can't be loaded: {error}",
             remedy=GET_MEMORY if tells_no_memory(error) else again,
+            code="native-library-unusable",
         ) from None
     return functions
 

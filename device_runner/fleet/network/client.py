@@ -104,9 +104,12 @@ def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[Fle
                 f"{server} doesn't let this device in, it answers {error.response.status_code}",
                 remedy="its NAME.pub must lie in devices/ of the server's keys when the server starts; where "
                 "its key was used from another folder, wait a minute",
+                code="device-not-admitted",
             ) from None
         except httpx.TransportError as error:
-            raise DeviceError(f"the connection to {server} has ended: {error}") from None
+            raise DeviceError(
+                f"the connection to {server} has ended: {error}", code="connection-lost"
+            ) from None
 
 
 def _patiently(call: Callable[[], T]) -> T:
@@ -145,13 +148,14 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     """
     host, _, port = server.rpartition(":")
     if not (host and port.isdigit()):
-        raise PrgeError(f"{server} is no HOST:PORT")
+        raise PrgeError(f"{server} is no HOST:PORT", code="server-address-malformed")
     try:
         context = None if keys is None else ssl.create_default_context(cafile=str(keys.authority))
     except OSError as error:  # ssl's errors among them
         raise PrgeError(
             f"{keys and keys.authority} is no certificate: {error}",
             remedy="give ca.pem of the server's keys; see `prge fleet keys`",
+            code="certificate-unreadable",
         ) from None
     host = host.strip("[]")
     try:
@@ -159,13 +163,16 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
             if context is not None:
                 context.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
+        code = "server-of-other-certificate"
         problem = f"{server} isn't the server of this certificate: {error.verify_message}"
         remedy = "give the ca.pem of this server; `prge fleet keys --hosts` names its hosts"
     except ssl.SSLError as error:
-        problem, remedy = f"{server} doesn't speak TLS: {error.reason}", "does the server run --insecure?"
+        code, problem = "server-without-tls", f"{server} doesn't speak TLS: {error.reason}"
+        remedy = "does the server run --insecure?"
     except (OSError, UnicodeError) as error:
+        code = "server-not-reachable"
         problem = f"no server at {server}: {getattr(error, 'strerror', None) or error}"
         remedy = "start it with `prge fleet serve`, and check address and firewall"
     else:
         return
-    raise DeviceError(problem, remedy=remedy)
+    raise DeviceError(problem, remedy=remedy, code=code)

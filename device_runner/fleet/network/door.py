@@ -30,7 +30,7 @@ SMALL_BYTES = 1 << 16
 MOST_STRANGERS = 64
 MOST_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
-_SECONDS_TO_ASK = 60.0
+SECONDS_TO_ASK = 60.0
 _SLOWEST = 20_000  # bytes a second
 Client = tuple[str, int]
 
@@ -79,7 +79,7 @@ def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict
 class Connection(H11Protocol):
     """A connection that ends where a request, its head or its body, takes too long to come."""
 
-    seconds = _SECONDS_TO_ASK
+    seconds = SECONDS_TO_ASK
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait."""
@@ -113,7 +113,7 @@ class Connection(H11Protocol):
 
 def connections_for(most_bytes: int) -> type[Connection]:
     """Connections whose bodies may have so many bytes, over a slow network."""
-    return type("Connection", (Connection,), {"seconds": _SECONDS_TO_ASK + most_bytes / _SLOWEST})
+    return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + most_bytes / _SLOWEST})
 
 
 class Door:

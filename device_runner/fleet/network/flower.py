@@ -329,7 +329,7 @@ class FleetState:
         )
         (task,) = state.get_tasks(run_ids=[self._run])
         if state.claim_task(task.task_id) is None or not state.activate_task(task.task_id):
-            raise RunError("Flower doesn't start the run")
+            raise RunError("Flower doesn't start the run", code="flower-not-started")
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, self._run
         TaskIdentity.node_id = state.get_node_id()
         with repeating(lambda: state.acknowledge_task_heartbeat(task.task_id)):

@@ -81,7 +81,9 @@ class ServerKeys:
             context.load_verify_locations(keys.authority)
             context.load_cert_chain(keys.certificate, keys.key)
         except OSError as error:
-            raise KeysError(f"{folder} isn't a certificate with its key:", [str(error)]) from None
+            raise KeysError(
+                f"{folder} isn't a certificate with its key:", [str(error)], code="certificate-unusable"
+            ) from None
         return keys
 
 
@@ -123,7 +125,7 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Mad
     problems = [f"{name!r} is no name of a device" for name in devices if not _NAME.fullmatch(name)]
     problems += [f"{host!r} is no name of a host" for host in hosts if _general_name(host) is None]
     if problems:
-        raise KeysError("these keys can't be made:", problems)
+        raise KeysError("these keys can't be made:", problems, code="names-unusable")
     server = folder / SERVER
     for each in (folder, server, server / DEVICES, folder / DEVICES):
         private_folder(each)
@@ -146,6 +148,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
             f"{folder} can't be used:",
             [f"it has only one of {AUTHORITY_KEY} and {SERVER}/{AUTHORITY}"],
             remedy="bring the other one back, or give another folder",
+            code="authority-incomplete",
         )
     key = ec.generate_private_key(ec.SECP256R1())
     name = _named("prge fleet authority")
@@ -244,7 +247,12 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             problems.append(f"{path}: {error}")
     if problems:
-        raise KeysError("keys of devices can't be used:", problems, remedy="`prge fleet keys` makes them")
+        raise KeysError(
+            "keys of devices can't be used:",
+            problems,
+            remedy="`prge fleet keys` makes them",
+            code="key-unreadable",
+        )
     return keys
 
 
@@ -256,7 +264,7 @@ def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurveP
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(_NO_CURVE)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise KeysError(f"{path} can't be used:", [str(error)]) from None
+        raise KeysError(f"{path} can't be used:", [str(error)], code="key-unreadable") from None
     return key
 
 
@@ -268,5 +276,6 @@ def _files(folder: Path, names: Sequence[str], whose: str) -> list[Path]:
             f"these aren't a {whose}'s keys:",
             missing,
             remedy=f"`prge fleet keys` makes a folder for each {whose}",
+            code="keys-missing",
         )
     return paths

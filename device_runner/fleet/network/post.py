@@ -67,6 +67,7 @@ class Post:
             raise RunError(
                 "Flower has given the run up, as it does when this machine sleeps",
                 remedy="go on with it: prge fleet serve --resume FOLDER",
+                code="flower-stopped",
             )
         out = [Sent(node, number) for node in tasks]
         return [sent for sent in out if self._send(sent, tasks[sent.node], seconds + _LATE_SECONDS)]

@@ -126,7 +126,10 @@ def _serving(
         deadline = time.monotonic() + _SECONDS_TO_START
         while not server.started:
             if not thread.is_alive() or time.monotonic() > deadline:
-                raise RunError("Flower's SuperLink doesn't start:\n  " + "\n  ".join(last_lines(log)))
+                raise RunError(
+                    "Flower's SuperLink doesn't start:\n  " + "\n  ".join(last_lines(log)),
+                    code="flower-not-started",
+                )
             time.sleep(0.05)
         yield
     finally:

@@ -79,13 +79,13 @@ def _heads_below_one(numerator: Words, bits: int, words: Callable[[int], Words])
     while going.size:
         trial += 1
         success = words(going.size) >> np.uint64(64 - bits) < numerator[going]
-        success[success] = _below(trial, int(success.sum()), words) == 0
+        success[success] = uniform_below(trial, int(success.sum()), words) == 0
         heads[going[~success]] = trial % 2
         going = going[success]
     return heads
 
 
-def _below(bound: int, count: int, words: Callable[[int], Words]) -> Words:
+def uniform_below(bound: int, count: int, words: Callable[[int], Words]) -> Words:
     """Whole numbers below a bound, all with the same probability, u64 [count]."""
     drawn = words(count).copy()
     # Words of the last, incomplete row of `bound` numbers would make the first ones likelier.

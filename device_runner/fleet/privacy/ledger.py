@@ -51,7 +51,9 @@ class Ledger:
         if newest is None or newest["round"] < number:
             return None
         if newest["round"] > number:
-            raise RefusedError(f"round {number + 1} is over: round {newest['round'] + 1} was begun")
+            raise RefusedError(
+                f"round {number + 1} is over: round {newest['round'] + 1} was begun", code="round-over"
+            )
         return newest
 
     def is_answered(self, line: Record) -> bool:

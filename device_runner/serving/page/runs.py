@@ -47,7 +47,11 @@ class Runs:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise RunError(f"{root} is no folder", remedy="give a run, or a folder with runs in it")
+            raise RunError(
+                f"{root} is no folder",
+                remedy="give a run, or a folder with runs in it",
+                code="folder-missing",
+            )
         self._root = root.resolve()
         self._thread = ThreadPoolExecutor(1, "runs")
         self._sensors = Sensors()

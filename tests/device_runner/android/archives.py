@@ -22,7 +22,7 @@ class LocalArchive:
 
     folder: Path
     keys: Path
-    _gpg: list[str]
+    gpg: list[str]
 
     @property
     def address(self) -> str:
@@ -61,11 +61,11 @@ class LocalArchive:
         )
         signed = self.release / "InRelease"
         signed.unlink(missing_ok=True)
-        _call(*self._gpg, "--clearsign", "--output", signed, self.release / "Release")
+        _call(*self.gpg, "--clearsign", "--output", signed, self.release / "Release")
 
     def armored(self) -> str:
         """Its public key as text."""
-        return _call(*self._gpg, "--armor", "--export")
+        return _call(*self.gpg, "--armor", "--export")
 
     def _stanza(self, path: Path) -> str:
         told = _call("dpkg-deb", "--field", path)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from device_runner.android.preflight import _MACHINES
+from device_runner.android.preflight import MACHINES
 from device_runner.android.runtime import MANIFEST, driver_hash
 from tests.device_runner.android.daemons import REPOSITORY
 from tests.verbs import prge
@@ -50,7 +50,7 @@ class FakePhone:
         (runtime / "lib").mkdir()
         (runtime / "lib" / "ld.so").write_text("#!/bin/sh\necho this machine\n")
         (runtime / "lib" / "ld.so").chmod(0o755)
-        manifest = {"driver": driver_hash(), "prge": "this", "machine": _MACHINES[platform.machine()]}
+        manifest = {"driver": driver_hash(), "prge": "this", "machine": MACHINES[platform.machine()]}
         manifest["packages"] = {"flwr": "the one here"}
         (runtime / MANIFEST).write_text(json.dumps(manifest, indent=1))
         (self.folder / "runtime.tree").write_text("whole")

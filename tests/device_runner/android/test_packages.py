@@ -26,6 +26,7 @@ from device_runner.android.runtime import BundleSettings, build_runtime, default
 from prge.errors import ConfigError, PrgeError
 from tests.device_runner.android.archives import LATER, LocalArchive, local_archive
 from tests.device_runner.android.conftest import need_packages
+from tests.refusals import raises
 
 
 @pytest.mark.parametrize("who", ["prge", "flwr"])
@@ -103,11 +104,10 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
 def test_a_lock_whose_versions_an_archive_has_no_more(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(PrgeError) as caught:
+    with raises(PrgeError, "archive-lacks-versions", saying="libc6 2.") as caught:
         build_runtime(settings(tmp_path, archive, lock=runtime / "runtime.json"))
-    assert "doesn't have these packages of the lock: libc6 2." in caught.value.what
     assert all(f"{name} " in caught.value.what for name in DEBIAN)
-    assert "--debian-archive" in caught.value.remedy and "leave --lock out" in caught.value.remedy
+    assert "--debian-archive" in caught.value.remedy and "--lock" in caught.value.remedy
     assert not (tmp_path / "runtime").exists()
 
 
@@ -121,21 +121,21 @@ def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_pat
 @pytest.mark.whole
 def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
     """A changed index, a foreign key, no signature, a changed package: nothing of them is used."""
-    copy = LocalArchive(tmp_path / "copy", archive.keys, archive._gpg)
+    copy = LocalArchive(tmp_path / "copy", archive.keys, archive.gpg)
     shutil.copytree(archive.folder, copy.folder)
     signed = copy.release / "InRelease"
     whole = signed.read_text()
 
     def refusal(keys: Path | None = archive.keys) -> PrgeError:
-        with pytest.raises(PrgeError) as caught:
+        with raises(PrgeError, "program-failed") as caught:
             download_debian(["libc6"], "amd64", tmp_path / "cache", Archive(copy.address, keys))
         assert not list(tmp_path.glob("cache/**/*.deb"))
         return caught.value
 
     signed.write_text(whole.replace("Components: main", "Components: main free"))
     error = refusal()
-    assert error.what.startswith("apt-get update failed") and "signature" in error.what
-    assert "name the keys that sign yours with --debian-keys" in error.remedy
+    assert "apt-get update" in error.what and "signature" in error.what
+    assert "--debian-keys" in error.remedy
     signed.write_text(whole)
     assert "public key is not available" in refusal(keys=None).what
     signed.unlink()
@@ -148,17 +148,17 @@ def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, t
     content = bytearray(package.read_bytes())
     content[-1] ^= 1
     package.write_bytes(content)
-    assert refusal().what.startswith("apt-get download failed") and "Hash Sum mismatch" in refusal().what
+    assert "apt-get download" in refusal().what and "Hash Sum mismatch" in refusal().what
 
 
 @pytest.mark.whole
 def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, tmp_path: Path) -> None:
-    with pytest.raises(PrgeError, match="lacks packages: a-name, b-name"):
+    with raises(PrgeError, "archive-lacks-packages", saying="a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
         download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
-    with pytest.raises(PrgeError, match="is the network there"):
+    with raises(PrgeError, "program-failed", saying="--debian-archive"):
         download_debian(["libc6"], "amd64", tmp_path, Archive("http://127.0.0.1:9/none", archive.keys))
-    with pytest.raises(PrgeError, match="there is no file"):
+    with raises(PrgeError, "archive-keys-missing", saying=str(tmp_path / "nothing")):
         download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
 
 
@@ -167,36 +167,35 @@ def test_another_wheel_than_the_locks_is_refused(runtime: Path, tmp_path: Path) 
     content = json.loads((runtime / "runtime.json").read_text())
     content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
     (tmp_path / "lock.json").write_text(json.dumps(content))
-    with pytest.raises(PrgeError, match=r"pip download failed: ERROR: .*HASHES") as caught:
+    with raises(PrgeError, "program-failed", saying="pip download") as caught:
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "lock.json"))
-    assert "Leave --lock out" in caught.value.remedy
+    assert "HASHES" in caught.value.what and "--lock" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("content", "code", "value"),
     [
-        ("", "no packages of a runtime"),
-        ("[]", "no packages of a runtime"),
-        ('{"machine": "amd64"}', "no packages of a runtime"),
+        ("", "lock-unreadable", "lock.json"),
+        ("[]", "lock-unreadable", "lock.json"),
+        ('{"machine": "amd64"}', "lock-unreadable", "'packages'"),
         ('{"machine": "amd64", "packages": {"debian": {"a": {"version": "-x", "sha256": "0"}}}}',
-         "'-x' is no version or hash"),
-        ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "for arm64, --machine is amd64"),
+         "lock-unreadable", "'-x'"),
+        ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "lock-of-other-machine", "arm64"),
     ],
 )  # fmt: skip
-def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
     path = tmp_path / "lock.json"
     path.write_text(content)
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, code, saying=value):
         read_lock(path, "amd64")
-    assert problem in str(caught.value)
 
 
 def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
-    with pytest.raises(ConfigError, match=r"no flwr.*\n.*with the same flags"):
+    with raises(ConfigError, "lock-lacks-packages", saying="flwr"):
         Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
 
 
 def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
     need_packages()
-    with pytest.raises(ConfigError, match="No such file"):
+    with raises(ConfigError, "lock-unreadable", saying="no.json"):
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))

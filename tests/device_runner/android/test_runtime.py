@@ -14,23 +14,24 @@ import pytest
 from device_runner.android.device import check_name
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, driver_hash, open_runtime
 from prge.errors import DeviceError, EngineError, RunError
+from tests.refusals import raises
 
 MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
 
 
 def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="exists"):
+    with raises(RunError, "folder-exists", saying=str(tmp_path)):
         build_runtime(BundleSettings(out=tmp_path))
 
 
 def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="no compiler nothing++ for arm64".replace("+", "[+]")):
+    with raises(EngineError, "compiler-missing", saying="nothing++"):
         build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
 def test_names_that_a_run_can_not_have(name: str) -> None:
-    with pytest.raises(DeviceError, match="can't be the name of a run"):
+    with raises(DeviceError, "name-unusable", saying=ascii(name)):
         check_name(name)
 
 
@@ -44,9 +45,9 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
     copy = Runtime(tmp_path / "copy", opened.machine, opened.tree)
     shutil.copytree(runtime, copy.folder)
     (copy.folder / "site" / "prge" / "training.py").write_text("pass\n")
-    with pytest.raises(DeviceError, match="were changed"):
+    with raises(DeviceError, "runtime-changed", saying=str(copy.folder)):
         open_runtime(copy.folder)
-    with pytest.raises(DeviceError, match="is no runtime"):
+    with raises(DeviceError, "runtime-unreadable", saying=str(tmp_path)):
         open_runtime(tmp_path)
 
 

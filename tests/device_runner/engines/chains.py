@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from device_runner.engines import torch_runtime
+from device_runner.engines.native import runtime as native_runtime
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.engines.speaking import open_speaker
 from prge.engine import Array, Call, Engine, FloatArray, Target, TokenSequence
@@ -153,16 +155,20 @@ def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, F
 @contextmanager
 def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
     """The blocks and roles that are loaded meanwhile."""
-    blocks: Any = engine.blocks
-    load, found = blocks._load, []
+    numbers = {id(file): number for number, file in engine.blocks.files.items()}
+    found: list[tuple[int, str]] = []
 
-    def counted(number: int, role: str, arena: Any) -> Any:
-        found.append((number, role))
-        return load(number, role, arena)
+    def noted(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loading(program: Any, role: str, weights: Any, arena: Any = None) -> Any:
+            found.append((numbers[id(weights)], role))
+            return load(program, role, weights, arena)
 
-    blocks._load = counted
-    yield found
-    blocks._load = load
+        return loading
+
+    with pytest.MonkeyPatch.context() as patch:
+        for runtime in (native_runtime, torch_runtime):
+            patch.setattr(runtime.Program, "load", noted(runtime.Program.load))
+        yield found
 
 
 def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:

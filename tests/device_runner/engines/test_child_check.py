@@ -18,6 +18,7 @@ from device_runner.engines.child_check import check_in_child
 from device_runner.engines.refusals import RefusedError
 from prge.errors import BundleError, EngineError, PrgeError
 from prge.files.run_folder import run_lock
+from tests.refusals import raises
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path("block.pte")
@@ -39,27 +40,27 @@ def test_a_child_that_comes_through_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "kind", "told"),
+    ("attempt", "error", "code", "value"),
     [
-        (fails_with(RefusedError("error 0x23", "", 0x23)), BundleError, "block.pte"),
-        (os.abort, BundleError, r"the engine aborts on this program \(SIGABRT\): block.pte"),
-        (dies_of(signal.SIGSEGV), BundleError, r"\(SIGSEGV\)"),
-        (dies_of(signal.SIGKILL), EngineError, r"SIGKILL.*\n.*not enough memory"),
-        (dies_of(signal.SIGTERM), EngineError, "was ended by SIGTERM"),
-        (fails_with(MemoryError()), EngineError, "not enough memory"),
+        (fails_with(RefusedError("error 0x23", "", 0x23)), BundleError, "program-refused", "block.pte"),
+        (os.abort, BundleError, "program-aborts", "SIGABRT"),
+        (dies_of(signal.SIGSEGV), BundleError, "program-aborts", "SIGSEGV"),
+        (dies_of(signal.SIGKILL), EngineError, "program-check-killed", "SIGKILL"),
+        (dies_of(signal.SIGTERM), EngineError, "program-check-killed", "SIGTERM"),
+        (fails_with(MemoryError()), EngineError, "out-of-memory", "block.pte"),
     ],
 )
 def test_what_becomes_of_a_child_is_told(
-    attempt: Callable[[], None], kind: type[PrgeError], told: str
+    attempt: Callable[[], None], error: type[PrgeError], code: str, value: str
 ) -> None:
-    with pytest.raises(kind, match=told) as caught:
+    with raises(error, code, saying=value) as caught:
         check_in_child(PROGRAM, attempt)
     assert caught.value.remedy
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_check, "CHECK_SECONDS", 0.2)
-    with pytest.raises(BundleError, match="hangs"):
+    with raises(BundleError, "program-hangs", saying=str(PROGRAM)):
         check_in_child(PROGRAM, lambda: time.sleep(60))
 
 

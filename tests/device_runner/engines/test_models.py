@@ -153,7 +153,7 @@ def short_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, number in {**numbers, "_SHORTEST_PIECE": 2}.items():
             patch.setattr(chain, name, number)
-        patch.setattr(speaking, "_GROWTH", 16)
+        patch.setattr(speaking, "GROWTH", 16)
         yield
 
 

@@ -8,8 +8,10 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +21,11 @@ from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
 from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in, remove_files
 from device_runner.engines.refusals import RefusedError
+from prge.engine import Array
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256
+from tests.refusals import raises
 
 pytestmark = needs_compiler
 PROBES = {name: example(name) for name in METHODS}
@@ -117,7 +121,7 @@ def test_a_name_is_of_program_weights_engine_and_processor(
     longer.write_bytes(fp32.program.read_bytes() + b"\0")
     names = [name(), name(program=longer), name(weights=fp32.weights[1])]
     with monkeypatch.context() as another:
-        another.setattr(packed_files, "_processor", lambda: "another")
+        another.setattr(packed_files, "platform", SimpleNamespace(machine=lambda: "another"))
         names.append(name())
     with monkeypatch.context() as another:
         another.setattr(packed_files, "backend_sha256", lambda: "another")
@@ -180,7 +184,7 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
 ) -> None:
     """A limit on the size of files stands for a full disk."""
     if not asks:
-        monkeypatch.setattr(packed_files, "_ask_for_room", lambda *_: None)
+        monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
 
     def attempt() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
@@ -211,16 +215,32 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]
 ) -> None:
     """A full disk shows as SIGBUS where it wasn't foreseen."""
-    monkeypatch.setattr(packed_files, "_pack", lambda *_: end())
+    monkeypatch.setattr(packed_files, "without_threads", end)  # as the process that packs begins
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
     assert len(use.told) == 1 and bytes_in(folder) == 0
 
 
+class Restless(Program):
+    """One whose methods give other outputs every time."""
+
+    def load(self, method: str, weights: WeightsFile, arena: Arena | None = None) -> Any:
+        """See Program.load."""
+        loaded = super().load(method, weights, arena)
+
+        def run(inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
+            shapes = loaded.run(inputs, outputs)
+            for output in outputs:
+                output[...] = np.frombuffer(os.urandom(1), np.uint8)
+            return shapes
+
+        return SimpleNamespace(run=run)
+
+
 def test_a_file_that_changes_answers_is_not_kept(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_files, "_answers", lambda *_: [os.urandom(8)])
+    monkeypatch.setattr(packed_files, "Program", Restless)
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
     assert "its answers change" in use.told[0] and bytes_in(folder) == 0
@@ -229,13 +249,14 @@ def test_a_file_that_changes_answers_is_not_kept(
 def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(path: Path, *_: object) -> None:
+    def die() -> None:
+        (path,) = folder.glob("*.partial")
         path.write_bytes(b"half")
         os.kill(os.getppid(), signal.SIGKILL)
 
     process = os.fork()
     if process == 0:
-        packed_files._pack = die  # type: ignore[assignment]
+        monkeypatch.setattr(packed_files, "without_threads", die)
         Use(fp32, folder).open(0)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
@@ -245,19 +266,19 @@ def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
     assert list(folder.glob("*.partial")) == []
 
 
-def test_processes_at_once_make_a_file_once(fp32: Kind, folder: Path, tmp_path: Path) -> None:
+def test_processes_at_once_make_a_file_once(
+    fp32: Kind, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tmp_path / "made"
 
     def use() -> None:
-        pack = packed_files._pack
-
-        def slow(*arguments: object) -> None:
+        def slow() -> None:
             with made.open("a") as stream:
                 stream.write("one\n")
             time.sleep(0.3)
-            pack(*arguments)  # type: ignore[arg-type]
+            without_threads()
 
-        packed_files._pack = slow
+        monkeypatch.setattr(packed_files, "without_threads", slow)
         found = Use(fp32, folder)
         if None in found.assert_right() or found.told:
             raise RefusedError(f"{found.told}")
@@ -281,7 +302,7 @@ def test_processes_at_once_make_a_file_once(fp32: Kind, folder: Path, tmp_path: 
 def test_a_process_that_waits_too_long_goes_on_without(
     fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_files, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(packed_files, "WAIT_SECONDS", 0.1)
     folder.mkdir()
     with (folder / "lock").open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -300,9 +321,9 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
     (tmp_path / "flipped.ptd").write_bytes(content)
     for path in (fp32.weights[1], tmp_path / "flipped.ptd"):
         weights = HashedFile(path, sha256(fp32.weights[0]))
-        with pytest.raises(BundleError, match=f"{path} is not the file that the manifest describes"):
+        with raises(BundleError, "bundle-file-hash", saying=str(path)):
             PackedFiles(pytest.fail, folder).open(program, weights, PROBES)
-    with pytest.raises(BundleError, match=r"missing\.ptd can't be read: No such file"):
+    with raises(BundleError, "file-unreadable", saying=str(tmp_path / "missing.ptd")):
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 

@@ -29,6 +29,7 @@ from tests.device_runner.engines.chains import (
     oracle_of,
     split,
 )
+from tests.refusals import raises
 from tests.tiers import rest
 from tests.tiny_models import save_model
 from tests.workshop import Made
@@ -101,7 +102,7 @@ def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
     assert bundle.chain.longest(role) == PIECE
     assert bundle.chain.longest(STACK) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model
-    with pytest.raises(EngineError, match=f"has 9 tokens, the bundle takes 8 in the role {role}"):
+    with raises(EngineError, "sequence-of-other-length", saying=role):
         computed(engine, role, call_of(model, 2, lengths=[8, 9]))
     assert computed(engine, role, call_of(model, 2, lengths=[8]))
     assert engine.forward(call_of(model, 2)).size
@@ -109,7 +110,7 @@ def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
 
 def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
-    with pytest.raises(BundleError, match="pieces of rows have 41 tokens, rows 40"):
+    with raises(BundleError, "chain-not-runnable", saying=str(TOKENS + 1)):
         replace(found, bounds=replace(found.bounds, piece=TOKENS + 1))
 
 

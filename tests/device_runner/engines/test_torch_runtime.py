@@ -11,9 +11,10 @@ import pytest
 from device_runner.engines import torch_runtime
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native import runtime as native_runtime
-from prge.errors import PrgeError
+from prge.errors import BundleError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, Kind, answers, example, room
+from tests.refusals import raises
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
@@ -59,5 +60,5 @@ def test_weights_that_are_damaged_foreign_or_missing_give_an_error(
         path.unlink(missing_ok=True)
         if changed is not None:
             path.write_bytes(changed)
-        with pytest.raises(PrgeError, match="can't load"):
+        with raises(BundleError, "program-refused", "program-of-other-version", saying=str(path)):
             check_in_child(path, attempt)

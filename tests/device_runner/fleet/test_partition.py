@@ -11,6 +11,7 @@ from device_runner.fleet.partition import parts
 from prge.engine import TokenSequence
 from prge.errors import ConfigError
 from prge.learning.examples import Example
+from tests.refusals import raises
 
 
 def _examples(count: int, classes: int) -> list[Example]:
@@ -45,10 +46,10 @@ def test_a_small_parameter_gives_devices_few_classes() -> None:
 
 @pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
 def test_another_word(how: str) -> None:
-    with pytest.raises(ConfigError, match="give even, or dirichlet"):
+    with raises(ConfigError, "partition-unusable", saying=repr(how)):
         parts(_examples(10, 2), 2, how, 0)
 
 
 def test_fewer_rows_than_devices() -> None:
-    with pytest.raises(ConfigError, match="there are 3 rows for 4 devices"):
+    with raises(ConfigError, "rows-too-few", saying="3"):
         parts(_examples(3, 2), 4, "even", 0)

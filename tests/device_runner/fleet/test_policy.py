@@ -9,6 +9,7 @@ import pytest
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.policy import Policy
 from prge.errors import ConfigError
+from tests.refusals import raises
 
 PLAN = Plan()
 
@@ -37,7 +38,7 @@ def test_hours(hours: str, inside: list[int], outside: list[int]) -> None:
 
 @pytest.mark.parametrize("hours", ["24-3", "a-b", "7", "7-25", "-3", "3-"])
 def test_hours_that_are_none(hours: str) -> None:
-    with pytest.raises(ConfigError, match="must be like 22-6"):
+    with raises(ConfigError, "settings-unusable", saying="--hours"):
         Policy(hours=hours)
 
 

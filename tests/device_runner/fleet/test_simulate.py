@@ -15,6 +15,7 @@ from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.errors import RunError
 from prge.verbs.settings import read_settings
 from tests.device_runner.numpy_device import Device, Killed, write_films
+from tests.refusals import raises
 
 Words = Callable[..., list[str]]
 
@@ -92,7 +93,7 @@ def test_one_that_is_killed_goes_on_to_the_same_figures(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Simulation, "take_round", killed)
         simulate.main(words(**way, name="films"))
-    with pytest.raises(RunError, match="other devices or rows"):
+    with raises(RunError, "rows-differ", saying="films"):
         simulate.main(words(**way, name="films", devices=9))
     figures = _figures(words, **way, name="films")
     for name in ("after", "bytes_up"):

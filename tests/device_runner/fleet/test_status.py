@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from device_runner.fleet.serve import NAMES
 from device_runner.fleet.status import read_status
 from prge.errors import RunError
 from tests.device_runner.fleet.fleets import NODES, Fleet
+from tests.refusals import raises
 
 
 def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
@@ -48,5 +47,5 @@ def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
 def test_damaged_names_are_told(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
     (fleet.folder / "fleet" / NAMES).write_text("[]")
-    with pytest.raises(RunError, match=r"devices\.json can't be read"):
+    with raises(RunError, "file-unreadable", saying=NAMES):
         read_status(fleet.folder / "fleet")

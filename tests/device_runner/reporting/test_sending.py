@@ -18,6 +18,7 @@ from device_runner.reporting.sending import figures, send
 from prge.errors import ConfigError, RunError
 from prge.files.run_folder import RunLog, run_lock
 from tests.device_runner.reporting.run_folders import write_run
+from tests.refusals import raises
 
 
 def losses(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
@@ -43,12 +44,12 @@ def test_tensorboard_reads_all_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
             (step, pytest.approx(4 - step / 100, rel=1e-6)) for step in range(1, 41)
         ]
         assert [step for step, _ in losses(events / run.name, "dev/perplexity")] == [0, 20, 40]
-    with pytest.raises(RunError, match="has event files already"):
+    with raises(RunError, "folder-not-empty", saying=str(events)):
         send(runs, events)
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(sending, "LOOK_EVERY", 0.01)
     run, events = tmp_path / "run", tmp_path / "events"
     run.mkdir()
     with run_lock(run), RunLog(run) as log:
@@ -86,19 +87,19 @@ def test_a_service_that_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.
         raise wandb.Error("no API key")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(RunError, match="no API key"):
+    with raises(RunError, "service-refuses", saying="no API key"):
         send([write_run(tmp_path / "run")], wandb="project")
 
 
 @pytest.mark.parametrize("service", ["tensorboard", "wandb"])
 def test_a_missing_library_is_named(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install '{service}>="):
+    with raises(ConfigError, "package-missing", saying=f"pip install '{service}>="):
         main([str(write_run(tmp_path / "run")), f"--{service}", str(tmp_path / "events")])
 
 
 def test_only_what_is_sent_can_be_followed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--follow is for"):
+    with raises(ConfigError, "settings-unusable", saying="--follow"):
         main([str(tmp_path), "--follow"])
 
 

@@ -130,7 +130,7 @@ def test_a_lock_that_another_holds_is_waited_for_and_holds_up_nothing_else(
     with path.open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         begin = time.monotonic()
-        with pytest.raises(RequestError, match="another process holds its lock") as error:
+        with pytest.raises(RequestError) as error:
             asyncio.run(taken())
         assert error.value.status == 503 and 0.4 < time.monotonic() - begin < 5 and longest < 0.4
         assert feedback.problem

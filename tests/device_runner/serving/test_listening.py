@@ -18,15 +18,16 @@ from device_runner.serving.worker import Worker
 from prge.errors import RunError
 from prge.text.loop import Generator
 from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokenizer
+from tests.refusals import raises
 
 
 def test_a_free_port_and_one_that_is_taken() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.address_of(listener)
         port = int(address.removeprefix("127.0.0.1:"))
-        with pytest.raises(RunError, match=f"127.0.0.1:{port} can't be listened at: "):
+        with raises(RunError, "address-not-available", saying=address):
             listening.listening("127.0.0.1", port).__enter__()
-    with pytest.raises(RunError, match="no such host"):
+    with raises(RunError, "address-not-available", saying="no such host"):
         listening.listening("no such host", 0).__enter__()
 
 
@@ -117,7 +118,8 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
         worker = Worker(Generator(SlowSpeaker(0), make_tokenizer()), 2)
         made = app.make_app(Models(adapters(), make_tokenizer()), worker, Access())
         server = listening.Server(made, worker)
-        protocol = listening._Protocol(server.config, server.server_state, {})
+        connection: Any = server.config.http
+        protocol = connection(server.config, server.server_state, {})
         protocol.connection_made(Transport())
         protocol.pause_writing()
         protocol.resume_writing()

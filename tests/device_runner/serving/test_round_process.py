@@ -28,6 +28,7 @@ from prge.files.run_folder import is_held, run_lock
 from prge.files.signatures import BACK
 from prge.rows.readers.feedback import Answered, append_feedback, forget_rows
 from tests.device_runner.numpy_device import Device
+from tests.refusals import raises
 from tests.verbs import REPOSITORY
 
 # A server that has the process of a round, stops it, and waits.
@@ -158,7 +159,7 @@ def test_one_that_another_program_ended_is_told(made: Round) -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
     os.kill(int(number), signal.SIGKILL)
-    with pytest.raises(RunError, match="the process that learns was ended by SIGKILL"):
+    with raises(RunError, "round-process-ended", saying="SIGKILL"):
         outcome(process)
     process.end()
 
@@ -203,7 +204,7 @@ def test_no_server_begins_before_the_process_of_another_one_has_ended(made: Roun
     folder = made.feedback.parent
     with server(made, tmp_path, "linux") as (process, child):
         os.kill(child, signal.SIGSTOP)
-        with pytest.raises(RunError, match=f"in use by process {process.pid}"), run_lock(folder):
+        with raises(RunError, "run-in-use", saying=str(process.pid)), run_lock(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -106,7 +106,7 @@ def test_models_by_their_names(child: Child) -> None:
     client = child.client()
     assert [model.id for model in client.models.list()] == ["base", "tuned"]
     assert client.models.retrieve("tuned").id == "tuned"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; there are base, tuned"):
+    with pytest.raises(openai.NotFoundError, match=r"'gpt'.* base, tuned"):
         client.models.retrieve("gpt")
 
 
@@ -217,7 +217,7 @@ def test_paths_and_methods_that_are_not_there(child: Child) -> None:
 
 
 def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
-    with pytest.raises(openai.APIError, match="the engine refuses token"):
+    with pytest.raises(openai.APIError, match=str(FAILING)):
         [*child.client().completions.create(model="base", prompt=[FAILING], stream=True)]
 
 
@@ -682,7 +682,7 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
     status, told = _judged(child, id="cmpl-1", rating="good")
     assert status == 404 and "without --feedback FILE" in told
-    with pytest.raises(openai.NotFoundError, match="without --learn FOLDER"):
+    with pytest.raises(openai.NotFoundError, match="--learn"):
         child.client().get("/adapters", cast_to=object)
     assert child.ask({}, "/v1/adapters/back")[0] == 404
 

@@ -21,6 +21,7 @@ from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request, Ticket
 from prge.text.prompts import Prompt
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
@@ -61,9 +62,9 @@ def test_it_takes_all_answers_of_a_request_or_none() -> None:
     worker = Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3)
     with worker:
         tickets = worker.submit([(request(most=3000), told.put)] * 2)
-        with pytest.raises(BusyError, match="at most 3 answers"):
+        with pytest.raises(BusyError, match="3"):
             worker.submit([(request(), told.put)] * 2)
-        with pytest.raises(DataError, match="it is empty"):
+        with raises(DataError, "prompt-empty"):
             worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
         worker.cancel(tickets)
         assert {ended(told)[1].wait(0).reason for _ in tickets} == {"cancelled"}
@@ -78,7 +79,7 @@ def test_at_its_end_nobody_waits_any_more() -> None:
     told: Queue[Told] = Queue()
     with Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3) as worker:
         worker.submit([(request(most=3000), told.put)])
-    with pytest.raises(EngineError, match="the server ends"):
+    with raises(EngineError, "server-ends"):
         ended(told)[1].wait(0)
 
 
@@ -86,7 +87,7 @@ def test_a_mistake_ends_it_and_is_not_hidden() -> None:
     told: Queue[Told] = Queue()
     with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
         worker.submit([(request(), told.put)])
-        with pytest.raises(EngineError, match="the server ends"):
+        with raises(EngineError, "server-ends"):
             ended(told)[1].wait(0)
         assert not worker.alive
 
@@ -101,7 +102,7 @@ def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> N
         assert ended(told)[1] in first and seen == [True]
         worker.cancel(second)
         assert ended(told)[1] in second and seen == [True, False]
-        with pytest.raises(DataError):
+        with raises(DataError, "prompt-empty"):
             worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
         assert seen == [True, False]
         worker.submit([(request(), told.put)])

@@ -14,6 +14,7 @@ from device_runner.session.gates import Gates
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
+from tests.refusals import raises
 
 
 class Told:
@@ -138,7 +139,7 @@ def test_a_pause_ends_with_the_run(system: Path) -> None:
 
 
 def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--only-charging: no battery"):
+    with raises(ConfigError, "condition-not-measurable", saying="--only-charging"):
         gates(tmp_path, only_charging=True)
 
 

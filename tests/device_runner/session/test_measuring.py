@@ -58,7 +58,7 @@ def test_a_verb_waits_until_the_phone_is_cool(
 ) -> None:
     degrees = [50.0, 41.0, 40.0]
     monkeypatch.setattr(Sensors, "temperature", lambda sensors: Reading(degrees.pop(0)))
-    monkeypatch.setattr(measuring, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(measuring, "measure", lambda cache, words: {"code": 0})
     words = [str(tmp_path), str(tmp_path / "found"), "40"]
     assert measuring.main([*words, "1", "cache"]) == 0 and not degrees

@@ -20,6 +20,7 @@ from prge.running.watching import Watcher
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 from tests.speakers import NumpySpeaker, make_adapter
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
@@ -47,23 +48,23 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "value"),
     [
-        ("a.txt", "\n\n", "it has none"),
-        ("a.jsonl", '{"prompt": 3}\n{"text": "a"}\n{"messages": []}\n', "row 1: prompt is 3"),
-        ("a.jsonl", '{"text": "a"}\n', "row 1: prompt is None, must be a text; or give messages"),
-        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "row 1: message 1 .user. has no content"),
-        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "there is nothing to answer"),
+        ("a.txt", "\n\n", "a.txt"),
+        ("a.jsonl", '{"prompt": 3}\n{"text": "a"}\n{"messages": []}\n', "prompt"),
+        ("a.jsonl", '{"text": "a"}\n', "prompt"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "message 1"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "row 1"),
     ],
 )
-def test_prompts_that_can_not_be_used(tmp_path: Path, name: str, content: str, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_prompts_that_can_not_be_used(tmp_path: Path, name: str, content: str, value: str) -> None:
+    with raises(DataError, "prompts-unusable", saying=value):
         read_prompts(write(tmp_path, name, content), Prompts(TOKENIZER))
 
 
 def test_messages_without_a_template(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(DataError, match="row 1: messages can't be answered; the model has no chat template"):
+    with raises(DataError, "prompts-unusable", saying="row 1"):
         read_prompts(path, Prompts(Tokenizer(byte_level_backend())))
 
 

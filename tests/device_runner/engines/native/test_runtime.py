@@ -39,6 +39,7 @@ from tests.device_runner.engines.blocks import (
     example,
     room,
 )
+from tests.refusals import raises
 
 pytestmark = needs_compiler
 
@@ -245,7 +246,7 @@ def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
 
 def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: Kind) -> None:
     method = loaded(dynamic)[0]["score"]
-    with pytest.raises(RefusedError, match="inputs"):
+    with pytest.raises(RefusedError):
         in_a_row([(method, [], room("score", 2, 5))])
 
 
@@ -372,7 +373,7 @@ def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: Kind, tmp_pat
         pack(dynamic, tmp_path)
 
     for limit in (1 << 12, 1 << 14, 1 << 15):
-        with pytest.raises(PrgeError, match=r"ftruncate|extend|open"):
+        with raises(PrgeError, "program-refused", saying=str(dynamic.program)):
             check_in_child(dynamic.program, lambda limit=limit: attempt(limit))  # type: ignore[misc]
     check_in_child(dynamic.program, lambda: attempt(1 << 20))
 

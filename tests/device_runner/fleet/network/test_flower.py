@@ -231,8 +231,8 @@ def test_what_has_no_signature_is_where_it_was() -> None:
     """A message's name is set by its metadata's attribute; middleware finds state and request by theirs."""
     metadata = flwr.app.Metadata(1, "", 2, 3, "", "", 0.0, 1.0, "train")
     message = make_message(metadata=metadata, content=flwr.app.RecordDict())
-    flower._identify(message, "name")
-    assert message.metadata.message_id == "name"
+    reply = flower.Task(b"", "1", message).failure("Killed")
+    assert reply.metadata.message_id == reply.object_id
     identity = resolve("flwr.supercore.task_identity.TaskIdentity")
     assert {"task_id", "run_id", "node_id"} <= vars(type(identity)).keys()
     for module, used in (

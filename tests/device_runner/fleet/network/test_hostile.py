@@ -287,7 +287,7 @@ class TestAStranger:
 
 def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of a connection, and one that follows another request."""
-    monkeypatch.setattr("device_runner.fleet.network.door._SECONDS_TO_ASK", 1.0)
+    monkeypatch.setattr("device_runner.fleet.network.door.SECONDS_TO_ASK", 1.0)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
         host, port = link.address.split(":")
         for first in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from device_runner.fleet.privacy.discrete_gaussian import _below, discrete_gaussian
+from device_runner.fleet.privacy.discrete_gaussian import discrete_gaussian, uniform_below
 from prge.learning.accounting import epsilon_of
 
 DELTA = 1e-5
@@ -88,4 +88,4 @@ def test_it_is_never_the_same_again_and_has_its_deviation() -> None:
 
 def test_words_that_would_make_some_numbers_likelier_are_drawn_again() -> None:
     drawn = iter([np.array([2**64 - 1, 7], np.uint64), np.array([2**64 - 2], np.uint64)])
-    assert _below(3, 2, lambda count: next(drawn)).tolist() == [(2**64 - 2) % 3, 1]
+    assert uniform_below(3, 2, lambda count: next(drawn)).tolist() == [(2**64 - 2) % 3, 1]

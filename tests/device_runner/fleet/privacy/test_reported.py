@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.local import _Turns
+from device_runner.fleet.local import CyclicRows
 from device_runner.fleet.privacy.reported import (
     Reported,
     exposure,
@@ -61,7 +61,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
     """Whatever its number of windows is, and wherever in its order a device begins."""
-    sampler = _Turns(_split(windows), examples, seed)
+    sampler = CyclicRows(_split(windows), examples, seed)
     sampler.offset = seed % 7
     seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
     assert all(count == 1 for each in seen for count in each.values())
@@ -70,7 +70,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
 
 
 def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
-    sampler = _Turns(_split([3, 1]), 2, seed=4)
+    sampler = CyclicRows(_split([3, 1]), 2, seed=4)
     chosen = [example for step in range(3) for example in sampler.chosen(step)]
     assert Counter(example.sequences[0].tokens for example in chosen) == {
         (0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 3

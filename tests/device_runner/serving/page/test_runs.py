@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
 from prge.files.run_folder import run_lock
 from tests.device_runner.reporting.run_folders import write_run
+from tests.refusals import raises
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
@@ -52,7 +55,7 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     found = {each["run"]: each["status"] for each in listed(tmp_path)}
     assert found == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
     assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
-    with pytest.raises(RunError, match="is no folder"):
+    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
 
@@ -161,7 +164,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
         if not run.has_more:
             break
     assert found["steps"] == 399_999 and 20 < looks < 40 and longest < 3
-    assert len(run._steps.records) <= following.MOST_RECORDS + 1
+    assert sum(each["event"] == "step" for each in run.look().metrics) <= following.MOST_RECORDS + 1
     assert sum(len(each["svg"]) for each in found["pictures"]) < 200_000
 
 
@@ -236,8 +239,9 @@ def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[s
     served = Runs(tmp_path)
     asyncio.run(served.stop("run"))
     assert holding.stdout is not None and holding.stdout.readline() == "asked\n"
-    with pytest.raises(RequestError, match="was asked before"):
+    with pytest.raises(RequestError) as caught:
         asyncio.run(served.stop("run"))
+    assert (caught.value.status, caught.value.code) == (409, "run_not_stopped")
     holding.kill()
     holding.wait()
     assert state_of(tmp_path / "run") == (False, None)
@@ -274,8 +278,18 @@ def test_where_nothing_is_told_of_processes_a_run_is_seen_and_not_stopped(
     assert refusal(tmp_path, "run") == 409
 
 
-def test_streams_are_bounded_and_share_what_they_read(tmp_path: Path) -> None:
+def test_streams_are_bounded_and_share_what_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path / "run")
+    opened_runs: list[weakref.ref[Followed]] = []
+
+    def opening(folder: Path, temperature: Callable[[], float | None]) -> Followed:
+        run = Followed(folder, temperature)
+        opened_runs.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(runs, "Followed", opening)
 
     async def look() -> None:
         served = Runs(tmp_path)
@@ -285,15 +299,16 @@ def test_streams_are_bounded_and_share_what_they_read(tmp_path: Path) -> None:
         assert caught.value.status == 429
         first = [await anext(events) for events, _ in opened[:3]]
         assert len(set(first)) == 1 and json.loads(first[0].removeprefix("data: "))["steps"] == 40
-        (one, _), *_ = served._followed.values()
-        assert len(served._followed) == 1 and one.folder == tmp_path / "run"
         opened.pop()[1]()
         opened.append(await served.follow("run", "en"))
         served.close()
-        for events, leave in opened:
+        while opened:
+            events, leave = opened.pop()
             assert [each async for each in events] == []
             leave()
-        assert served._followed == {}
+        del events, leave
+        gc.collect()
+        assert [each() for each in opened_runs] == [None]
 
     asyncio.run(look())
 
