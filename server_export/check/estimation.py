@@ -98,7 +98,7 @@ class Estimate:
         if entry.role not in self.roles:
             problems.append(f"estimator is {estimator}, but roles lack {entry.role}")
         if problems:
-            raise ConfigError("the run doesn't fit the bundle:", problems)
+            raise ConfigError("the run doesn't fit the bundle:", problems, code="run-does-not-fit-bundle")
         return StepShape(
             entry.role,
             config.batch_size,
@@ -178,4 +178,5 @@ def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> 
             "there is too little memory for the export:",
             [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
             remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
+            code="too-little-memory",
         )

@@ -326,6 +326,7 @@ def configuration(name: str, layers: int | None) -> Any:
         raise ConfigError(
             "there is no such architecture to give random weights:",
             [f"{RANDOM}{known}, must be {RANDOM} and one of {', '.join(CONFIGURATIONS)}"],
+            code="no-such-architecture",
         )
     settings = dict(CONFIGURATIONS[known])
     if name != known:

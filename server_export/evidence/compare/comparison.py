@@ -95,13 +95,16 @@ class Comparison:
                 content = read_yaml(stored)
             except DocumentError as error:
                 raise RunError(
-                    f"{stored} can't be read: {error}", remedy="give another folder with --out"
+                    f"{stored} can't be read: {error}",
+                    remedy="give another folder with --out",
+                    code="file-damaged",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
                 f"{self.out} holds something that is no comparison: it has no {CONFIG}",
                 remedy="give an empty or new folder with --out",
+                code="not-a-comparison",
             )
         self.rows = write_splits(self.settings, self.out / "data")
         write_file(stored, settings_to_yaml(self.settings).encode())
@@ -120,7 +123,9 @@ class Comparison:
             code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
             if code:
                 raise RunError(
-                    f"`prge export` ended with code {code}: {last_words(log)}", remedy=_where_to_read(log)
+                    f"`prge export` ended with code {code}: {last_words(log)}",
+                    remedy=_where_to_read(log),
+                    code="verb-failed",
                 )
 
     def measure(self) -> dict[str, dict[str, Any]]:
@@ -263,6 +268,7 @@ class Comparison:
             raise RunError(
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
                 remedy="give another folder with --out, or the settings that it was begun with",
+                code="another-comparison",
             )
 
 
