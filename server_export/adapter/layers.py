@@ -210,9 +210,7 @@ def match_target_modules(
         frozen = "; stacks of matrices, such as experts, have no adapters" if stacked else ""
         problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
     if problems:
-        raise ConfigError(
-            "these target modules can't be adapted:", problems, code="target-modules-not-adaptable"
-        )
+        raise ConfigError("these target modules can't be adapted:", problems, code="target-modules-unusable")
     return matched
 
 

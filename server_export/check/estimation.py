@@ -178,5 +178,5 @@ def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> 
             "there is too little memory for the export:",
             [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
             remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
-            code="too-little-memory",
+            code="memory-too-little",
         )

@@ -304,7 +304,7 @@ def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> 
         f"--memory {megabytes(limit)} is too little:",
         [f"a run of this model needs at least {megabytes(least)}"],
         remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
-        code="too-little-memory",
+        code="memory-too-little",
     )
 
 

@@ -111,7 +111,7 @@ class NamedRows:
                 f"{' and '.join(problems)} {'have' if several else 'has'} rows that can't be used:",
                 [f"{name}: {each}" if several else each for name, them in problems.items() for each in them],
                 remedy="correct or remove them, or leave them out with --on-bad-row skip",
-                code="rows-not-usable",
+                code="rows-unusable",
             )
         return longest
 

@@ -101,7 +101,7 @@ class Record:
                 raise RunError(
                     f"{self._path} names {shown(value)} as {name}, outside of its folder",
                     remedy="remove that entry, or give another folder with --out",
-                    code="path-leaves-folder",
+                    code="path-outside",
                 )
 
     def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
@@ -205,5 +205,5 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{path} can't be read: {error}", remedy="give another folder with --out", code="file-damaged"
+            f"{path} can't be read: {error}", remedy="give another folder with --out", code="file-unreadable"
         ) from None

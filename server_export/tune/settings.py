@@ -150,7 +150,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
                 "these settings can't be used:",
                 problems,
                 remedy="see `prge tune --help`",
-                code="bad-settings",
+                code="settings-unusable",
             )
 
     @property

@@ -160,7 +160,7 @@ class _Tuning:
             raise RunError(
                 f"{out} holds something already",
                 remedy="give another folder with --out",
-                code="folder-not-empty",
+                code="folder-occupied",
             )
         if not is_config_of(TuneSettings, out / CONFIG):
             check_new_run(out, ("settings", "start", "before.json", "after.json", "adapter", "report.html"))

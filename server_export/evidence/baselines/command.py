@@ -70,9 +70,9 @@ def _check_folder(folder: Path) -> None:
             is_baseline = is_finished = False
         if not is_baseline or is_finished:
             code, kind = (
-                ("run-finished", "a finished run")
+                ("run-exists", "a finished run")
                 if is_baseline
-                else ("another-kind-of-run", "a run of another kind")
+                else ("folder-occupied", "a run of another kind")
             )
             raise RunError(f"{folder} holds {kind}", remedy="give another folder with --out", code=code)
     elif not is_config_of(BaselineSettings, folder / CONFIG):

@@ -75,7 +75,7 @@ class BaselineSettings(TrainingFlags):
                 "these settings can't be used:",
                 problems,
                 remedy="`prge baseline --help` explains them",
-                code="bad-settings",
+                code="settings-unusable",
             )
 
     @property

@@ -138,7 +138,7 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
             "no contributions can be measured:",
             [f"there are {len(problem.train)} training rows, must be 2 or more"],
             remedy="one part of them trains, the other measures",
-            code="too-few-rows",
+            code="rows-too-few",
         )
     problem.model.requires_grad_(False)
     blocks, example_batch = block_linears(problem.model), problem.train[: problem.batch_size]

@@ -133,7 +133,7 @@ class BaselineLearner:
             problem = loss_has_risen(self.progress, self._settings.divergence_ratio)
         if problem:
             raise DivergenceError(
-                problem, remedy="start a new run with a lower learning rate", code="diverged"
+                problem, remedy="start a new run with a lower learning rate", code="loss-risen"
             )
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
         record = {"kind": "step", "step": number, **figures}

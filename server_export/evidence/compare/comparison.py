@@ -97,7 +97,7 @@ class Comparison:
                 raise RunError(
                     f"{stored} can't be read: {error}",
                     remedy="give another folder with --out",
-                    code="file-damaged",
+                    code="file-unreadable",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):

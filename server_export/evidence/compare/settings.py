@@ -161,7 +161,7 @@ class CompareSettings(ExampleFlags):
                 "this can't be compared:",
                 problems,
                 remedy="`prge compare --help` explains the settings",
-                code="bad-settings",
+                code="settings-unusable",
             )
 
     def _missing_files(self) -> list[str]:

@@ -164,5 +164,5 @@ class LeakSettings(ExampleFlags):
                 "this can't be attacked:",
                 problems,
                 remedy="`prge leak --help` explains the settings",
-                code="bad-settings",
+                code="settings-unusable",
             )

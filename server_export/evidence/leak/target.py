@@ -66,7 +66,7 @@ class Target:
                 "there are too few rows:",
                 [f"{needed} of {length} unknown tokens are needed, {len(long)} have as many"],
                 remedy="give more rows, or a smaller --limit, --lengths or --batches",
-                code="too-few-rows",
+                code="rows-too-few",
             )
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
         chosen = [long[index] for index in order.tolist()]
