@@ -302,7 +302,7 @@ def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str
             )
         names[ours] = theirs
     if problems:
-        raise AdapterError("the adapter is for another model:", problems, code="adapter-of-another-model")
+        raise AdapterError("the adapter is for another model:", problems, code="adapter-does-not-fit")
     return {name: names[name] for name in modules if name in names}
 
 

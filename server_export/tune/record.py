@@ -77,7 +77,7 @@ class Record:
                 problems,
                 remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out"
                 + (reuse if is_exported else ""),
-                code="another-tuning",
+                code="settings-changed",
             )
         if changed and "bundle" not in done:
             return  # nothing is made: all of it begins again

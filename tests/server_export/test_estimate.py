@@ -107,7 +107,7 @@ def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureF
     whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "stack")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
         assert stack[name] < whole[name], name
-    with raises(ConfigError, "run-does-not-fit-bundle", saying="tangent"):
+    with raises(ConfigError, "role-missing", saying="tangent"):
         main(
             [
                 *("--model", str(outline_folder)),
@@ -123,7 +123,7 @@ def test_what_an_export_refuses_is_refused(outline_folder: Path, tmp_path: Path)
         main(["--model", str(outline_folder), "--quantize", "int3"])
     with raises(ConfigError, "positions-too-few", saying="100000"):
         main(["--model", str(outline_folder), "--sequence-length", "100000"])
-    with raises(ConfigError, "run-does-not-fit-bundle", saying="tokens is 9"):
+    with raises(ConfigError, "row-too-long", saying="tokens is 9"):
         main(["--model", str(outline_folder), "--sequence-length", "8", "--tokens", "9"])
 
 

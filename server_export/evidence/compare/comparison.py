@@ -268,7 +268,7 @@ class Comparison:
             raise RunError(
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
                 remedy="give another folder with --out, or the settings that it was begun with",
-                code="another-comparison",
+                code="settings-changed",
             )
 
 

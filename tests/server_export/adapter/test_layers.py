@@ -157,5 +157,5 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", start("gpt2"))
-    with raises(AdapterError, "adapter-of-another-model", saying="transformer.h.0"):
+    with raises(AdapterError, "adapter-does-not-fit", saying="transformer.h.0"):
         start("llama", start_adapter=tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""What XNNPACK doesn't take is written in what it takes: all that can be is delegated, the output is the same."""
+"""What XNNPACK does not take is written in what it takes: all that can be is delegated, with equal output."""
 
 from __future__ import annotations
 

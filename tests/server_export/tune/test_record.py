@@ -59,7 +59,7 @@ def test_with_a_bundle_what_runs_depend_on_may_be_corrected(settings: TuneSettin
     assert record.is_kept and decided(record) == ["quantize"]
     assert decided(Record(replace(settings, batch_size=4))) == ["quantize"]
     assert "batch_size: 4" in (settings.out / "config.yaml").read_text()
-    with raises(ConfigError, "another-tuning") as caught:
+    with raises(ConfigError, "settings-changed") as caught:
         Record(replace(settings, batch_size=2, rank=4, columns=("text=story",)))
     assert caught.value.problems == ["columns was [], is ['text=story']", "rank was None, is 4"]
     assert f"prge tune --resume {settings.out}" in caught.value.remedy
@@ -69,17 +69,17 @@ def test_what_runs_were_made_with_stays(settings: TuneSettings) -> None:
     kept(settings, "search/0.01-8/journal.jsonl")
     assert decided(Record(replace(settings, learning_rate=0.1))) == ["quantize", "batch_size"]
     for changes in ({"steps": 7}, {"data": Path("/other")}, {"batch_size": 2}):
-        with raises(ConfigError, "another-tuning", saying=next(iter(changes))):
+        with raises(ConfigError, "settings-changed", saying=next(iter(changes))):
             Record(replace(settings, learning_rate=0.1, **changes))
 
 
 def test_a_bundle_that_is_there_is_named_for_another_folder(settings: TuneSettings) -> None:
     kept(settings, "bundle/manifest.json", "search/0.01-8/journal.jsonl")
     for changes in ({"steps": 7}, {"minutes": 3.0}):
-        with raises(ConfigError, "another-tuning") as caught:
+        with raises(ConfigError, "settings-changed") as caught:
             Record(replace(settings, **changes))
         assert f"--bundle {settings.out / 'bundle'} instead of --model" in (caught.value.remedy or "")
-    with raises(ConfigError, "another-tuning") as caught:
+    with raises(ConfigError, "settings-changed") as caught:
         Record(replace(settings, rank=4))
     assert "--bundle" not in (caught.value.remedy or "")
 
@@ -91,7 +91,7 @@ def test_what_an_earlier_version_did_not_know_was_as_usual(settings: TuneSetting
     del content["settings"]["weight_decay"], content["settings"]["loss_normalisation"]
     path.write_text(json.dumps(content))
     assert Record(settings).is_kept
-    with raises(ConfigError, "another-tuning", saying="weight_decay was 0.0, is 0.1"):
+    with raises(ConfigError, "settings-changed", saying="weight_decay was 0.0, is 0.1"):
         Record(replace(settings, weight_decay=0.1))
 
 
@@ -104,7 +104,7 @@ def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings,
         Record(changed)
         assert not (settings.out / "run").exists()
     else:
-        with raises(ConfigError, "another-tuning", saying="learning_rate was None, is 0.1"):
+        with raises(ConfigError, "settings-changed", saying="learning_rate was None, is 0.1"):
             Record(changed)
 
 

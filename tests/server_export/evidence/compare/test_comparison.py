@@ -121,10 +121,10 @@ def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
-    with raises(RunError, "another-comparison", saying="rank was 8, is 4"):
+    with raises(RunError, "settings-changed", saying="rank was 8, is 4"):
         run(tmp_path / "cmp", PretendedVerbs(), *BOTH, "--rank", 4)
     (tmp_path / "cmp/config.yaml").write_text("")
-    with raises(RunError, "another-comparison"):
+    with raises(RunError, "settings-changed"):
         run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
