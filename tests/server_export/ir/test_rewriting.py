@@ -161,7 +161,8 @@ class Rewritten:
         by_graph = Checked(graph_module).run(*inputs)
         write_core_operators(graph_module)
         outside, by_engine = in_engine(graph_module, inputs)
-        return cls(*(dict(zip(cases, each, strict=True)) for each in (by_graph, by_engine)), outside)
+        of_graph, of_engine = (dict(zip(cases, each, strict=True)) for each in (by_graph, by_engine))
+        return cls(of_graph, of_engine, outside)
 
 
 @pytest.fixture(scope="module")
