@@ -144,7 +144,10 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             problems.append("--clip-examples and --head-learning-rate: the head's gradient isn't clipped")
         if problems:
             raise ConfigError(
-                "these settings can't be used:", problems, remedy="`prge run --help` explains them"
+                "these settings can't be used:",
+                problems,
+                remedy="`prge run --help` explains them",
+                code="settings-unusable",
             )
 
     def _without_meaning(self) -> list[str]:
