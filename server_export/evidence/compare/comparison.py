@@ -214,7 +214,7 @@ class Comparison:
         rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
         trials.sort(key=lambda trial: float(trial["learning_rate"]))
         if rate is None:
-            raise MethodError(messages[-1])
+            raise MethodError(messages[-1], code="all-rates-diverged")
         return rate
 
     def _train(self, method: Method, plan: Plan, folder: Path) -> Path:
@@ -238,7 +238,9 @@ class Comparison:
         log = folder / OUTPUT
         code = self.verb(words, log)
         if summary_of(run).get("run", {}).get("status") == "diverged":
-            raise RunDivergedError(f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log))
+            raise RunDivergedError(
+                f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log), code="diverged"
+            )
         if code or not is_finished(run):
             raise _failed(place, words[0], code, log)
         return run
@@ -291,7 +293,7 @@ def _log(text: str) -> None:
 
 def _failed(place: Path, verb: str, code: int, log: Path) -> MethodError:
     message = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
-    return MethodError(message, remedy=_where_to_read(log))
+    return MethodError(message, remedy=_where_to_read(log), code="verb-failed")
 
 
 def _where_to_read(log: Path) -> str:
