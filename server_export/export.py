@@ -63,7 +63,9 @@ def export(config: ExportConfig) -> Path:
 
     out = Path(config.out)
     if out.exists() and not config.overwrite:
-        raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+        raise RunError(
+            f"{out} exists already", remedy="give another folder, or --overwrite", code="folder-exists"
+        )
     check_place(out.parent)
     with with_random_model(config) as settled:
         return _export(settled, out)

@@ -152,7 +152,9 @@ class TorchEngine:
             by_output = np.asarray(grad_fn(found))
             if by_output.shape != found.shape:
                 shapes = f"{[*by_output.shape]}, the outputs {[*found.shape]}"
-                raise EngineError(f"the gradient of the loss has the shape {shapes}")
+                raise EngineError(
+                    f"the gradient of the loss has the shape {shapes}", code="gradient-of-other-shape"
+                )
             (gradient,) = torch.autograd.grad(outputs, values, self._tensor(by_output))
             if not (np.isfinite(found).all() and gradient.isfinite().all()):
                 gradient = torch.full_like(gradient, torch.nan)
@@ -302,6 +304,7 @@ def as_exported(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool
         raise BundleError(
             f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),
             remedy="give the model that the bundle was exported from with --model",
+            code="model-differs",
         )
     convert_conv1d(loaded.model)
     scheme = bundle.quantization or "fp32"

@@ -17,7 +17,8 @@ from typing import TextIO
 from prge.host.progress import duration
 
 _BAR = 24
-_TERMINAL_SECONDS, _DOT_SECONDS = 0.5, 10.0
+# From one picture of a bar to the next, and from dot to dot where there is no terminal.
+TERMINAL_SECONDS, DOT_SECONDS = 0.5, 10.0
 
 
 @dataclass
@@ -42,7 +43,7 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
         print(line, end="", file=out, flush=True)
 
     def draw() -> None:
-        while not ended.wait(_TERMINAL_SECONDS if is_terminal else _DOT_SECONDS):
+        while not ended.wait(TERMINAL_SECONDS if is_terminal else DOT_SECONDS):
             seconds = time.monotonic() - begin
             share = parts.done / max(parts.count, 1)
             left = f"about {duration(seconds / share - seconds)} left" if share else ""

@@ -29,6 +29,7 @@ def block_names(model: nn.Module) -> list[str]:
             "the model's layers can't be counted:",
             [f"{type(model).__name__} has no list of blocks with linear layers"],
             remedy="leave --adapt-layers out and choose layers with --target-modules",
+            code="layers-not-countable",
         )
     # Of a list and one inside its blocks, the outer one comes first and has at least as many parameters.
     largest = max(lists, key=lambda name: lists[name])
@@ -44,14 +45,26 @@ def in_top_blocks(model: nn.Module, names: Sequence[str], choice: str) -> list[s
     title = "these layers can't be adapted:"
     match = _TOP.fullmatch(choice)
     if match is None:
-        raise ConfigError(title, [f"adapt_layers is {choice!r}, must be top:k, for example top:4"])
+        raise ConfigError(
+            title,
+            [f"adapt_layers is {choice!r}, must be top:k, for example top:4"],
+            code="adapt-layers-malformed",
+        )
     count, blocks = int(match.group(1)), block_names(model)
     if not 1 <= count <= len(blocks):
-        raise ConfigError(title, [f"adapt_layers is {choice}, k must be 1 to {len(blocks)}"])
+        raise ConfigError(
+            title,
+            [f"adapt_layers is {choice}, k must be 1 to {len(blocks)}"],
+            code="adapt-layers-out-of-range",
+        )
     top = tuple(f"{block}." for block in blocks[-count:])
     chosen = [name for name in names if name.startswith(top)]
     if not chosen:
-        raise ConfigError(title, [f"none of the target modules lies in the top {count} blocks"])
+        raise ConfigError(
+            title,
+            [f"none of the target modules lies in the top {count} blocks"],
+            code="adapt-layers-without-targets",
+        )
     return chosen
 
 

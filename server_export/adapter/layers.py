@@ -159,6 +159,7 @@ def _linear_names_of_blocks(model: nn.Module, unread: Collection[str]) -> list[s
             "no layer can be adapted:",
             [f"the blocks of {type(model).__name__} have no linear layers, which adapters are for"],
             remedy="take another checkpoint",
+            code="no-linear-layers",
         ) from None
     left_out = tuple(f"{name}." for name in unread)
     return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(left_out)]
@@ -209,7 +210,7 @@ def match_target_modules(
         frozen = "; stacks of matrices, such as experts, have no adapters" if stacked else ""
         problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
     if problems:
-        raise ConfigError("these target modules can't be adapted:", problems)
+        raise ConfigError("these target modules can't be adapted:", problems, code="target-modules-unusable")
     return matched
 
 
@@ -301,7 +302,7 @@ def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str
             )
         names[ours] = theirs
     if problems:
-        raise AdapterError("the adapter is for another model:", problems)
+        raise AdapterError("the adapter is for another model:", problems, code="adapter-does-not-fit")
     return {name: names[name] for name in modules if name in names}
 
 

@@ -122,6 +122,7 @@ def _adapted_layers(
         raise ConfigError(
             "these target modules can't be adapted:",
             [f"PEFT doesn't load an adapter of {name} with a {model.config.model_type}" for name in refused],
+            code="target-modules-refused-by-peft",
         )
     if not is_named and (read := read_by_rows(model, kept) or kept) != names:
         targets = names = read

@@ -18,7 +18,7 @@ from server_export.quantize.quantization import GROUP_SIZE, Int4Weight
 _DAMPING = 0.01
 # Inputs whose second moment is kept as one matrix. Of wider layers there are several: errors are compensated
 # within each, and memory grows with the width alone.
-_MOST_INPUTS = 4096
+MOST_INPUTS = 4096
 # Columns that are rounded before the others get their errors at once.
 _COLUMNS = 128
 # Factors of the smallest scale that holds all weights of a group.
@@ -27,7 +27,7 @@ _LOWEST, _HIGHEST = -8, 7
 
 
 class SecondMoment:
-    """The second moment of a layer's inputs, in pieces of at most `_MOST_INPUTS` inputs.
+    """The second moment of a layer's inputs, in pieces of at most `MOST_INPUTS` inputs.
 
     Args:
         inputs: width of what the layer sees, a multiple of GROUP_SIZE.
@@ -64,7 +64,7 @@ class SecondMoment:
 def _pieces(inputs: int) -> list[range]:
     """Ranges of inputs, each a multiple of GROUP_SIZE, as even as that allows."""
     groups = inputs // GROUP_SIZE
-    count = -(-inputs // _MOST_INPUTS)
+    count = -(-inputs // MOST_INPUTS)
     ends = [GROUP_SIZE * (groups * number // count) for number in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 

@@ -97,7 +97,7 @@ def choose_int8(
     share = (bits - _INT4) / (_INT8 - _INT4)
     chosen: dict[int, frozenset[str]] = {}
     for blocks in by_kind.values():
-        for number, names in _of_kind(blocks, share).items():
+        for number, names in int8_of_kind(blocks, share).items():
             own_names = chain.own_names(number)
             chosen[number] = frozenset(own_names[name] for name in names)
     # A layer that is used again has the bits of its first use.
@@ -111,7 +111,7 @@ def choose_int8(
     return by_block
 
 
-def _of_kind(blocks: Mapping[int, Mapping[str, Sensitivity]], share: float) -> dict[int, frozenset[str]]:
+def int8_of_kind(blocks: Mapping[int, Mapping[str, Sensitivity]], share: float) -> dict[int, frozenset[str]]:
     """Names of the layers of each block that are int8, at most this share of all numbers."""
     numbers = {name: each.numbers for name, each in next(iter(blocks.values())).items()}
     room = share * sum(numbers.values()) * len(blocks)

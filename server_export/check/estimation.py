@@ -92,13 +92,14 @@ class Estimate:
             ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
         """
         entry = ESTIMATORS[estimator]
-        problems = []
+        problems: dict[str, str] = {}
         if tokens > self.outline.longest:
-            problems.append(f"tokens is {tokens}, rows of the bundle have up to {self.outline.longest}")
+            longest = self.outline.longest
+            problems["row-too-long"] = f"tokens is {tokens}, rows of the bundle have up to {longest}"
         if entry.role not in self.roles:
-            problems.append(f"estimator is {estimator}, but roles lack {entry.role}")
+            problems["role-missing"] = f"estimator is {estimator}, but roles lack {entry.role}"
         if problems:
-            raise ConfigError("the run doesn't fit the bundle:", problems)
+            raise ConfigError("the run doesn't fit the bundle:", problems.values(), code=next(iter(problems)))
         return StepShape(
             entry.role,
             config.batch_size,
@@ -178,4 +179,5 @@ def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> 
             "there is too little memory for the export:",
             [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
             remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
+            code="memory-too-little",
         )

@@ -60,6 +60,7 @@ def give_template(tokenizer: Any, wanted: str | None, prepend_bos: PrependBos) -
             f"{wanted} can't be used as a chat template:",
             [problem],
             remedy="give a Jinja template of the kind of transformers' chat_template.jinja, or plain",
+            code="chat-template-unusable",
         )
     tokenizer.chat_template = source
 

@@ -22,7 +22,7 @@ _LARGEST = (1 << 63) - 1
 _READ_AT_ONCE = 1 << 18
 _SECONDS, _MEMORY = 3.0, 256 << 20
 # Models have thousands.
-_MOST_MODULES = 1 << 16
+MOST_MODULES = 1 << 16
 _MOST_PROBLEMS = 5
 _ARCHITECTURES = "architectures"
 # Sizes that no model has without.
@@ -94,10 +94,10 @@ def counted_modules(path: str) -> Iterator[None]:
     def counting(module: object, name: str, inner: object) -> None:
         nonlocal count
         count += 1
-        if count > _MOST_MODULES:
+        if count > MOST_MODULES:
             raise Refusal(
                 "config-out-of-bounds",
-                f"{path} describes a model of more than {_MOST_MODULES:,} modules, which no model has",
+                f"{path} describes a model of more than {MOST_MODULES:,} modules, which no model has",
                 remedy="correct its numbers of layers and experts",
             )
 

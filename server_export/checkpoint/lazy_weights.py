@@ -25,7 +25,7 @@ aten = torch.ops.aten
 Rows = range | list[int] | None
 
 # Numbers of a linear layer that are read at once.
-_AT_ONCE = 1 << 23
+NUMBERS_AT_ONCE = 1 << 23
 # What is known of a tensor without its numbers.
 _OF_SHAPE = {
     *(torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.ndim.__get__),
@@ -84,9 +84,9 @@ def _embedding(function: Any, indices: Any, weight: Any, *_: Any, max_norm: Any 
 
 def _linear(function: Any, source: Any, weight: Any, bias: Any = None) -> Any:
     """The outputs of some rows of a large layer at a time."""
-    if not (isinstance(weight, LazyWeight) and weight.has_rows and weight.numel() > _AT_ONCE):
+    if not (isinstance(weight, LazyWeight) and weight.has_rows and weight.numel() > NUMBERS_AT_ONCE):
         return NotImplemented
-    count = max(1, _AT_ONCE // weight.shape[1])
+    count = max(1, NUMBERS_AT_ONCE // weight.shape[1])
     rows = range(weight.shape[0])
     parts = [function(source, weight.read(rows[start : start + count])) for start in rows[::count]]
     outputs = torch.cat(parts, -1)

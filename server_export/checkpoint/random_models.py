@@ -220,7 +220,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-_SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 30
 
 
 @contextmanager
@@ -271,11 +271,11 @@ def _save_weights(folder: Path, config: Any) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Tied weights are one parameter.
     shards: list[dict[str, torch.Size]] = [{}]
-    room = _SHARD_BYTES
+    room = SHARD_BYTES
     for weight, parameter in model.named_parameters():
         if parameter.nbytes > room and shards[-1]:
             shards.append({})
-            room = _SHARD_BYTES
+            room = SHARD_BYTES
         shards[-1][weight] = parameter.shape
         room -= parameter.nbytes
     files: dict[str, str] = {}
@@ -326,6 +326,7 @@ def configuration(name: str, layers: int | None) -> Any:
         raise ConfigError(
             "there is no such architecture to give random weights:",
             [f"{RANDOM}{known}, must be {RANDOM} and one of {', '.join(CONFIGURATIONS)}"],
+            code="no-such-architecture",
         )
     settings = dict(CONFIGURATIONS[known])
     if name != known:

@@ -137,6 +137,7 @@ def tokenizer_block(
         raise ConfigError(
             "the export settings can't be used:",
             ["prepend_bos is always, but the tokenizer has no such token"],
+            code="no-bos-token",
         )
     own = [tokenizer.eos_token_id, *_ends_of_turns(tokenizer)]
     known = _known(tokenizer)

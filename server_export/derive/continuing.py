@@ -24,7 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.files.signatures import (
     CARRIED,
     CAUSAL,
@@ -82,7 +82,7 @@ def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bo
         [rows, ...] of `memories` come before keys and values.
 
     Raises:
-        BundleError: an attention is written in a way that isn't known here.
+        Refusal: an attention is written in a way that isn't known here.
     """
     graph_module, result = block.graph_module, copied(block.graph_module)
     outputs = [*block.outputs, *_carry(result, rows)]
@@ -99,7 +99,8 @@ def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bo
             result.graph.erase_node(node)
     answer, state = (graph.graph.output_node().args[0][0].meta["val"] for graph in (result, graph_module))
     if [*answer.shape] != [rows, *state.shape[1:]]:
-        raise BundleError(
+        raise Refusal(
+            "unknown-positions",
             f"of {rows} rows the state becomes {[*answer.shape]}: positions are numbered in a way that isn't "
             "known here",
             remedy=_REMEDY,
@@ -113,14 +114,15 @@ def taken_past(one_row: Block) -> tuple[int, ...]:
     its own. They lie as [1, tokens, heads x width].
 
     Raises:
-        BundleError: they lie otherwise, or only one of them is taken.
+        Refusal: they lie otherwise, or only one of them is taken.
     """
     for _, masked in _attentions(one_row.graph_module):
         sources = [origin(node, _LAYOUTS) for node in _keys_and_values(masked)]
         taken = [is_input(source[0], TAKEN) for source in sources]
         if any(taken):
             if not all(taken) or not all(_is_in_order(*source) for source in sources):
-                raise BundleError(
+                raise Refusal(
+                    "unknown-shared-keys",
                     "an attention takes keys and values from another block that aren't laid out as its own",
                     remedy=_REMEDY,
                 )
@@ -138,7 +140,7 @@ def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
         for user in shaped.users
     ]
     if len(found) > 1:
-        raise BundleError(f"a block has {len(found)} attentions", remedy=_REMEDY)
+        raise Refusal("several-attentions", f"a block has {len(found)} attentions", remedy=_REMEDY)
     return found
 
 
@@ -218,10 +220,16 @@ def _give_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
     (lora_b,) = (node for node in graph_module.graph.find_nodes(op="placeholder") if port_of(node) == port)
     product, *others = lora_b.users
     if others:
-        raise BundleError(f"{name} is of a layer that a block asks more than once", remedy=_REMEDY)
+        raise Refusal(
+            "layer-used-twice", f"{name} is of a layer that a block asks more than once", remedy=_REMEDY
+        )
     layer, _ = origin(product.args[0], _RESHAPES)
     if layer.target is not aten.linear.default:
-        raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
+        raise Refusal(
+            "unknown-adapted-layer",
+            f"what {name} multiplies comes from {layer.format_node()}",
+            remedy=_REMEDY,
+        )
     source, matrix = layer.args
     rank, width = matrix.meta["val"].shape
     lora_a = _given(graph_module, replace(port, kind=LORA_A), rows, rank, width)
@@ -322,7 +330,7 @@ def _product(masked: Node) -> tuple[Any, list[Node]]:
     while product.target is not aten.bmm.default:
         sources = [source for source in product.all_input_nodes if source.op == "call_function"]
         if len(sources) != 1:
-            raise BundleError(f"scores come from {product.format_node()}", remedy=_REMEDY)
+            raise Refusal("unknown-attention", f"scores come from {product.format_node()}", remedy=_REMEDY)
         between.insert(0, product)
         (product,) = sources
     return product, between
@@ -332,7 +340,7 @@ def _keys_and_values(masked: Node) -> tuple[Node, Node]:
     """Of an attention, f32 [rows x heads, tokens, width]."""
     transposed = _product(masked)[0].args[1]
     if transposed.target is not aten.transpose.int:
-        raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
+        raise Refusal("unknown-attention", f"keys come from {transposed.format_node()}", remedy=_REMEDY)
     return transposed.args[0], _weighing(masked)[1].args[1]
 
 
@@ -342,7 +350,9 @@ def _weighing(masked: Node) -> tuple[Node, Node]:
     for target in (aten.softmax.int, aten.bmm.default):
         users = [user for user in found[-1].users if user.target is not _TOTAL]
         if len(users) != 1 or users[0].target is not target:
-            raise BundleError(f"masked scores go to {users[0].format_node()}", remedy=_REMEDY)
+            raise Refusal(
+                "unknown-attention", f"masked scores go to {users[0].format_node()}", remedy=_REMEDY
+            )
         found += users
     return found[1], found[2]
 

@@ -49,7 +49,7 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
         saves: whether `back` brings `save` and `back_saved` along.
 
     Raises:
-        BundleError: an operator has no derivative, or an attention is written in a way that isn't known here.
+        Refusal: an operator has no derivative, or an attention is written in a way that isn't known here.
     """
     derived: dict[Role, Block] = {}
     for name in ALL_ROLES:

@@ -41,7 +41,7 @@ from server_export.lower.sizes import Method
 
 _PACKAGES = ("torch", "executorch", "torchao")
 # Rooms of this package whose code lowers; what comes before shows in the graphs.
-_ROOMS = ("lower", "ir")
+LOWERING_ROOMS = ("lower", "ir")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -90,7 +90,7 @@ def _key(
     methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
 ) -> str:
     """Hash of all that a lowered kind follows from: graphs, sizes, constants that all blocks share, code."""
-    found = hashlib.sha256(_code().encode())
+    found = hashlib.sha256(lowering_code().encode())
 
     def add(*facts: object) -> None:
         found.update(("\n".join(map(str, facts)) + "\n").encode())
@@ -122,10 +122,10 @@ def _shape(value: Any) -> object:
 
 
 @lru_cache(maxsize=1)
-def _code() -> str:
+def lowering_code() -> str:
     """Versions of what lowers, and hashes of the code of this package that does."""
     root = Path(__file__).resolve().parents[1]
-    files = sorted(path for room in _ROOMS for path in (root / room).rglob("*.py"))
+    files = sorted(path for room in LOWERING_ROOMS for path in (root / room).rglob("*.py"))
     versions = [importlib.metadata.version(name) for name in _PACKAGES]
     return "\n".join([platform.python_version(), *versions, *map(file_sha256, files)])
 

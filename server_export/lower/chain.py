@@ -61,7 +61,7 @@ def lower_chain(
         cache: of programs; None: lower in any case.
 
     Raises:
-        BundleError: a block can't be lowered, or the files lack a weight.
+        Refusal: a block can't be lowered, or the files lack a weight.
     """
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
@@ -111,7 +111,7 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
     """Refuse in seconds what would be refused when a block is lowered.
 
     Raises:
-        BundleError: an operator has no forward-mode derivative, and roles have `tangent`.
+        Refusal: an operator has no forward-mode derivative, and roles have `tangent`.
     """
     if TANGENT not in roles:
         return

@@ -22,7 +22,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from server_export.ir.rewriting import is_dequantization, quantize_apart
 from server_export.lower.program import lowered
 from server_export.lower.sizes import Size
@@ -72,13 +72,16 @@ class WeightsFile:
         """Write a block's constants, one after the other; others than those in `names` are left out.
 
         Raises:
-            BundleError: one is missing, or isn't what the kind has in its place.
+            Refusal: one is missing, or isn't what the kind has in its place.
         """
         if missing := sorted(self.names - set(tensors)):
-            raise BundleError(f"the block has no constant {', '.join(missing)}", remedy=_REMEDY)
+            raise Refusal(
+                "constant-missing", f"the block has no constant {', '.join(missing)}", remedy=_REMEDY
+            )
         for name, value in self.fixed.items():
             if not torch.equal(tensors[name], value):
-                raise BundleError(
+                raise Refusal(
+                    "constant-differs-from-program",
                     f"the block's constant {name} differs from that of its kind, whose program holds it",
                     remedy=_REMEDY,
                 )
@@ -102,7 +105,8 @@ class Entry:
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         """The constant as the engine reads it."""
         if (tuple(tensor.shape), tensor.dtype) != (self.shape, self.dtype):
-            raise BundleError(
+            raise Refusal(
+                "constant-of-another-shape",
                 f"the block's constant {self.name} is {tensor.dtype} {list(tensor.shape)}, its kind's "
                 f"{self.dtype} {list(self.shape)}",
                 remedy=_REMEDY,
@@ -141,7 +145,7 @@ def lower_kind(
         in_pieces: methods of small layers, which several delegates compute.
 
     Raises:
-        BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
+        Refusal: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
     """
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
@@ -184,7 +188,11 @@ class Constants:
                     continue
                 known = self.values.setdefault(name, value)
                 if (known.shape, known.dtype) != (value.shape, value.dtype):
-                    raise BundleError(f"two methods have different constants {name}", remedy=_REMEDY)
+                    raise Refusal(
+                        "constants-differ-between-methods",
+                        f"two methods have different constants {name}",
+                        remedy=_REMEDY,
+                    )
                 _refuse_packed_and_read(node, name)
                 if _belongs_to_the_program(node):
                     fixed.add(name)
@@ -221,7 +229,7 @@ class Constants:
         """What each part of a file of the random constants is made of.
 
         Raises:
-            BundleError: nothing explains a part, or two constants do.
+            Refusal: nothing explains a part, or two constants do.
         """
         from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
@@ -240,8 +248,10 @@ class Constants:
             lies_there = content.startswith(part, start + offset)
             if len(found) != 1 or not lies_there:
                 what = f"is that of {' and '.join(sorted(found))}" if found else "is none that is known here"
-                raise BundleError(
-                    f"ExecuTorch's constant {', '.join(keys)} ({len(part)} bytes) {what}", remedy=_REMEDY
+                raise Refusal(
+                    "ambiguous-constant" if found else "unknown-constant",
+                    f"ExecuTorch's constant {', '.join(keys)} ({len(part)} bytes) {what}",
+                    remedy=_REMEDY,
                 )
             ((name, layout),) = found.items()
             value = self.values[name]
@@ -262,7 +272,8 @@ class Constants:
         """Every constant that was random has to be in a file: none in the program, where it would stay."""
         written = {entry.name for entry in weights.entries}
         if inside := sorted(set(self.random) - written):
-            raise BundleError(
+            raise Refusal(
+                "constants-inside-program",
                 f"ExecuTorch keeps constants inside of the program that differ from block to block: "
                 f"{', '.join(inside)}",
                 remedy=_REMEDY,
@@ -327,7 +338,8 @@ def _refuse_packed_and_read(node: Node, name: str) -> None:
     """XNNPACK packs the weight of a layer and gives its bytes back, also if another operator reads them."""
     as_weight = [user for user in node.users if user.target is aten.linear.default and node in user.args[1:]]
     if as_weight and len(as_weight) < len(node.users):
-        raise BundleError(
+        raise Refusal(
+            "weight-read-otherwise",
             f"the constant {name} is read by a linear layer and by another operator, which needs a copy",
             remedy=_REMEDY,
         )

@@ -31,7 +31,7 @@ def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch
         write_program(Path("program.pte"), {"forward": (module, inputs)})
 
     Raises:
-        BundleError: torch.export can't trace one, or ExecuTorch refuses it.
+        Refusal: torch.export can't trace one, or ExecuTorch refuses it.
     """
     programs = {}
     for name, (module, inputs) in methods.items():
@@ -61,7 +61,7 @@ def lowered(
         in_pieces: methods of small layers; see server_export.lower.partitioning.
 
     Raises:
-        BundleError: ExecuTorch refuses one.
+        Refusal: ExecuTorch refuses one.
     """
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 

@@ -65,7 +65,7 @@ def lower_roles(
         saves: whether `back` brings the roles along that save what it needs.
 
     Raises:
-        BundleError: an operator has no derivative, or ExecuTorch refuses a method.
+        Refusal: an operator has no derivative, or ExecuTorch refuses a method.
     """
     derived, past = derive(block, roles, saves), past_of(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
@@ -89,7 +89,7 @@ def past_of(block: Block, roles: Collection[str]) -> tuple[int, ...]:
     its own, or goes on with no sequence.
 
     Raises:
-        BundleError: its attention reads some of them in a way that isn't known here.
+        Refusal: its attention reads some of them in a way that isn't known here.
     """
     if not block.has(TAKEN) or not {PREFILL, DECODE}.intersection(roles):
         return ()

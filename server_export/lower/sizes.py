@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from prge.errors import BundleError, refused_as
+from prge.errors import Refusal, refused_as
 from prge.files.chain import Interface, TensorSpec
 from server_export.ir.block import Block
 from server_export.ir.modules import attribute
@@ -68,7 +68,7 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
         becomes two, in the order of `sizes`. What lies in memory stays the same.
 
     Raises:
-        BundleError: a number can't be told by the inputs' shapes, or a constant has a size in its shape.
+        Refusal: a number can't be told by the inputs' shapes, or a constant has a size in its shape.
     """
     markers = _Markers(sizes)
     dynamic = _DynamicGraph(markers)
@@ -256,7 +256,8 @@ class _DynamicGraph:
         for number in tensor.shape:
             if found := self._markers.factors(number)[0]:
                 names = " x ".join(self._markers.names[marker] for marker in found)
-                raise BundleError(
+                raise Refusal(
+                    "constant-with-size",
                     f"the constant {node.target} has a dimension of {names}, which only a call tells",
                     remedy=_REMEDY,
                 )
@@ -274,7 +275,8 @@ class _DynamicGraph:
         except (RuntimeError, IndexError) as error:
             found = str(error).strip().splitlines()[0]
         if found != expected:
-            raise BundleError(
+            raise Refusal(
+                "number-not-of-input-sizes",
                 f"a number of {node.format_node()} can't be told by the sizes of inputs: it gives {found} "
                 f"where {expected} are due",
                 remedy=_REMEDY,
@@ -294,7 +296,8 @@ class _DynamicGraph:
             return value
         for marker in found:
             if marker not in self._sizes:
-                raise BundleError(
+                raise Refusal(
+                    "size-without-input",
                     f"{node.format_node()} depends on {self._markers.names[marker]}, which no input tells",
                     remedy=_REMEDY,
                 )
@@ -309,8 +312,10 @@ class _DynamicGraph:
         for number in (abs(value), abs(1 / value)):
             is_whole = number < _LARGEST and abs(number - round(number)) < 1e-9 * number
             if is_whole and self._markers.factors(round(number))[0]:
-                raise BundleError(
-                    f"{node.format_node()} has a size inside of a number that isn't whole", remedy=_REMEDY
+                raise Refusal(
+                    "size-in-fraction",
+                    f"{node.format_node()} has a size inside of a number that isn't whole",
+                    remedy=_REMEDY,
                 )
 
     def _call(self, target: Any, *arguments: Any, **named: Any) -> Node:

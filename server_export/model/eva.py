@@ -80,4 +80,5 @@ def _check(found: dict[str, Directions], rank: int) -> None:
             "the rows can't give lora_a:",
             few,
             remedy="give more --init-rows, or a lower --rank; or leave out --init eva",
+            code="directions-too-few",
         )

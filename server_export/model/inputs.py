@@ -28,12 +28,15 @@ class Walk:
     Args:
         chain: in float32.
         rows: their tokens; they are padded on the right.
+
+    Attributes:
+        states: of each batch, f32 [rows, tokens, width]; its tokens, i64 [rows, tokens], at first.
     """
 
     def __init__(self, chain: ModelChain, rows: Sequence[Sequence[int]]) -> None:
         self._chain = chain
         batches = [_padded(batch) for batch in _batches(rows)]
-        self._states, self._masks = [tokens for tokens, _ in batches], [mask for _, mask in batches]
+        self.states, self._masks = [tokens for tokens, _ in batches], [mask for _, mask in batches]
         self._shared = [dict[int, torch.Tensor]() for _ in batches]
 
     def answers(self, block: EagerBlock, watch: Watch | None = None) -> Iterator[torch.Tensor]:
@@ -43,7 +46,7 @@ class Walk:
             block: the next one.
             watch: as `EagerBlock.answer` takes it, but for tokens alone: f32 [tokens, in] without padding.
         """
-        for states, mask, shared in zip(self._states, self._masks, self._shared, strict=True):
+        for states, mask, shared in zip(self.states, self._masks, self._shared, strict=True):
             seen = None if watch is None else partial(_without_padding, watch, mask)
             with torch.no_grad():
                 answer = block.answer(states, padding_mask(mask.float()), watch=seen, shared=shared)
@@ -57,14 +60,14 @@ class Walk:
     def advance(self, block: EagerBlock, watch: Watch | None = None) -> None:
         """Go on to behind the next block; see `answers`."""
         for place, states in enumerate(self.answers(block, watch)):
-            self._states[place] = states
+            self.states[place] = states
 
     def advance_experts(
         self, experts: range, prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda *given: None
     ) -> None:
         """Go on to behind the experts of a layer; see `through_experts`."""
         with torch.no_grad():
-            self._states = through_experts(self._chain, experts, self._states, prepare)
+            self.states = through_experts(self._chain, experts, self.states, prepare)
 
     def tokens(self, states: Iterable[torch.Tensor]) -> torch.Tensor:
         """The states f32 [tokens, width] of all batches, without padding."""

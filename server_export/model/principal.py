@@ -53,21 +53,24 @@ class Principal:
     Args:
         width: numbers of a state.
         count: directions that will be asked for.
+
+    Attributes:
+        rows: f32 [held, width], what stands for the states so far.
     """
 
     def __init__(self, width: int, count: int) -> None:
         self._count = count
         self._kept = min(width, 4 * count + _SPARE)
-        self._rows = torch.zeros(0, width)
+        self.rows = torch.zeros(0, width)
         self._square = 0.0
 
     def add(self, states: torch.Tensor) -> None:
         """Take states f32 [n, width]."""
         self._square += float(torch.linalg.vector_norm(states, dtype=torch.float64)) ** 2
         for piece in states.split(_PIECE):
-            self._rows = torch.cat([self._rows, piece])
-            if len(self._rows) >= self._kept + _PIECE:
-                self._rows = self._leading()[: self._kept]
+            self.rows = torch.cat([self.rows, piece])
+            if len(self.rows) >= self._kept + _PIECE:
+                self.rows = self._leading()[: self._kept]
 
     def directions(self) -> Directions:
         """The strongest of them; fewer than were asked for where the states have fewer."""
@@ -82,7 +85,7 @@ class Principal:
 
     def _leading(self) -> torch.Tensor:
         """Singular vectors of what is held, times their singular values, the strongest first."""
-        held = self._rows.double()
+        held = self.rows.double()
         if len(held) <= held.shape[1]:
             _, vectors = torch.linalg.eigh(held @ held.T)
             return (vectors.flip(1).T @ held).float()

@@ -72,6 +72,7 @@ def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
                     f"{loaded.name_or_path} is an encoder ({loaded.config.model_type}), "
                     "it has the readout pooled only"
                 ],
+                code="readout-does-not-fit",
             )
         return "pooled"
     return "logprobs"

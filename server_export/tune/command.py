@@ -34,13 +34,14 @@ def main(argv: Sequence[str]) -> int:
         with best_effort(sys.stderr):
             print(f"\n{told}", file=sys.stderr, flush=True)
         raise
-    print("\n".join(_text(settings.out, result)))
+    print("\n".join(result_lines(settings.out, result)))
     if settings.json:
         write_json(settings.json, result)
     return 0
 
 
-def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
+def result_lines(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
+    """What a tuning says at its end."""
     before, after = result["score_before"] or {}, result["score_after"] or {}
     yield f"\n{result['scored_rows'] + ' rows':<16}{'before':>12}{'after':>12}"
     for name in after:

@@ -304,6 +304,7 @@ def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> 
         f"--memory {megabytes(limit)} is too little:",
         [f"a run of this model needs at least {megabytes(least)}"],
         remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
+        code="memory-too-little",
     )
 
 
@@ -324,6 +325,7 @@ def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
             "no learning rate was found:",
             [f"all runs diverged: {', '.join(f'{rate:g}' for _, rate in finals)}"],
             remedy="look at the rows, or give a --learning-rate",
+            code="all-rates-diverged",
         )
     others = ", ".join(f"{each:.4g} with {rate:g}" for each, rate in finals[1:])
     return Decision("learning_rate", rate, f"loss {loss:.4g} after {longest} steps; {others}".rstrip("; "))

@@ -111,6 +111,7 @@ class NamedRows:
                 f"{' and '.join(problems)} {'have' if several else 'has'} rows that can't be used:",
                 [f"{name}: {each}" if several else each for name, them in problems.items() for each in them],
                 remedy="correct or remove them, or leave them out with --on-bad-row skip",
+                code="rows-unusable",
             )
         return longest
 
@@ -152,6 +153,7 @@ class NamedRows:
                 f"{name} can't be used:",
                 [f"no training row is of the class {words[label].strip()!r}" for label in sorted(lacking)],
                 remedy="give rows of every class, at least two where development rows are split off",
+                code="class-without-rows",
             )
 
     def _read(self, where: Paths, part: Part) -> Source:

@@ -98,7 +98,9 @@ class Phone:
         for check in checks.values():
             if check["state"] == "missing":
                 raise PrgeError(
-                    f"the phone can't train: {check['name']}: {check['found']}", remedy=check["remedy"]
+                    f"the phone can't train: {check['name']}: {check['found']}",
+                    remedy=check["remedy"],
+                    code="phone-cannot-train",
                 )
         values = {name: check["value"] for name, check in checks.items()}
         return PhoneFacts(

@@ -77,6 +77,7 @@ class Record:
                 problems,
                 remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out"
                 + (reuse if is_exported else ""),
+                code="settings-changed",
             )
         if changed and "bundle" not in done:
             return  # nothing is made: all of it begins again
@@ -100,6 +101,7 @@ class Record:
                 raise RunError(
                     f"{self._path} names {shown(value)} as {name}, outside of its folder",
                     remedy="remove that entry, or give another folder with --out",
+                    code="path-outside",
                 )
 
     def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
@@ -202,4 +204,6 @@ def _read(path: Path) -> dict[str, Any]:
             Decision(**entry)
         return dict(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} can't be read: {error}", remedy="give another folder with --out") from None
+        raise RunError(
+            f"{path} can't be read: {error}", remedy="give another folder with --out", code="file-unreadable"
+        ) from None

@@ -146,7 +146,12 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
         if self.phone_folder is not None and self.on is None:
             problems.append("--phone-folder belongs to --on android")
         if problems:
-            raise ConfigError("these settings can't be used:", problems, remedy="see `prge tune --help`")
+            raise ConfigError(
+                "these settings can't be used:",
+                problems,
+                remedy="see `prge tune --help`",
+                code="settings-unusable",
+            )
 
     @property
     def serial(self) -> str | None:

@@ -157,7 +157,11 @@ class _Tuning:
         if is_there:
             return
         if any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
-            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
+            raise RunError(
+                f"{out} holds something already",
+                remedy="give another folder with --out",
+                code="folder-occupied",
+            )
         if not is_config_of(TuneSettings, out / CONFIG):
             check_new_run(out, ("settings", "start", "before.json", "after.json", "adapter", "report.html"))
 
@@ -382,7 +386,9 @@ class _Tuning:
             **self._samples(),
         )
         if summary["run"]["status"] == "diverged":
-            raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
+            raise PrgeError(
+                "the final run diverged", remedy=f"give a --learning-rate below {rate:g}", code="diverged"
+            )
         return summary
 
     def _samples(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import prge
+from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -45,9 +46,9 @@ def test_it_is_imported_when_it_is_used() -> None:
 
 
 def test_bad_settings_are_errors_of_prge() -> None:
-    with pytest.raises(prge.PrgeError, match="--steps is 0, must be at least 1"):
+    with raises(prge.PrgeError, "settings-unusable", saying="--steps is 0"):
         prge.run(bundle=Path("b"), train=Path("t"), out=Path("o"), steps=0)
-    with pytest.raises(prge.PrgeError, match=r"export\(\): quantize must be a text, not 8"):
+    with raises(prge.PrgeError, "settings-unusable", saying="quantize"):
         prge.export(model="m", out=Path("o"), quantize=8)  # type: ignore[arg-type]
-    with pytest.raises(prge.PrgeError, match="is not a bundle"):
+    with raises(prge.PrgeError, "not-a-bundle", saying="nowhere"):
         prge.load("nowhere")

@@ -42,8 +42,9 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     summary = json.loads((out / "run.json").read_text())
     assert summary["run"]["settings"]["estimator"] == "exact"
     assert summary["train"]["rows"] == 40 * 4 * 3
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all(record["gradient_norm"] > 0 for record in steps if record["event"] == "step")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    norms = [record["gradient_norm"] for record in records if record["event"] == "step"]
+    assert len(norms) == 40 and min(norms) > 0
 
 
 def test_a_budget_says_what_it_holds_and_changes_no_bit(

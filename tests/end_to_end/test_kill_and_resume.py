@@ -38,7 +38,7 @@ INSTANTS = {
     "back_saved": (0, 3, 5, 8, 13),
     "loading": (1, 3, 4, 5),
     "given_back": (1, 4, 6, 9, 14, 3, 8),
-    "packing": (1, 0, 1, 1),
+    "packing": (1, 1, 2, 3),
     "packed": (0, 1, 2, 1, 3),
     "forgetting": (0, 0, 1, 0),
 }
@@ -130,9 +130,9 @@ from prge.learning.costs import Budget
 INSTANTS = {
     "back": (Blocks, "run", lambda self, number, role, *_: role == "back"),
     "back_saved": (Blocks, "run", lambda self, number, role, *_: role in ("back", "back_saved")),
-    "loading": (Blocks, "_load", lambda *_: True),
+    "loading": (Blocks, "method", lambda *_: True),
     "given_back": (WeightsFile, "give_back", lambda *_: True),
-    "packing": (packed_files, "_make", lambda *_: True),
+    "packing": (packed_files.PackedFiles, "open", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
     "forgetting": (journal, "write_file", lambda *_: True),
 }

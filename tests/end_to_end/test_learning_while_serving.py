@@ -83,8 +83,9 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
             id, text = ask(client, prompt)
             assert text.strip() != "bb cc"
             client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
-        with pytest.raises(openai.ConflictError, match="was given before"):
+        with pytest.raises(openai.ConflictError) as caught:
             client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
+        assert caught.value.code == "feedback_given"
         # Answers go on while it learns; then it is killed.
         journal = learn / "rounds/0001/journal.jsonl"
         until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
@@ -104,8 +105,9 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         # One request takes it back.
         assert client.post("/adapters/back", body={"version": 1}, cast_to=object)["current"] == 0
         assert ask(client, ASKED[0])[1].strip() != "bb cc"
-        with pytest.raises(openai.ConflictError, match="none to take back"):
+        with pytest.raises(openai.ConflictError):
             client.post("/adapters/back", body={"version": 1}, cast_to=object)
+        assert history(client)[0]["current"]
     # The same rows in another folder, without a kill.
     other = tmp_path / "other"
     other.mkdir()

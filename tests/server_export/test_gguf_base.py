@@ -17,6 +17,7 @@ from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
 from tests.bundles import read_json
 from tests.gguf_files import write_gguf
+from tests.refusals import raises
 from tests.server_export.adapters import RANK, trained_folder
 from tests.tiny_models import LENGTH, make_model, make_tokenizer
 from tests.verbs import prge
@@ -156,7 +157,7 @@ def test_another_file_is_not_the_bundles_model(made: Path, tmp_path: Path) -> No
     bundle = open_bundle(made / "bundle")
     assert open_base(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)
     other = write_gguf(tmp_path / FILE, make_model("llama"), make_tokenizer(), "Q4_1")
-    with pytest.raises(BundleError, match="its content is another"):
+    with raises(BundleError, "model-differs"):
         open_base(bundle, str(other))
 
 

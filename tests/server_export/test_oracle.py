@@ -23,6 +23,7 @@ from prge.running.session import SessionData, Unwatched, open_session
 from prge.running.store import RunStore
 from server_export.adapter.layers import convert_conv1d, default_target_modules, match_target_modules
 from server_export.oracle import TorchEngine, direction_values, split_values
+from tests.refusals import raises
 from tests.rows import bigram_completions
 from tests.templates import write_template
 from tests.tiers import rest
@@ -155,7 +156,7 @@ def test_what_is_not_finite_makes_the_whole_gradient_so() -> None:
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     engine = make_engine("llama")
-    with pytest.raises(EngineError):
+    with raises(EngineError, "gradient-of-other-shape"):
         engine.vjp(make_call(engine), np.sum)
 
 

@@ -17,7 +17,7 @@ def lines(text: str) -> list[str]:
 
 
 def test_a_bar_moves_on_a_terminal_and_leaves_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "TERMINAL_SECONDS", 0.01)
     terminal = Terminal()
     with stage("lowering", terminal) as note:
         done = count_parts(4)
@@ -33,7 +33,7 @@ def test_a_bar_moves_on_a_terminal_and_leaves_the_time(monkeypatch: pytest.Monke
 
 
 def test_elsewhere_a_dot_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DOT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "DOT_SECONDS", 0.02)
     stream = io.StringIO()
     with stage("lowering", stream):
         time.sleep(0.1)
@@ -42,7 +42,7 @@ def test_elsewhere_a_dot_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_counts_parts_learns_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DOT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "DOT_SECONDS", 0.05)
     stream = io.StringIO()
     with stage("lowering", stream):
         count_parts(1000)(1)
@@ -59,7 +59,7 @@ def test_a_stage_that_fails_leaves_its_line_to_the_error() -> None:
 
 
 def test_parts_that_are_counted_without_a_stage_are_none_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DOT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "DOT_SECONDS", 0.02)
     count_parts(3)(2)
     stream = io.StringIO()
     with stage("lowering", stream):

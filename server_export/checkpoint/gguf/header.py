@@ -149,6 +149,7 @@ def require_gguf() -> None:
         raise PrgeError(
             "reading GGUF needs the package gguf, which is not installed",
             remedy=install_extra("gguf"),
+            code="package-missing",
         ) from None
 
 

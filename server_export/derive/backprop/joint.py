@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from prge.errors import BundleError, refused_as
+from prge.errors import Refusal, refused_as
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, decompositions, through, write_backward
 from server_export.ir.block import PORT, port_of
@@ -60,7 +60,7 @@ def backpropagate(
         the forward pass keep theirs.
 
     Raises:
-        BundleError: the answer doesn't depend on what is wanted, or an operator has no derivative.
+        Refusal: the answer doesn't depend on what is wanted, or an operator has no derivative.
     """
     graph_module = copied(graph_module)
     inputs = _inputs(graph_module, adapter, tokens, slopes)
@@ -123,7 +123,12 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         elif node in needed and node is not output:
             if str(node.target).startswith("torchao."):
                 # Autograd would go through it, and find the slope of rounding: 0.
-                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=REMEDY)
+                raise Refusal(
+                    "quantized-outside-layers",
+                    f"the quantized operator {node.target} is in no layer",
+                    operator=str(node.target),
+                    remedy=REMEDY,
+                )
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = through(node.target)(*arguments, **named)
     return [values[answer] for answer in output.args[0]]
@@ -132,7 +137,8 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 def _check_used(wanted: Sequence[str], slopes: Sequence[torch.Tensor | None]) -> None:
     unused = [name for name, slope in zip(wanted, slopes, strict=True) if slope is None]
     if unused:
-        raise BundleError(
+        raise Refusal(
+            "independent-of-adapter",
             f"the program's output doesn't depend on {', '.join(unused)}",
             remedy="choose target modules that the output depends on",
         )
@@ -162,7 +168,11 @@ def _rebuilt(
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
-            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=REMEDY)
+            raise Refusal(
+                "constant-in-backward-pass",
+                f"the backward pass holds an unexpected constant {node.target}",
+                remedy=REMEDY,
+            )
         if node.op == "output":
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":

@@ -57,7 +57,7 @@ def partition(
         answers: outputs that are no slopes; of the forward pass what is saved comes behind the first.
 
     Raises:
-        BundleError: what a layer answers can't be saved.
+        Refusal: what a layer answers can't be saved.
     """
     outputs = joint.graph.output_node().args[0]
     answer, *given = outputs[:answers]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.files.signatures import Part, Port
 from server_export.derive.tangent.adapter import Factors, of_factors
 from server_export.ir.block import PORT, port_of
@@ -66,7 +66,7 @@ def differentiate(
         before the adapter, but for those that nothing reads. Its nodes carry `meta["val"]`.
 
     Raises:
-        BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
+        Refusal: an operator has no rule, or the output doesn't depend on the differentiated inputs.
     """
     graph = Graph()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -153,7 +153,7 @@ def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> N
     """Refuse a graph before it is differentiated by inputs of these names.
 
     Raises:
-        BundleError: an operator of PyTorch's has no rule.
+        Refusal: an operator of PyTorch's has no rule.
     """
     depending, known = set[Node](), differentiable()
     for node in graph_module.graph.nodes:
@@ -170,16 +170,20 @@ def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> N
             depending.add(node)
 
 
-def _no_rule(node: Node) -> BundleError:
-    return BundleError(
+def _no_rule(node: Node) -> Refusal:
+    return Refusal(
+        "operator-without-derivative",
         f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
+        operator=str(node.target),
+        module=_origin(node),
         remedy="leave tangent out of --roles, and please report it with the name of the model",
     )
 
 
 def _answer(dual: Any) -> Dual:
     if not isinstance(dual, Dual):
-        raise BundleError(
+        raise Refusal(
+            "independent-of-adapter",
             "the program's output doesn't depend on the adapter",
             remedy="choose target modules that the output depends on",
         )

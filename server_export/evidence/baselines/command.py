@@ -69,8 +69,12 @@ def _check_folder(folder: Path) -> None:
         except (OSError, DocumentError, KeyError, TypeError):
             is_baseline = is_finished = False
         if not is_baseline or is_finished:
-            kind = "a finished run" if is_baseline else "a run of another kind"
-            raise RunError(f"{folder} holds {kind}", remedy="give another folder with --out")
+            code, kind = (
+                ("run-exists", "a finished run")
+                if is_baseline
+                else ("folder-occupied", "a run of another kind")
+            )
+            raise RunError(f"{folder} holds {kind}", remedy="give another folder with --out", code=code)
     elif not is_config_of(BaselineSettings, folder / CONFIG):
         check_new_run(folder, [BEST])
 

@@ -49,6 +49,7 @@ def feed_forward_linears(model: nn.Module) -> list[Linears]:
             "the model's feed-forward networks can't be found:",
             [f"a block of {type(model).__name__} has fewer than two linear layers outside its attention"],
             remedy="compare with another method",
+            code="unknown-feed-forward",
         )
     return blocks
 

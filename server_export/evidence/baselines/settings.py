@@ -72,7 +72,10 @@ class BaselineSettings(TrainingFlags):
         ]
         if problems:
             raise ConfigError(
-                "these settings can't be used:", problems, remedy="`prge baseline --help` explains them"
+                "these settings can't be used:",
+                problems,
+                remedy="`prge baseline --help` explains them",
+                code="settings-unusable",
             )
 
     @property

@@ -138,6 +138,7 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
             "no contributions can be measured:",
             [f"there are {len(problem.train)} training rows, must be 2 or more"],
             remedy="one part of them trains, the other measures",
+            code="rows-too-few",
         )
     problem.model.requires_grad_(False)
     blocks, example_batch = block_linears(problem.model), problem.train[: problem.batch_size]
@@ -167,6 +168,7 @@ def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Sc
             "there is nothing to update:",
             [f"no bias or weight that fits into {limit} bytes lowers the loss"],
             remedy="raise --memory-share",
+            code="nothing-to-update",
         )
     weights = {option.part: option.level for option in choice.options}
     return Scheme(choice.depth, weights), analysis.rows + problem.rows(example_batch)

@@ -132,7 +132,9 @@ class BaselineLearner:
             self.progress.count_step(result.loss)
             problem = loss_has_risen(self.progress, self._settings.divergence_ratio)
         if problem:
-            raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
+            raise DivergenceError(
+                problem, remedy="start a new run with a lower learning rate", code="loss-risen"
+            )
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
         record = {"kind": "step", "step": number, **figures}
         return record, Measurement(result.loss, np.zeros(0), None, seconds)

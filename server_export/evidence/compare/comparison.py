@@ -95,13 +95,16 @@ class Comparison:
                 content = read_yaml(stored)
             except DocumentError as error:
                 raise RunError(
-                    f"{stored} can't be read: {error}", remedy="give another folder with --out"
+                    f"{stored} can't be read: {error}",
+                    remedy="give another folder with --out",
+                    code="file-unreadable",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
                 f"{self.out} holds something that is no comparison: it has no {CONFIG}",
                 remedy="give an empty or new folder with --out",
+                code="not-a-comparison",
             )
         self.rows = write_splits(self.settings, self.out / "data")
         write_file(stored, settings_to_yaml(self.settings).encode())
@@ -120,7 +123,9 @@ class Comparison:
             code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
             if code:
                 raise RunError(
-                    f"`prge export` ended with code {code}: {last_words(log)}", remedy=_where_to_read(log)
+                    f"`prge export` ended with code {code}: {last_words(log)}",
+                    remedy=_where_to_read(log),
+                    code="verb-failed",
                 )
 
     def measure(self) -> dict[str, dict[str, Any]]:
@@ -209,7 +214,7 @@ class Comparison:
         rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
         trials.sort(key=lambda trial: float(trial["learning_rate"]))
         if rate is None:
-            raise MethodError(messages[-1])
+            raise MethodError(messages[-1], code="all-rates-diverged")
         return rate
 
     def _train(self, method: Method, plan: Plan, folder: Path) -> Path:
@@ -233,7 +238,9 @@ class Comparison:
         log = folder / OUTPUT
         code = self.verb(words, log)
         if summary_of(run).get("run", {}).get("status") == "diverged":
-            raise RunDivergedError(f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log))
+            raise RunDivergedError(
+                f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log), code="diverged"
+            )
         if code or not is_finished(run):
             raise _failed(place, words[0], code, log)
         return run
@@ -263,6 +270,7 @@ class Comparison:
             raise RunError(
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
                 remedy="give another folder with --out, or the settings that it was begun with",
+                code="settings-changed",
             )
 
 
@@ -285,7 +293,7 @@ def _log(text: str) -> None:
 
 def _failed(place: Path, verb: str, code: int, log: Path) -> MethodError:
     message = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
-    return MethodError(message, remedy=_where_to_read(log))
+    return MethodError(message, remedy=_where_to_read(log), code="verb-failed")
 
 
 def _where_to_read(log: Path) -> str:

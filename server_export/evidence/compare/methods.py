@@ -103,7 +103,7 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
             problems.append(f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple")
     if problems:
         remedy = f"methods: {', '.join(METHODS)}"
-        raise ConfigError("these methods can't be compared:", problems, remedy=remedy)
+        raise ConfigError("these methods can't be compared:", problems, remedy=remedy, code="no-such-method")
     return [METHODS[name] for name in names]
 
 

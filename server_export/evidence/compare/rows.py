@@ -44,6 +44,7 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
             "splits must not share rows",
             [f"{both} share {count} rows" for both, count in shared.items()],
             remedy="set the starts and limits apart",
+            code="splits-share-rows",
         )
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
@@ -58,6 +59,7 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
             raise RunError(
                 f"{path} holds other rows than {settings.rows_file(split)} has now",
                 remedy="begin a new comparison in another folder",
+                code="rows-changed",
             )
     return written
 

@@ -158,7 +158,10 @@ class CompareSettings(ExampleFlags):
             problems += self._missing_files()
         if problems:
             raise ConfigError(
-                "this can't be compared:", problems, remedy="`prge compare --help` explains the settings"
+                "this can't be compared:",
+                problems,
+                remedy="`prge compare --help` explains the settings",
+                code="settings-unusable",
             )
 
     def _missing_files(self) -> list[str]:

@@ -88,7 +88,7 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
         problem = "only a part of their tokens is learnt"
     if problem:
         remedy = "give rows of texts, or a task whose candidates are one token each"
-        raise DataError("these rows can't be attacked:", [problem], remedy=remedy)
+        raise DataError("these rows can't be attacked:", [problem], remedy=remedy, code="rows-not-attackable")
     if is_text:
         return Form(sequences[0].tokens[:begin], length)
     rows = [sequence.tokens for sequence in sequences]

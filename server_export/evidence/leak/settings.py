@@ -161,5 +161,8 @@ class LeakSettings(ExampleFlags):
             problems.append(f"--out is {self.out}, must end in .svg")
         if problems:
             raise ConfigError(
-                "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"
+                "this can't be attacked:",
+                problems,
+                remedy="`prge leak --help` explains the settings",
+                code="settings-unusable",
             )

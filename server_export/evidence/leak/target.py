@@ -66,6 +66,7 @@ class Target:
                 "there are too few rows:",
                 [f"{needed} of {length} unknown tokens are needed, {len(long)} have as many"],
                 remedy="give more rows, or a smaller --limit, --lengths or --batches",
+                code="rows-too-few",
             )
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
         chosen = [long[index] for index in order.tolist()]
@@ -86,6 +87,7 @@ def open_target(settings: LeakSettings) -> Target:
             "this bundle can't be attacked:",
             [f"{bundle.folder} trains both matrices, and reports are read as gradients by lora_b"],
             remedy="export it with --adapter lora-fa",
+            code="trains-both-matrices",
         )
     if bundle is not None:
         tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
@@ -120,4 +122,5 @@ def _encoder(model: str) -> ConfigError:
         "this can't be attacked:",
         [f"{model} is an encoder, whose rows these attacks don't read"],
         remedy="give a decoder; that an encoder isn't attacked says nothing about what its reports reveal",
+        code="encoder-not-attacked",
     )

@@ -35,8 +35,9 @@ def dies_of(code: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), code)
 
 
-def test_a_child_that_comes_through_says_nothing() -> None:
+def test_a_child_that_comes_through_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     check_in_child(PROGRAM, lambda: None)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
 
     def step(*sequences: int) -> None:
         asked = {sequence: rows[sequence][0][speaker.length(sequence)] for sequence in sequences}
-        for sequence, logits in speaker.step(asked).items():
+        answers = speaker.step(asked)
+        assert answers.keys() == asked.keys()
+        for sequence, logits in answers.items():
             place = speaker.length(sequence) - 1
             assert difference(logits, rows[sequence][1][place]) < tolerance
 

@@ -84,9 +84,9 @@ def test_readings(system: Path) -> None:
 
 
 def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
-    for entry in Sensors(tmp_path).record().values():
-        assert entry["value"] is None and entry["reason"]
-    json.dumps(Sensors(tmp_path).record())
+    record = Sensors(tmp_path).record()
+    assert record and all(entry["value"] is None and entry["reason"] for entry in record.values())
+    json.dumps(record)
 
 
 def test_open_gates_do_nothing(system: Path) -> None:

@@ -43,4 +43,5 @@ def test_heads_are_known_by_all_that_they_depend_on() -> None:
         ("bundle", adapter, rows, 0),
     ]
     assert len({digest_of(*case) for case in cases}) == len(cases)
-    assert digest_of(*cases[0]) == digest_of(*cases[0])
+    again = [example(1, (3, 4), 0), example(2, (5,), 1)]
+    assert digest_of("bundle", adapter.copy(), again, 10) == digest_of(*cases[0])

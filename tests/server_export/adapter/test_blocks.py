@@ -13,6 +13,7 @@ from server_export.adapter.blocks import block_names, blocks_below, in_top_block
 from server_export.adapter.layers import convert_conv1d
 from server_export.bundle import write_adapter
 from server_export.settings import ExportConfig
+from tests.refusals import raises
 from tests.server_export.model.starts import start
 from tests.tiny_models import ARCHITECTURES, make_model
 
@@ -36,7 +37,7 @@ def test_blocks_of_every_architecture_are_found(architecture: str) -> None:
 
 
 def test_a_model_without_blocks_is_told() -> None:
-    with pytest.raises(ConfigError, match="no list of blocks"):
+    with raises(ConfigError, "layers-not-countable", saying="Sequential"):
         block_names(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -61,24 +62,24 @@ def test_top_blocks_are_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "code"),
     [
-        ("top:0", "k must be 1 to 2"),
-        ("top:-1", "k must be 1 to 2"),
-        ("top:3", "k must be 1 to 2"),
-        ("top", "must be top:k"),
-        ("bottom:1", "must be top:k"),
-        ("top:1.5", "must be top:k"),
-        ("", "must be top:k"),
+        ("top:0", "adapt-layers-out-of-range"),
+        ("top:-1", "adapt-layers-out-of-range"),
+        ("top:3", "adapt-layers-out-of-range"),
+        ("top", "adapt-layers-malformed"),
+        ("bottom:1", "adapt-layers-malformed"),
+        ("top:1.5", "adapt-layers-malformed"),
+        ("", "adapt-layers-malformed"),
     ],
 )
-def test_a_choice_that_means_no_blocks_is_refused(choice: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_choice_that_means_no_blocks_is_refused(choice: str, code: str) -> None:
+    with raises(ConfigError, code, saying=choice):
         in_top_blocks(make_model("llama"), NAMES, choice)
 
 
 def test_targets_outside_the_chosen_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="none of the target modules lies in the top 1 blocks"):
+    with raises(ConfigError, "adapt-layers-without-targets"):
         in_top_blocks(make_model("llama"), NAMES[:2], "top:1")
 
 
@@ -90,7 +91,7 @@ def test_whole_blocks_below_some_layers_are_counted() -> None:
 
 
 def test_an_adapter_that_brings_its_layers_has_no_others() -> None:
-    with pytest.raises(ConfigError, match="adapt_layers is top:1, but start_adapter is given"):
+    with raises(ConfigError, "settings-unusable", saying="adapt_layers is top:1"):
         ExportConfig(model="llama", out=Path("unused"), start_adapter=Path("adapter"), adapt_layers="top:1")
 
 

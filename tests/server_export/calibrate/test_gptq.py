@@ -83,7 +83,7 @@ def test_inputs_that_are_always_zero_change_nothing() -> None:
 def test_of_wide_layers_inputs_are_compensated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece as a layer of its own."""
     weight, states = layer()
-    monkeypatch.setattr(module, "_MOST_INPUTS", 64)
+    monkeypatch.setattr(module, "MOST_INPUTS", 64)
     found = gptq(weight, moment_of(states))
     parts = [(0, 32), (32, 96)]
     monkeypatch.undo()

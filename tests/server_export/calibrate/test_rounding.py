@@ -30,7 +30,7 @@ def answers_of(chain: ModelChain, weights: ModelChain | None = None) -> torch.Te
         else:
             give(block := EagerBlock(exact, turn.start), weights)
             walk.advance(block)
-    return walk.tokens(walk._states)
+    return walk.tokens(walk.states)
 
 
 def give(block: EagerBlock, weights: ModelChain | None) -> None:

@@ -10,9 +10,9 @@ import torch
 from server_export.calibrate.gptq import nearest
 from server_export.calibrate.sensitivities import (
     Sensitivity,
-    _of_kind,
     choose_int8,
     int4_layers,
+    int8_of_kind,
     mean_bits,
     measure,
 )
@@ -66,9 +66,9 @@ def test_layers_that_change_most_for_their_numbers_come_first() -> None:
     first = {"a": Sensitivity(10, 5.0), "b": Sensitivity(50, 0.1), "c": Sensitivity(40, 0.2)}
     second = {"a": Sensitivity(10, 4.0), "b": Sensitivity(50, 9.0), "c": Sensitivity(40, 0.1)}
     blocks = {1: first, 2: second}
-    assert _of_kind(blocks, 0.1) == {1: {"a"}, 2: {"a"}}
-    assert _of_kind(blocks, 0.36) == {1: {"a"}, 2: {"a", "b"}}
-    assert _of_kind(blocks, 0.0) == {1: frozenset(), 2: frozenset()}
+    assert int8_of_kind(blocks, 0.1) == {1: {"a"}, 2: {"a"}}
+    assert int8_of_kind(blocks, 0.36) == {1: {"a"}, 2: {"a", "b"}}
+    assert int8_of_kind(blocks, 0.0) == {1: frozenset(), 2: frozenset()}
 
 
 @pytest.mark.parametrize("architecture", ["albert", "zamba2"])

@@ -25,6 +25,7 @@ from server_export.settings import PrependBos
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+from tests.refusals import raises
 from tests.tiny_models import make_tokenizer
 
 SIZE = 1000
@@ -161,11 +162,11 @@ def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> No
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(source)
-    with pytest.raises(ConfigError, match=r"chat\.jinja can't be used as a chat template") as refused:
+    with raises(ConfigError, "chat-template-unusable", saying="chat.jinja") as refused:
         give_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
     assert why in refused.value.problems[0]
 
 
 def test_a_file_that_isnt_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can't be read as a chat template"):
+    with raises(ConfigError, "chat-template-unreadable", saying="none.jinja"):
         give_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

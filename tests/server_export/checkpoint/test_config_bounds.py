@@ -67,7 +67,7 @@ def test_what_takes_long_or_much_memory_to_read_is_refused_with_its_largest_numb
 def test_modules_without_end_are_not_made(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_bounds, "_MOST_MODULES", 500)
+    monkeypatch.setattr(config_bounds, "MOST_MODULES", 500)
     (tmp_path / "config.json").write_text(json.dumps({**make_config("llama").to_dict(), **change}))
     start = time.process_time()
     with refusal("config-out-of-bounds") as caught:

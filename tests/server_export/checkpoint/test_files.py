@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from prge.errors import Refusal
 from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.checkpoint.files import (
     end_tokens,
@@ -23,7 +24,7 @@ from server_export.checkpoint.files import (
     stored_numbers,
     stored_pooling,
 )
-from tests.refusals import refusal
+from tests.refusals import raises, refusal
 from tests.server_export.publishing.hub_server import give_environment
 
 
@@ -89,9 +90,8 @@ def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with refusal("no-weights") as caught:
+    with raises(Refusal, "no-weights", saying="pytorch_model.bin"):
         stored_numbers(find_files(str(folder)))
-    assert "pytorch_model.bin is a pickle, which may run code" in str(caught.value)
 
 
 def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path) -> None:
@@ -107,19 +107,18 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "value"),
     [
-        ('{"eos_token_id": "</s>"}', "has the eos_token_id '</s>', must be one token"),
-        ('{"eos_token_id": [2, true]}', "has the eos_token_id [2, True], must be one token"),
-        ("{", "generation_config.json can't be read: not JSON"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id '</s>'"),
+        ('{"eos_token_id": [2, true]}', "eos_token_id [2, True]"),
+        ("{", "generation_config.json"),
     ],
 )
-def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
+def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: str, value: str) -> None:
     files = find_files(str(write_model(tmp_path)))
     (tmp_path / "generation_config.json").write_text(content)
-    with refusal("file-damaged") as caught:
+    with raises(Refusal, "file-damaged", saying=value):
         end_tokens(files)
-    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "random"])
@@ -205,9 +204,8 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     with refusal("not-a-transformers-model"):
         find_files(str(tmp_path))
     (write_model(tmp_path) / "adapter_config.json").write_text("{}")
-    with refusal("not-a-transformers-model") as caught:
+    with raises(Refusal, "not-a-transformers-model", saying="adapter_config.json"):
         find_files(str(tmp_path))
-    assert "adapter_config.json makes it an adapter" in str(caught.value)
     with refusal("no-such-model"):
         find_files(str(tmp_path / "none"))
     with refusal("no-such-model"):

@@ -108,7 +108,7 @@ def test_a_mixture_reads_one_expert(parts: dict[str, torch.Tensor]) -> None:
 def test_a_large_layer_is_read_some_rows_at_a_time(
     parts: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazy_weights, "_AT_ONCE", 48 * WIDTH)
+    monkeypatch.setattr(lazy_weights, "NUMBERS_AT_ONCE", 48 * WIDTH)
     head, states = parts["lm_head.weight"], torch.randn(2, 3, WIDTH)
     expected = torch.nn.functional.linear(states, head + 0)
     rows = watched(head)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from prge.errors import BundleError
 from prge.files.chain import MASKED
 from prge.files.signatures import (
     BACK,
@@ -30,6 +29,7 @@ from server_export.derive.roles import derive
 from server_export.ir.block import Block, new_input
 from server_export.ir.markers import PAST
 from server_export.ir.shapes import fill_in_values
+from tests.refusals import refusal
 from tests.server_export.derive.tangent.graphs import random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of, with_weights
 from tests.tiers import rest
@@ -170,5 +170,5 @@ def test_scores_of_another_kind_are_refused() -> None:
     graph.output((graph.call_function(torch.ops.aten.bmm.default, (weights, state)),))
     graph_module = GraphModule(torch.nn.Module(), graph)
     fill_in_values(graph_module)
-    with pytest.raises(BundleError, match="keys come from"):
+    with refusal("unknown-attention"):
         continued(Block(graph_module, (Port("state"),)), rows=1, tokens=4, past=PAST, any_lora_a=False)

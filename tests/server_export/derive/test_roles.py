@@ -40,6 +40,7 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
     for number in sorted(chain.kinds)[1:]:
         block = chain.blocks[number]
         derived = derive(with_weights(chain, number), ALL_ROLES)
+        assert derived
         for role, of_role in derived.items():
             ports = BlockPorts(
                 modules=len(block.modules),

@@ -63,8 +63,7 @@ def test_a_traced_graph_keeps_it_whole() -> None:
             return SOFTMAX_PARTS(logits * 2, shift, index)
 
     program = torch.export.export(Readout(), drawn((2, 5)))
-    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert calls == [torch.ops.aten.mul.Tensor, SOFTMAX_PARTS]
+    assert len(program.graph.find_nodes(op="call_function", target=SOFTMAX_PARTS)) == 1
 
 
 def test_pytorch_differentiates_it_forward_for_many_directions_at_once() -> None:

@@ -62,29 +62,25 @@ def test_long_sum_is_taken_in_parts(tangents: Tangents, width: int, layers: int)
     assert len(weights) == layers
 
 
-def wide_operators(module: nn.Module) -> list[str]:
-    """Names of the operators of a module's graph that work on all tangents of a [2, 4] input."""
+def wide_operators(module: nn.Module) -> int:
+    """How many operators of a module's graph work on all tangents of a [2, 4] input."""
     graph = with_tangents(module, (random(2, 4),), queries=QUERIES)
     shapes = shapes_of(graph, (random(2, 4), random(QUERIES, 2, 4)))
-    return [
-        str(node.target).split(".")[1]
-        for node, shape in shapes.items()
-        if node.op == "call_function" and shape[0] >= QUERIES
-    ]
+    return sum(node.op == "call_function" and shape[0] >= QUERIES for node, shape in shapes.items())
 
 
 def test_bias_and_derivative_cost_the_value_alone() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
-    # The derivative meets the tangents once, right before the next layer.
-    assert wide_operators(layers) == ["linear", "mul", "linear"]
+    # Of each layer one, and the derivative meets the tangents once, right before the next layer.
+    assert wide_operators(layers) == 3
 
 
 def test_derivatives_are_multiplied_before_they_meet_the_tangents() -> None:
-    assert wide_operators(Function(lambda x: torch.tanh(torch.exp(x) * 3).sigmoid())) == ["mul"]
+    assert wide_operators(Function(lambda x: torch.tanh(torch.exp(x) * 3).sigmoid())) == 1
 
 
 def test_constants_are_added_to_the_value_alone() -> None:
-    assert wide_operators(Function(lambda x: (x + 1) - 2 + 3)) == []
+    assert wide_operators(Function(lambda x: (x + 1) - 2 + 3)) == 0
 
 
 FORMS = ("plain", "with a factor", "interleaved", "interleaved as it lies")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.files.signatures import Port
 from server_export.ir.block import Block
 from server_export.ir.rewriting import rewritten_graph
@@ -20,6 +20,7 @@ from server_export.lower import cache
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind
 from server_export.lower.sizes import Method, Size
+from tests.refusals import raises
 
 WIDTH = 16
 SIZE = Size(10007, 3, 1, 8)
@@ -113,7 +114,7 @@ def test_what_a_program_follows_from_makes_another(
 def test_another_version_of_what_lowers_makes_another(
     filled: LoweredKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_code", lambda: "another")
+    monkeypatch.setattr(cache, "lowering_code", lambda: "another")
     monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
     assert lower(tmp_path / "cache", methods(Layer())) == (filled, 0)
 
@@ -128,8 +129,8 @@ def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: py
         return path.name
 
     monkeypatch.setattr(cache, "file_sha256", watched)
-    cache._code.__wrapped__()
-    assert {path.relative_to(root).parts[0] for path in hashed} == {*cache._ROOMS}
+    cache.lowering_code.__wrapped__()
+    assert {path.relative_to(root).parts[0] for path in hashed} == {*cache.LOWERING_ROOMS}
     assert root / "ir" / "rewriting.py" in hashed and root / "lower" / "kind.py" in hashed
 
 
@@ -168,7 +169,7 @@ def test_no_weight_is_kept(tmp_path: Path) -> None:
 
 def test_a_block_of_another_shape_is_refused_as_ever(filled: LoweredKind, tmp_path: Path) -> None:
     kind, _ = lower(tmp_path / "cache", methods(Layer()))
-    with pytest.raises(BundleError, match=r"layer\.weight is"):
+    with raises(Refusal, "constant-of-another-shape", saying="layer.weight"):
         kind.weights.write(
             tmp_path / "x.ptd", {"layer.weight": torch.zeros(1, 1), "layer.bias": torch.zeros(1)}
         )

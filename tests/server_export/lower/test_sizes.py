@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from server_export.lower.sizes import Size, dynamic_program
+from tests.refusals import raises, refusal
 
 torch.set_num_threads(1)
 
@@ -112,7 +113,7 @@ def test_a_size_that_no_input_tells_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.expand(ROWS.marker, WIDTH)
 
-    with pytest.raises(BundleError, match="rows, which no input tells"):
+    with raises(Refusal, "size-without-input", saying="rows"):
         dynamic_program(traced(Spread(), (1, WIDTH)), {"rows": ROWS})
 
 
@@ -122,7 +123,7 @@ def test_a_number_that_markers_dont_explain_is_refused(end: int) -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return F.pad(state, (0, 3))[:, :end]
 
-    with pytest.raises(BundleError, match=r"can't be told by the sizes of inputs.*where .* are due"):
+    with refusal("number-not-of-input-sizes"):
         dynamic_program(traced(Shifted(), (ROWS.marker, TOKENS.marker)), {"rows": ROWS, "tokens": TOKENS})
 
 
@@ -132,7 +133,7 @@ def test_a_size_in_a_float_is_refused(scale: float) -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state * scale
 
-    with pytest.raises(BundleError, match="inside of a number"):
+    with refusal("size-in-fraction"):
         dynamic_program(traced(Mean(), (ROWS.marker, TOKENS.marker)), {"rows": ROWS, "tokens": TOKENS})
 
 
@@ -145,5 +146,5 @@ def test_a_constant_with_a_size_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state + self.mask
 
-    with pytest.raises(BundleError, match="the constant mask has a dimension of tokens"):
+    with raises(Refusal, "constant-with-size", saying="mask"):
         dynamic_program(traced(Masked(), (ROWS.marker, TOKENS.marker)), {"rows": ROWS, "tokens": TOKENS})

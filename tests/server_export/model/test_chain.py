@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from prge.errors import BundleError, ConfigError, Refusal
+from prge.errors import ConfigError, Refusal
 from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
@@ -29,6 +29,7 @@ from server_export.quantize.quantization import int8_rows
 from server_export.settings import ExportConfig
 from server_export.trace.patterns import unread_modules
 from server_export.trace.tables import ModelTable
+from tests.refusals import raises, refusal
 from tests.tiers import rest
 from tests.tiny_models import make_tokenizer, save_model
 from tests.tiny_types import make_tiny
@@ -57,10 +58,10 @@ def chain_of(folder: Path, **settings: Any) -> ModelChain:
 @pytest.mark.parametrize("folder", ["bert", "gpt2"], indirect=True)
 def test_layers_have_no_bias_of_their_own(folder: Path) -> None:
     chain = chain_of(folder, scheme="8da8w")
-    for kind in chain.kinds.values():
-        graph = kind.block.graph_module.graph
-        layers = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
-        assert all(len(layer.args) == 2 for layer in layers)
+    graphs = [kind.block.graph_module.graph for kind in chain.kinds.values()]
+    linear = torch.ops.aten.linear.default
+    layers = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=linear)]
+    assert layers and all(len(layer.args) == 2 for layer in layers)
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
@@ -86,7 +87,7 @@ def test_a_large_table_becomes_codes_some_rows_at_a_time(
     monkeypatch.setattr("server_export.quantize.frozen.EMBEDDING_BYTES", 0)
     chain = chain_of(folder, scheme="8da8w")
     codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
-    monkeypatch.setattr(chain.weights._stored, "read", refuse_whole(chain.weights._stored.read))
+    monkeypatch.setattr(chain.weights, "read", refuse_whole(chain.weights.read))
     found = chain.tensors(0)
     assert torch.equal(found["model_model_embed_tokens_weight_codes"], codes)
     assert torch.equal(found["model_model_embed_tokens_weight_scale"], scales)
@@ -149,7 +150,7 @@ def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(BundleError, match="T5EncoderModel"):
+    with raises(Refusal, "encoder-decoder", saying="T5EncoderModel"):
         outline_model(str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
@@ -167,9 +168,8 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    with pytest.raises(Refusal) as refused:
+    with refusal("not-causal"):
         compare_with_model(chain, str(tmp_path), None)
-    assert refused.value.code == "not-causal"
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "xlnet"])
@@ -179,9 +179,8 @@ def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
     """They are among transformers' causal language models, but let all tokens see all."""
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    with pytest.raises(Refusal) as refused:
+    with refusal("not-causal"):
         export(ExportConfig(str(tmp_path / "model"), tmp_path / "bundle", sequence_length=24))
-    assert refused.value.code == "not-causal"
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
@@ -190,9 +189,8 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    with pytest.raises(Refusal) as refused:
+    with refusal("reads-padding"):
         compare_with_model(chain, str(tmp_path), None)
-    assert refused.value.code == "reads-padding"
 
 
 def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
@@ -224,8 +222,9 @@ def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
         return {name.split(".")[place] for name in start_adapter(config, outline, False).lora_a}
 
     assert adapted() == adapted("all-linear") == others
-    with pytest.raises(ConfigError, match=f"PEFT doesn't load an adapter of .*{refused} with a {kind}"):
+    with raises(ConfigError, "target-modules-refused-by-peft", saying=kind) as caught:
         adapted(refused)
+    assert refused in str(caught.value)
 
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
@@ -239,25 +238,23 @@ def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
     """Without a kernel for another device transformers' MRA attends to nothing."""
     make_tiny("mra").save_pretrained(tmp_path)
     outline, start = outline_model(str(tmp_path)), start_of(tmp_path)
-    with pytest.raises(Refusal) as found:
+    with refusal("adapter-without-effect"):
         build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
-    assert found.value.code == "adapter-without-effect"
 
 
 def test_complex_numbers_are_refused(tmp_path: Path) -> None:
     make_tiny("fnet").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
-    with pytest.raises(Refusal) as found:
+    with refusal("complex-numbers") as caught:
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
-    assert (found.value.code, found.value.operator) == ("complex-numbers", "aten.fft_fftn.default")
+    assert caught.value.operator == "aten.fft_fftn.default"
 
 
 def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
-    with pytest.raises(Refusal, match="--context 64") as found:
+    with raises(Refusal, "indexer-budget", saying="--context 64"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
-    assert found.value.code == "indexer-budget"
     linear = match_target_modules(outline.model, "all-linear", unread_modules(outline.model))
     assert linear and not any("indexer" in name for name in linear)
 
@@ -280,7 +277,6 @@ def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> N
     make_tiny("llama4_text").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
     outline.config.attention_chunk_size = 32
-    with pytest.raises(Refusal, match=r"sees only the tokens of a chunk of 32 .* may have 64") as found:
+    with raises(Refusal, "attention-chunk", saying="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
-    assert found.value.code == "attention-chunk"
-    assert found.value.remedy == "export it with --context 32"
+    assert caught.value.remedy == "export it with --context 32"

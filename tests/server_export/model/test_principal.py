@@ -61,7 +61,7 @@ def test_memory_doesnt_grow_with_the_states() -> None:
     principal, most = Principal(1000, 4), 0
     for seed in range(20):
         principal.add(torch.randn(300, 1000, generator=torch.Generator().manual_seed(seed)))
-        most = max(most, len(principal._rows))
+        most = max(most, len(principal.rows))
     assert most <= 4 * 4 + 128 + 2 * 256
 
 

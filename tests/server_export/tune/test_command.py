@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from server_export.tune.command import _text
+from server_export.tune.command import result_lines
 
 RESULT: dict[str, Any] = {
     "score_before": {"loss": 2.0, "perplexity": 8.0, "examples": 4},
@@ -22,7 +22,7 @@ RESULT: dict[str, Any] = {
 
 
 def said(**changes: Any) -> str:
-    return "\n".join(_text(Path("tuned"), RESULT | changes))
+    return "\n".join(result_lines(Path("tuned"), RESULT | changes))
 
 
 def test_it_says_when_no_sampled_answer_changed() -> None:

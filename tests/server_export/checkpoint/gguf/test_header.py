@@ -17,7 +17,7 @@ from prge.errors import BundleError, PrgeError
 from prge.host.packages import install_extra
 from server_export.checkpoint.gguf.header import read_header
 from tests.gguf_files import write_gguf
-from tests.refusals import refusal
+from tests.refusals import raises, refusal
 from tests.tiny_models import make_model, make_tokenizer
 
 U32, TEXT, LIST = 4, 8, 9
@@ -204,6 +204,5 @@ def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(PrgeError, match="needs the package gguf") as refused:
+    with raises(PrgeError, "package-missing", saying=install_extra("gguf")):
         read_header(tmp_path / "model.gguf")
-    assert install_extra("gguf") in str(refused.value)

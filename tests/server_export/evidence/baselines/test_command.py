@@ -20,6 +20,7 @@ from prge.running.watching import Watcher
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS, MethodName
 from server_export.evidence.baselines.settings import BaselineSettings
+from tests.refusals import raises
 
 MakeSettings = Callable[..., BaselineSettings]
 WEIGHTS = "adapter_model.safetensors"
@@ -109,7 +110,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
 def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     settings = make_settings(steps=2)
     run(settings)
-    with pytest.raises(RunError, match="holds a finished run"):
+    with raises(RunError, "run-exists", saying=str(settings.out)):
         run(settings)
     assert (settings.out / "final" / WEIGHTS).is_file()
 
@@ -117,7 +118,7 @@ def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
 def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(RunError, match="holds a run of another kind"):
+    with raises(RunError, "folder-occupied", saying=str(tmp_path / "run")):
         run(make_settings())
 
 
@@ -131,28 +132,27 @@ def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: Make
 
 def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
     settings = make_settings(learning_rate=1e4, optimizer="sgd", steps=40, divergence_ratio=1.5)
-    with pytest.raises(DivergenceError):
+    with raises(DivergenceError, "loss-risen"):
         run(settings)
     assert json.loads((settings.out / "run.json").read_text())["run"]["status"] == "diverged"
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "value"),
     [
-        ({"method": "mezo", "optimizer": "adam"}, "--optimizer is adam, mezo has sgd only"),
-        ({"epsilon": 0.1}, "--epsilon belongs to mezo, the method is backprop-lora-fa"),
-        ({"retention": 1.5, "method": "far"}, "--retention is 1.5, must be at most 1"),
-        ({"memory_share": 0.0, "method": "sparse-bp"}, "--memory-share is 0.0, must be more than 0"),
-        ({"warmup": 13}, "--warmup is 13, --steps only 12"),
+        ({"method": "mezo", "optimizer": "adam"}, "--optimizer is adam"),
+        ({"epsilon": 0.1}, "--epsilon"),
+        ({"retention": 1.5, "method": "far"}, "--retention is 1.5"),
+        ({"memory_share": 0.0, "method": "sparse-bp"}, "--memory-share is 0.0"),
+        ({"warmup": 13}, "--warmup is 13"),
     ],
     ids=str,
 )
 def test_settings_without_meaning_are_named(
-    make_settings: MakeSettings, changes: dict[str, Any], told: str
+    make_settings: MakeSettings, changes: dict[str, Any], value: str
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with raises(ConfigError, "settings-unusable", saying=value):
         make_settings(**changes)
-    assert told in str(raised.value)
 
 
 def test_every_method_has_a_name_and_a_module() -> None:

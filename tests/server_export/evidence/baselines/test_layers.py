@@ -10,6 +10,7 @@ from torch import nn
 from prge.errors import ConfigError
 from server_export.adapter.layers import convert_conv1d
 from server_export.evidence.baselines.layers import block_linears, feed_forward_linears, shuffled_batches
+from tests.refusals import raises
 from tests.rows import bigram_completions
 from tests.tiny_models import ARCHITECTURES, WIDTH, make_model
 
@@ -27,7 +28,7 @@ def test_a_feed_forward_widens_and_narrows_and_the_rest_is_attention(architectur
 
 def test_a_block_without_feed_forward_is_refused() -> None:
     blocks = nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(2, 2)})])
-    with pytest.raises(ConfigError, match="fewer than two linear layers"):
+    with raises(ConfigError, "unknown-feed-forward", saying="ModuleDict"):
         feed_forward_linears(nn.ModuleDict({"blocks": blocks}))
 
 

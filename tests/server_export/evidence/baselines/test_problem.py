@@ -17,6 +17,7 @@ from prge.learning.objectives import Loss
 from server_export.checkpoint.loading import prepare_model
 from server_export.oracle import as_exported
 from server_export.quantize.quantization import Int8Embedding
+from tests.refusals import raises
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 from tests.tiny_models import make_model
@@ -107,5 +108,5 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     bundle = problem.bundle
     bundle.manifest["model"] = {"architecture": "LlamaForCausalLM", "parameters": 12}  # type: ignore[index]
     loaded = prepare_model(make_model("llama"), "other", True)
-    with pytest.raises(BundleError, match="other is not the model of the bundle: its parameters"):
+    with raises(BundleError, "model-differs", saying="other"):
         as_exported(bundle, loaded)

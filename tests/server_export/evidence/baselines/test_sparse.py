@@ -22,6 +22,7 @@ from server_export.evidence.baselines.sparse import (
     measure_memory,
     prepare,
 )
+from tests.refusals import raises
 from tests.rows import bigram_completions
 from tests.server_export.evidence.baselines.problems import (
     build_problem,
@@ -103,7 +104,7 @@ def test_nothing_below_the_deepest_updated_layer_has_a_graph(tmp_path: Path, arc
         problem.model.get_submodule(name).register_forward_hook(note)
     problem.loss(problem.train).backward()
     assert graphs == [False, True]
-    assert all(parameter.grad is not None for parameter in trained)
+    assert trained and all(parameter.grad is not None for parameter in trained)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "bert"])
@@ -149,7 +150,7 @@ def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path
 
 def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", bigram_completions(1))
-    with pytest.raises(ConfigError, match="1 training rows"):
+    with raises(ConfigError, "rows-too-few", saying="1 training rows"):
         prepare(problem, SETTINGS)
-    with pytest.raises(ConfigError, match="fits into"):
+    with raises(ConfigError, "nothing-to-update"):
         prepare(tiny_problem(tmp_path / "b", "llama"), method_settings("sparse-bp", memory_share=0.01))

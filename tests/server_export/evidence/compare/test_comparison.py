@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from prge.errors import RunError
 from prge.verbs.settings import settings_to_yaml
 from server_export.evidence.compare.command import compare
 from tests.comparisons import PretendedVerbs, settings_for, write_run
+from tests.refusals import raises
 
 RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
 BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-rates", RATES)
@@ -116,19 +115,18 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
 
 
 def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="`prge export` ended with code 2: export said this"):
+    with raises(RunError, "verb-failed", saying="export said this"):
         run(tmp_path / "cmp", PretendedVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
-    with pytest.raises(RunError, match="another comparison") as raised:
+    with raises(RunError, "settings-changed", saying="rank was 8, is 4"):
         run(tmp_path / "cmp", PretendedVerbs(), *BOTH, "--rank", 4)
-    assert "rank was 8, is 4" in str(raised.value)
     (tmp_path / "cmp/config.yaml").write_text("")
-    with pytest.raises(RunError, match="another comparison"):
+    with raises(RunError, "settings-changed"):
         run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
-    with pytest.raises(RunError, match="no comparison"):
+    with raises(RunError, "not-a-comparison", saying=str(tmp_path / "full")):
         run(tmp_path / "full", PretendedVerbs(), *BOTH)

@@ -98,7 +98,9 @@ def test_a_range_is_told_only_where_there_is_one(tmp_path: Path) -> None:
 
 def test_markdown_has_whole_tables_and_pictures_that_exist(report: Path) -> None:
     text = (report / "report.md").read_text()
-    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+    tables = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    assert tables
+    for block in tables:
         counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(counts) == 1
     links = re.findall(r"\]\(([^)]+)\)", text)

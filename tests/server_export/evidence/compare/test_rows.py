@@ -10,6 +10,7 @@ import pytest
 from prge.errors import DataError, RunError
 from server_export.evidence.compare.rows import write_splits
 from tests.comparisons import settings_for
+from tests.refusals import raises
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
 
 def test_splits_that_share_rows_are_refused(data: Path, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", *words(data, "rows.jsonl"), "--dev-start", 8)
-    with pytest.raises(DataError, match="train and dev share 2 rows"):
+    with raises(DataError, "splits-share-rows", saying="train and dev"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -47,7 +48,7 @@ def test_rows_that_changed_are_refused(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", "--dev-limit", 4)
     write_splits(settings, tmp_path / "written")
     (tmp_path / "written/dev.jsonl").write_text("{}\n")
-    with pytest.raises(RunError, match="holds other rows"):
+    with raises(RunError, "rows-changed", saying="dev.jsonl"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -62,5 +63,5 @@ def test_the_files_of_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
     found = {part: json.loads(path.read_text()) for part, path in written.items()}
     assert found == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
     (folder / "dev.csv").touch()
-    with pytest.raises(DataError, match=r"it has valid.jsonl, dev.csv"):
+    with raises(DataError, "part-missing", saying="valid.jsonl, dev.csv"):
         write_splits(settings, tmp_path / "again")

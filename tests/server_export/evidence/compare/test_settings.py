@@ -12,6 +12,7 @@ from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml
 from server_export.evidence.compare.methods import chosen_methods
 from server_export.evidence.compare.settings import CompareSettings
 from tests.comparisons import settings_for
+from tests.refusals import raises
 
 NAMES = sorted(path.stem for path in CompareSettings.PRESETS.glob("*.yaml"))
 
@@ -78,7 +79,7 @@ def test_mistakes_are_told_with_code_2(
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean tangent") as raised:
+    with raises(ConfigError, "no-such-method", saying="tangents") as raised:
         chosen_methods(["tangents", "backprop"], 16)
     assert len(raised.value.problems) == 2
     assert "p-rge-q16" in raised.value.remedy

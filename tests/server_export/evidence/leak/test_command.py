@@ -11,6 +11,7 @@ from prge.errors import ConfigError, DataError
 from prge.verbs.settings import parse_settings
 from server_export.evidence.leak.command import leak, main
 from server_export.evidence.leak.settings import LeakSettings
+from tests.refusals import raises
 from tests.tiny_models import save_model
 
 FEW = "--samples 16 --guesses 200 --matching-steps 5 --limit 1 --seeds 1 2".split()
@@ -77,31 +78,31 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "value"),
     [
-        ("--rows rows.jsonl", "--model is missing"),
-        ("--preset demo --lengths", "--lengths needs a value"),
-        ("--preset demo --bundle b", "a bundle has its own layers"),
-        ("--model m --rows r --bundle b --ranks 4 8", "its own rank"),
-        ("--preset demo --out picture.txt", "must end in .svg"),
+        ("--rows rows.jsonl", "--model"),
+        ("--preset demo --lengths", "--lengths"),
+        ("--preset demo --bundle b", "--target-modules"),
+        ("--model m --rows r --bundle b --ranks 4 8", "--ranks"),
+        ("--preset demo --out picture.txt", "--out is picture.txt"),
         ("--preset demo --top-share 2", "--top-share is 2"),
     ],
 )
-def test_settings_that_cannot_be(words: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+def test_settings_that_cannot_be(words: str, value: str) -> None:
+    with raises(ConfigError, "settings-unusable", saying=value):
         read(words)
 
 
 def test_too_few_rows(folder: Path) -> None:
     settings = LeakSettings(model=str(folder / "model"), rows=folder / "rows.jsonl", lengths=[40])
-    with pytest.raises(DataError, match="0 have as many"):
+    with raises(DataError, "rows-too-few", saying="40"):
         leak(settings, told)
 
 
 def test_an_encoder_is_refused(folder: Path) -> None:
     save_model(folder / "encoder", "bert")
     settings = LeakSettings(model=str(folder / "encoder"), rows=folder / "rows.jsonl")
-    with pytest.raises(ConfigError, match="is an encoder"):
+    with raises(ConfigError, "encoder-not-attacked", saying="encoder"):
         leak(settings, told)
 
 

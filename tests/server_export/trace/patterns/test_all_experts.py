@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from prge.errors import Refusal
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns.all_experts import ALL_EXPERTS, choose_experts
+from tests.refusals import refusal
 from tests.server_export.trace.graphs import model_graph
 
 COUNT, CHOSEN, TOKENS, WIDTH = 6, 2, 5, 4
@@ -50,6 +50,5 @@ def test_chosen_shares_are_computed_as_all_were() -> None:
 def test_shares_that_may_not_be_0_are_refused(
     others: float, act: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    with pytest.raises(Refusal) as found:
+    with refusal("shares-of-experts"):
         choose_experts(asked(others, act))
-    assert found.value.code == "shares-of-experts"

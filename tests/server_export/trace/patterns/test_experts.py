@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from server_export.check.model import compare_with_model
 from server_export.checkpoint import stored
-from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.model.chain import ModelChain
@@ -80,12 +79,3 @@ def test_an_experts_layers_are_quantized_and_a_routers_is_not(scheme: str, tmp_p
     layers = [set(kind.frozen.layers) for kind in kinds]
     assert len(layers[2]) == 2 and all(".experts." in name for name in layers[2])
     assert not any("mlp.gate" in name for name in layers[1])
-
-
-def test_what_an_expert_is_made_of_is_what_transformers_has() -> None:
-    """`_apply_gate` is a private name."""
-    model = make_model("qwen3_moe")
-    (module,) = expert_layers(model).values()
-    given = torch.randn(3, 2 * 48)
-    gate, up = given.chunk(2, -1)
-    assert torch.equal(module._apply_gate(given), torch.nn.functional.silu(gate) * up)

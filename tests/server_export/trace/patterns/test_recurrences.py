@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MiniMaxConfig
 
-from prge.errors import Refusal
 from server_export.ir.recurrences import scan
 from server_export.trace.model_graph import TracedModel
 from server_export.trace.patterns import check_model, functions_of, patterns, tracing, weighted_mean
 from server_export.trace.tables import ModelTables
+from tests.refusals import refusal
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -66,9 +66,8 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
     ids=["minimax"],
 )
 def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
-    with pytest.raises(Refusal) as found:
+    with refusal("unknown-recurrence"):
         check_model(outlined(config), 8)
-    assert found.value.code == "unknown-recurrence"
 
 
 def test_a_mean_of_values_so_far_is_transformers_own() -> None:
