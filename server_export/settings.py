@@ -193,7 +193,7 @@ class ExportConfig:
         elif self.quantize not in SCHEMES:
             problems.append(f"quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         if problems:
-            raise ConfigError("the export settings can't be used:", problems)
+            raise ConfigError("the export settings can't be used:", problems, code="settings-unusable")
 
     def _calibration_problems(self) -> list[str]:
         problems = []

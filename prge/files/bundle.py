@@ -130,6 +130,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"{path} has format {shown(format_seen)}, this version reads {FORMAT}",
             remedy="export the model again with this version",
+            code="bundle-format",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise BundleError(

@@ -151,6 +151,7 @@ def find_adapter(source: Path) -> Path:
         raise RunError(
             f"{source} is a run without a result",
             remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+            code="run-unfinished",
         )
     raise AdapterError(
         f"{source} holds no trained adapter:",

@@ -83,6 +83,7 @@ def bundle_in(config: Path) -> Path | None:
             "and isn't as your prge wrote it",
             remedy=f"where that is the bundle that you want, give --bundle {given}; and {config.parent} with "
             "--adapter to verbs that generate or score",
+            code="path-outside",
         )
     return Path(str(given))
 

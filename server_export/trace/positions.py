@@ -87,6 +87,7 @@ def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most:
         raise ConfigError(
             f"the {name.replace('_', ' ')} doesn't fit the model:",
             [f"{name} is {asked}, {loaded.name_or_path} has {most} positions"],
+            code="positions-too-few",
         )
     return asked
 
