@@ -85,7 +85,9 @@ def publish(config: PublishConfig) -> Path:
                 write_manifest(folder, facts)
     except safetensors.SafetensorError as error:  # its writer has no OSError for a full disk
         raise RunError(
-            f"{out} can't be written: {error}", remedy="free some storage, or write to another place"
+            f"{out} can't be written: {error}",
+            remedy="free some storage, or write to another place",
+            code="write-failed",
         ) from None
     return out
 
@@ -117,26 +119,30 @@ def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded:
 
 def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
     from server_export.checkpoint.tokenization import write_tokenizer
-    from server_export.publishing.encoder import build_encoder
+    from server_export.publishing.encoder import EncoderSpec, build_encoder
 
     if loaded.is_decoder:
         raise BundleError(
             f"{loaded.name_or_path} can't be published as program: it is a decoder",
             remedy="publish it as llm instead, which generates",
+            code="program-of-decoder",
         )
     bundle, scheme = trained.bundle, _scheme(config, trained)
     length = config.sequence_length
     if length is None:
         if bundle is None:
             raise ConfigError(
-                "the program's length isn't known:", ["there is no bundle"], remedy="give --sequence-length"
+                "the program's length isn't known:",
+                ["there is no bundle"],
+                remedy="give --sequence-length",
+                code="length-unknown",
             )
         length = bundle.chain.bounds.tokens
     pooling = (bundle.pooling if bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
-    built = build_encoder(
-        folder, _tuned(loaded, trained, scheme), length, pooling, scheme, head, _layers(trained, scheme)
-    )
+    merged = replace(loaded, model=_merge(loaded, trained))
+    spec = EncoderSpec(length, pooling, scheme, head, _layers(trained, scheme))
+    built = build_encoder(folder, merged, read_lora(trained.folder), spec)
     if bundle is not None:
         shutil.copytree(bundle.tokenizer, folder / TOKENIZER)
     else:
@@ -201,7 +207,7 @@ def _layers(trained: Trained, scheme: str) -> BundleLayers:
 
 def _tuned(loaded: LoadedModel, trained: Trained, scheme: str) -> LoadedModel:
     """The model with the adapter, in its float weights or beside those that are to be quantized."""
-    from server_export.publishing.program import attach_fixed
+    from server_export.publishing.module_quantization import attach_fixed
 
     if scheme == "fp32":
         return replace(loaded, model=_merge(loaded, trained))
@@ -247,6 +253,7 @@ def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
         raise BundleError(
             f"the quantized experts of {loaded.name_or_path} can't be written as floats",
             remedy="give --weights original; what was trained against these answers a little differently",
+            code="quantized-experts",
         )
     model: Any = loaded.model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -347,12 +354,20 @@ def _check_out(out: Path, config: PublishConfig, trained: Trained) -> None:
     for folder in (path.resolve() for path in used):
         if target == folder or target in folder.parents or (folder in target.parents and folder != run):
             raise RunError(
-                f"{out} and {folder} lie in each other", remedy="give another folder for the output"
+                f"{out} and {folder} lie in each other",
+                remedy="give another folder for the output",
+                code="out-within-input",
             )
     if not out.exists() and not out.is_symlink():
         return
     if not config.overwrite:
-        raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+        raise RunError(
+            f"{out} exists already", remedy="give another folder, or --overwrite", code="folder-exists"
+        )
     content = {path.name for path in out.iterdir()} if out.is_dir() and not out.is_symlink() else None
     if content is None or (content and not (CARD in content and content & set(_PUBLISHED))):
-        raise RunError(f"{out} was not published before, so it is not replaced", remedy="give another folder")
+        raise RunError(
+            f"{out} was not published before, so it is not replaced",
+            remedy="give another folder",
+            code="out-not-published",
+        )

@@ -124,13 +124,11 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     from server_export.evidence.baselines.executorch_training import fill_at_once
-    from server_export.trace import attention, readout
-    from server_export.trace.rotary import make_rotary_constant
+    from server_export.evidence.baselines.fixed_length import fix_length
+    from server_export.trace import readout
 
-    attention.register()
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    base.set_attn_implementation(attention.NAME)
-    make_rotary_constant(base)
+    fix_length(base)
     layers = trial["layers"]
     tuned = get_peft_model(base, LoraConfig(r=trial["rank"], target_modules=layers))
     positions = torch.arange(trial["tokens"]).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Tensors that are added to a graph module as constants, and stored once."""
+"""Tensors that are added to a module as constants, and stored once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import hashlib
 from itertools import count
 
 import torch
-from torch.fx import GraphModule
+from torch import nn
 
 # How names of constants begin that are no weights.
 MADE = "constant_"
 
 
 class Constants:
-    """Constants that are added to a graph module; equal ones are stored once."""
+    """Constants that are added to a module, such as a graph's; equal ones are stored once."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
-        self.graph_module = graph_module
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self._names: dict[tuple[torch.dtype, torch.Size, bytes], str] = {}
 
     def name(self, tensor: torch.Tensor) -> str:
@@ -26,7 +26,7 @@ class Constants:
         key = (tensor.dtype, tensor.shape, digest)
         if key not in self._names:
             numbers = (f"{MADE}{number}" for number in count(len(self._names)))
-            name = next(name for name in numbers if not hasattr(self.graph_module, name))
-            self.graph_module.register_buffer(name, tensor, persistent=True)
+            name = next(name for name in numbers if not hasattr(self.module, name))
+            self.module.register_buffer(name, tensor, persistent=True)
             self._names[key] = name
         return self._names[key]

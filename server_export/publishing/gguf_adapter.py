@@ -42,7 +42,9 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
         import gguf
     except ModuleNotFoundError:
         raise PrgeError(
-            "writing GGUF needs the package gguf, which is not installed", remedy=install_extra("gguf")
+            "writing GGUF needs the package gguf, which is not installed",
+            remedy=install_extra("gguf"),
+            code="gguf-missing",
         ) from None
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
@@ -50,6 +52,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
             f"an adapter of {config.model_type} can't be written as GGUF, those of "
             f"{', '.join(ARCHITECTURES)} can",
             remedy="publish it as peft or merged, and convert that with llama.cpp's own scripts",
+            code="no-gguf-architecture",
         )
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -63,6 +66,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
             raise BundleError(
                 f"llama.cpp has no weights for {module} of {config.model_type}",
                 remedy="publish the model as merged, and convert that with llama.cpp's own scripts",
+                code="no-gguf-weight",
             )
         lora_b = adapter.lora_b[module]
         if architecture == "llama":

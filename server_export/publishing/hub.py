@@ -58,6 +58,7 @@ def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
         raise PrgeError(
             f"--push is {shown(name)}, which names no repository: {_first_line(error)}",
             remedy="give OWNER/NAME, the owner being your name on the hub or an organization's",
+            code="hub-name",
         ) from None
     with _told(name, token := _usable(get_token() or "")):
         try:
@@ -67,9 +68,13 @@ def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
                 raise
             return Repository(name, public, False, token)
     if not overwrite:
-        raise PrgeError(f"{name} can't be pushed to", remedy=_REMEDIES[409])
+        raise PrgeError(f"{name} can't be pushed to", remedy=_REMEDIES[409], code="hub-exists")
     if not found.private and not public:
-        raise PrgeError(f"{name} is there, and all may read it", remedy="give --public if they may this too")
+        raise PrgeError(
+            f"{name} is there, and all may read it",
+            remedy="give --public if they may this too",
+            code="hub-public",
+        )
     return Repository(name, public, True, token)
 
 
@@ -94,9 +99,14 @@ def _usable(token: str) -> str:
         raise PrgeError(
             "--push needs a token of the hub, and there is none",
             remedy=f"make one that may write at {_TOKENS}, and set HF_TOKEN, or run `hf auth login`",
+            code="hub-no-token",
         )
     if not re.fullmatch(r"[!-~]+", token):  # libraries would show it in what they raise
-        raise PrgeError("the token of the hub has characters that none has", remedy="set HF_TOKEN again")
+        raise PrgeError(
+            "the token of the hub has characters that none has",
+            remedy="set HF_TOKEN again",
+            code="hub-token-unusable",
+        )
     return token
 
 
@@ -109,18 +119,22 @@ def _told(name: str, token: str, further: str = "") -> Iterator[None]:
         yield
     except OfflineModeIsEnabled:
         raise PrgeError(
-            f"{name} can't be pushed to offline", remedy=f"unset HF_HUB_OFFLINE{further}"
+            f"{name} can't be pushed to offline",
+            remedy=f"unset HF_HUB_OFFLINE{further}",
+            code="hub-offline",
         ) from None
     except HfHubHTTPError as error:
         code = error.response.status_code
         remedy = _REMEDIES.get(code, "look at the hub's own pages, or try again later")
         what = f"{name} can't be pushed to: the hub answers {code}: {_first_line(error)}"
-        raise PrgeError(what.replace(token, "***"), remedy=f"{remedy}{further}") from None
+        raise PrgeError(what.replace(token, "***"), remedy=f"{remedy}{further}", code=f"hub-{code}") from None
     except Exception as error:  # of whatever class: a traceback might show the token
         what = f"{name} can't be pushed to: {type(error).__name__}: {_first_line(error)}"
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise PrgeError(
-            what.replace(token, "***"), remedy=f"check that {where} can be reached{further}"
+            what.replace(token, "***"),
+            remedy=f"check that {where} can be reached{further}",
+            code="hub-unreachable",
         ) from None
 
 

@@ -25,7 +25,8 @@ from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.loading import LoadedModel
 from server_export.library_errors import TRANSFORMERS_ERRORS, torch_export_errors
 from server_export.lower.program import lowered
-from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
+from server_export.publishing.module_quantization import quantized_and_checked
+from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
 from server_export.trace.patterns import functions_of
@@ -55,6 +56,7 @@ class LlmSpec:
             raise ConfigError(
                 "the program can't be made:",
                 [f"sequence_length is {self.length}, at least {_EXAMPLE} are needed"],
+                code="sequence-too-short",
             )
 
     @property
@@ -91,18 +93,21 @@ def check_generates(loaded: LoadedModel) -> None:
         raise BundleError(
             f"{loaded.name_or_path} can't be published for a runner that generates: it is an encoder",
             remedy="publish it as program instead",
+            code="llm-of-encoder",
         )
     if functions_of(loaded.model):
         raise BundleError(
             f"{loaded.name_or_path} can't be published for a runner that generates: it has recurrences or "
             "short convolutions, and the runner keeps nothing but keys and values between calls",
             remedy="write with prge generate, or publish the adapter or the merged model",
+            code="llm-of-recurrence",
         )
     if expert_layers(loaded.model):
         raise BundleError(
             f"{loaded.name_or_path} can't be published for a runner that generates: one program can't "
             "choose among experts",
             remedy="publish it as peft or merged, or write with `prge generate`",
+            code="experts-in-one-program",
         )
 
 
@@ -160,7 +165,9 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLa
         call = opened_method(program, METHOD)
         return _last_two(rows, spec, lambda tokens, start: call(tokens, start)[0])
 
-    quantization, checks = quantized_and_checked(exportable, spec.scheme, reference, eager, lower, layers)
+    quantization, checks = quantized_and_checked(
+        exportable.model, spec.scheme, reference, eager, lower, layers
+    )
     return Built("llm", {"runner": facts}, quantization, checks)
 
 

@@ -1,4 +1,4 @@
-"""What programs of trained models share: the adapter on quantized layers, and a check against the model.
+"""What programs of trained models share: their manifest's facts, and checks against the model.
 
 In float32 the adapter is merged into the weights. On quantized weights it stays beside them as a constant:
 merging first and quantizing then would round weights that the adapter was not trained with.
@@ -6,24 +6,14 @@ merging first and quantizing then would round weights that the adapter was not t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from prge.errors import BundleError
-from prge.files.peft import PeftAdapter
-from server_export.adapter.layers import convert_conv1d, replace_module
-from server_export.quantize.quantization import (
-    NO_LAYERS,
-    BundleLayers,
-    QuantizationReport,
-    dequantize,
-    quantize,
-)
+from server_export.quantize.quantization import QuantizationReport
 
 PROGRAM, METHOD = "program.pte", "forward"
 ROWS = 3
@@ -60,64 +50,6 @@ class Built:
         }
 
 
-class FixedLoraLinear(nn.Module):
-    """A frozen linear layer with one adapter that no longer changes; `lora_a` carries alpha / rank."""
-
-    lora_a: torch.Tensor
-    lora_b: torch.Tensor
-
-    def __init__(self, base: nn.Module, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
-        super().__init__()
-        self.base = base
-        self.register_buffer("lora_a", lora_a)
-        self.register_buffer("lora_b", lora_b)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
-        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
-
-
-def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
-    """Put a trained adapter beside the layers that it names."""
-    convert_conv1d(model)
-    for name in adapter.lora_a:
-        lora_a = torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name)
-        lora_b = torch.from_numpy(adapter.lora_b[name])
-        replace_module(model, name, FixedLoraLinear(model.get_submodule(name), lora_a, lora_b))
-
-
-def quantized_and_checked(
-    module: nn.Module,
-    scheme: str,
-    reference: torch.Tensor,
-    eager: Callable[[], torch.Tensor],
-    lower: Callable[[], torch.Tensor],
-    layers: BundleLayers = NO_LAYERS,
-) -> tuple[QuantizationReport, dict[str, float]]:
-    """Quantize a module in place, lower it, and compare model, module and program; returns what was found.
-
-    Args:
-        module: of a model.
-        scheme: quantization of the frozen weights.
-        reference: what the untouched model answers to some rows, a row first.
-        eager: what the module answers to them as it is then.
-        lower: writes the program; returns what it answers to them in the engine.
-        layers: as the bundle has them that the adapter was trained with.
-
-    Raises:
-        BundleError: they differ by more than is allowed.
-    """
-    exact = eager()
-    check_exact("module", exact, reference)
-    quantization = quantize(module, scheme, layers)
-    expected = eager()
-    answers = lower()
-    if scheme == "fp32":
-        return quantization, check_exact("program", answers, expected)
-    dequantize(module)
-    return quantization, check_quantized(answers, expected, eager(), exact)
-
-
 def check_exact(name: str, answers: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     """Largest difference of float32 answers, and what is allowed, as the manifest has them.
 
@@ -130,6 +62,7 @@ def check_exact(name: str, answers: torch.Tensor, expected: torch.Tensor) -> dic
         raise BundleError(
             f"the {name} and what it was made of differ by {difference:.3g}, allowed is {tolerance:.3g}",
             remedy="report it with the name of the model",
+            code="differs-from-model",
         )
     return {"max_absolute_difference": difference, "tolerance": tolerance}
 
@@ -167,6 +100,7 @@ def check_quantized(
                 f"the program's answers differ from the {name} model's by {found:.3g} of a deviation, "
                 f"allowed is {allowed:.3g}",
                 remedy="publish it with --quantize fp32, or report it with the name of the model",
+                code=f"differs-from-{name}-model",
             )
         checks |= {f"{name}_difference": found, f"{name}_tolerance": allowed}
     return checks

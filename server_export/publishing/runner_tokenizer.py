@@ -96,6 +96,7 @@ def _different(tokenizer: Any, path: Path, prepended: bool, num_bos: int) -> int
         raise BundleError(
             f"ExecuTorch's LLM runner can't read the tokenizer ({type(tokenizer).__name__}, {_kinds(path)})",
             remedy=_REMEDY,
+            code="tokenizer-unreadable",
         ) from None
     first = [tokenizer.bos_token_id] if prepended else []
     seen = [(list(reader.encode(text, num_bos, 0)), first + tokenizer.encode(text)) for text in SAMPLES]
@@ -109,6 +110,7 @@ def _different(tokenizer: Any, path: Path, prepended: bool, num_bos: int) -> int
             f"ExecuTorch's LLM runner takes the tokenizer for another: {plain!r} is {theirs} and {text!r}, "
             f"for the runner it is {ours} and {pieces!r}",
             remedy=_REMEDY,
+            code="tokenizer-differs",
         )
     return sum(ours != theirs for ours, theirs in seen)
 

@@ -140,6 +140,7 @@ def read_trained(config: PublishConfig) -> Trained:
             "the base model isn't known:",
             [f"neither a bundle nor {folder / CONFIG} names it"],
             remedy="give --model or --bundle",
+            code="base-unknown",
         )
     if config.revision is not None:
         base = BaseModel(base.name, config.revision)
@@ -166,7 +167,9 @@ def load_base(trained: Trained) -> LoadedModel:
                 base.name, pooled=pooled, revision=base.revision, own_head=trained.has_own_head
             )
     except BundleError as error:
-        raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
+        raise BundleError(
+            f"the base model can't be loaded: {error.what}", remedy=remedy, code="base-not-loadable"
+        ) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
         problems = _layer_problems(loaded.model, trained.adapter.modules)
@@ -178,6 +181,7 @@ def load_base(trained: Trained) -> LoadedModel:
         raise BundleError(
             f"{trained.base.name} is not the model that the adapter was trained on: " + "; ".join(problems),
             remedy=remedy,
+            code="another-base",
         )
     return loaded
 
@@ -237,6 +241,7 @@ def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
             f"PEFT doesn't load {trained.folder} as it was trained:",
             problems,
             remedy="please report it with the name of the model",
+            code="peft-differs",
         )
     return model.eval()
 

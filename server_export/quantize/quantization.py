@@ -11,12 +11,11 @@ Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import BundleError
@@ -66,34 +65,6 @@ class Int4Weight:
         return (groups * self.scale.float().unsqueeze(2)).view(self.codes.shape)
 
 
-class Int8Embedding(nn.Module):
-    """An embedding table of int8 codes with a scale per row.
-
-    Args:
-        vectors: f32 [some tokens, width] in order, what the replaced module gives; taken one after the other,
-            so that a large table never is in memory twice.
-        count: how many vectors.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    def __init__(self, vectors: Iterable[torch.Tensor], count: int) -> None:
-        super().__init__()
-        codes, scales = int8_table(vectors, count)
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The table as float32, for what looks at a model's input embeddings."""
-        return self.codes.to(self.scales.dtype) * self.scales
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens i64 [rows, length] -> f32 [rows, length, width]."""
-        return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
-
-
 def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes i8 [tokens, width] and scales f32 [tokens, 1] of some vectors."""
     scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
@@ -126,19 +97,6 @@ class BundleLayers:
 NO_LAYERS = BundleLayers()
 
 
-def quantize(module: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -> QuantizationReport:
-    """Quantize the linear layers of a program, and its embedding table if that is large, in place."""
-    if scheme == "fp32":
-        return QuantizationReport()
-    per_channel = quantize_layers(module.model, scheme, layers)
-    return QuantizationReport(
-        scheme,
-        GROUP_SIZE if scheme == "8da4w" else None,
-        tuple(name.replace(".base", "") for name in per_channel),
-        _quantize_embedding(module.model),
-    )
-
-
 def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LAYERS) -> list[str]:
     """Quantize all linear layers of a model in place; returns those that stay int8 in an int4 scheme.
 
@@ -161,14 +119,19 @@ def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LA
     _quantize_linear(model, set(per_channel), torch.int8, None)
     for name in known:
         codes, layer = rounded.int4[_in_model(name)], model.get_submodule(name)
-        if codes.codes.shape != layer.weight.shape:
-            shapes = f"{[*codes.codes.shape]} in the bundle, {[*layer.weight.shape]} in the model"
-            raise BundleError(
-                f"{_in_model(name)} is {shapes}",
-                remedy="give the model that the bundle was exported from with --model",
-            )
+        check_codes(_in_model(name), codes, layer.weight.shape)
         layer.weight = nn.Parameter(int4_tensor(codes), requires_grad=False)
     return per_channel
+
+
+def check_codes(layer: str, codes: Int4Weight, shape: Sequence[int]) -> None:
+    """Raise BundleError, `layer-of-another-shape`, if a bundle's codes aren't of a weight of this shape."""
+    if tuple(codes.codes.shape) != tuple(shape):
+        raise BundleError(
+            f"{layer} is {[*codes.codes.shape]} in the bundle, {[*shape]} in the model",
+            remedy="give the model that the bundle was exported from with --model",
+            code="layer-of-another-shape",
+        )
 
 
 def _in_model(name: str) -> str:
@@ -182,14 +145,6 @@ def _vocabulary_head(model: nn.Module) -> nn.Module | None:
     return find() if find is not None else None
 
 
-def dequantize(module: nn.Module) -> None:
-    """Give a program's quantized linear layers their weights as floats, in place.
-
-    Weights keep their rounding, activations lose theirs: what is left is smooth and has derivatives.
-    """
-    _dequantize_layers(module.model)
-
-
 def round_base(model: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -> None:
     """Give a model's layers and embedding table the values that a bundle has of them, as floats, in place.
 
@@ -201,18 +156,22 @@ def round_base(model: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) 
     convolutions = {name: model.get_submodule(name) for name in conv1d_names(model)}
     convert_conv1d(model)
     quantize_layers(model, scheme, layers)
-    _dequantize_layers(model)
+    dequantize_layers(model)
     for name, layer in convolutions.items():
         layer.weight.data = model.get_submodule(name).weight.detach().t().contiguous()
         replace_module(model, name, layer)
     embedding = model.get_input_embeddings()
     table = embedding.weight.detach()
-    if _is_large(table):
+    if is_large(table):
         rounded = [codes * scales for codes, scales in map(int8_rows, table.split(ROWS_AT_ONCE))]
         embedding.weight = nn.Parameter(torch.cat(rounded), requires_grad=False)
 
 
-def _dequantize_layers(model: nn.Module) -> None:
+def dequantize_layers(model: nn.Module) -> None:
+    """Give a model's quantized linear layers their weights as floats, in place.
+
+    Weights keep their rounding, activations lose theirs: what is left is smooth and has derivatives.
+    """
     for _, layer in _linear_layers(model):
         restore = getattr(layer.weight, "dequantize", None)
         if type(layer.weight) is not nn.Parameter and restore is not None:
@@ -296,20 +255,6 @@ def _quantized(weight: torch.Tensor, settings: Any) -> torch.Tensor:
     return whole
 
 
-def _is_large(table: torch.Tensor) -> bool:
+def is_large(table: torch.Tensor) -> bool:
+    """Whether a table of embeddings is worth rounding."""
     return table.numel() * 4 >= EMBEDDING_BYTES
-
-
-def _quantize_embedding(model: nn.Module) -> str:
-    """Replace a large token embedding by int8 rows; returns what the table is now."""
-    embedding = model.get_input_embeddings()
-    table = embedding.weight
-    if not _is_large(table):
-        return "fp32"
-    name = next(name for name, layer in model.named_modules() if layer is embedding)
-    # Gemma's embedding scales its vectors: ask the module instead of reading its weight.
-    vectors = (
-        embedding(tokens).detach().float() for tokens in torch.arange(table.shape[0]).split(ROWS_AT_ONCE)
-    )
-    replace_module(model, name, Int8Embedding(vectors, len(table)))
-    return "int8"

@@ -1,9 +1,8 @@
 """Attention as transformers calls it, in operators that stay in one delegate.
 
-Registered under a name that transformers has no mask function for, so that it builds no mask at all: a
-right-padded causal row needs none but the constant triangle that is added here, and an encoder gets its
-padding as an additive mask. Keys and values of grouped heads aren't repeated: the queries of a group are
-rows of one matrix product.
+Registered under a name that transformers has no mask function for, so that it builds no mask at all: causal
+masks and windows are tables, which modules have as `tables`, and an encoder gets its padding as an additive
+mask. Keys and values of grouped heads aren't repeated: the queries of a group are rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -36,12 +35,6 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Te
     if window is not None and window < length:
         mask = mask + torch.full((length, length), MASKED, dtype=dtype).tril(-window)
     return mask
-
-
-def window_mask(length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens on each side."""
-    mask = torch.full((length, length), MASKED, dtype=dtype)
-    return mask.triu(window) + mask.tril(-window)
 
 
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -86,26 +79,16 @@ def grouped_attention(
     if position_bias is not None:
         scores = scores + position_bias.expand(rows, heads, length, length).reshape(scores.shape)
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    tables = getattr(module, "tables", None)
-    if tables is None:
-        by_head = scores.reshape(rows, heads, length, length)
-        if is_causal:
-            by_head = by_head + causal_mask(length, sliding_window, scores.dtype)
-        elif sliding_window is not None:
-            by_head = by_head + window_mask(length, sliding_window, scores.dtype)
-        if attention_mask is not None:
-            by_head = by_head + attention_mask
-        scores = by_head.reshape(scores.shape)
-    else:
-        # Of unknown sizes a reshape of the scores would leave the delegate: masks have their shape instead,
-        # once for each query of a group, or once for each group.
-        if is_causal:
-            scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
-        elif sliding_window is not None and sliding_window < tables.longest:
-            scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
-        if attention_mask is not None:
-            own = (heads, length) if attention_mask.shape[2] == length else (groups, 1)
-            scores = scores + attention_mask.expand(rows, *own, length).reshape(rows * groups, -1, length)
+    tables: Any = getattr(module, "tables", None)
+    # Of unknown sizes a reshape of the scores would leave the delegate: masks have their shape instead, once
+    # for each query of a group, or once for each group.
+    if is_causal:
+        scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
+    elif sliding_window is not None and sliding_window < tables.longest:
+        scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
+    if attention_mask is not None:
+        own = (heads, length) if attention_mask.shape[2] == length else (groups, 1)
+        scores = scores + attention_mask.expand(rows, *own, length).reshape(rows * groups, -1, length)
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     mixed = mixed.reshape(rows, heads, length, value_width)

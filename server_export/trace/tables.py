@@ -21,7 +21,6 @@ from prge.files.chain import MASKED, RECURRENT_PIECE
 from prge.files.relations import RELATIONS, relation, relation_shape
 from server_export.adapter.layers import replace_module
 from server_export.trace.attention import causal_mask
-from server_export.trace.rotary import rotary_names
 
 
 @torch.library.custom_op("prge::table", mutates_args=())
@@ -195,6 +194,15 @@ class TableRotary(nn.Module):
             )
             for part in range(len(self.values[layer_type]))
         )
+
+
+def rotary_names(model: nn.Module) -> list[str]:
+    """Paths of a model's rotary embeddings."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "rope_type") and "position_ids" in inspect.signature(module.forward).parameters
+    ]
 
 
 def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:

@@ -142,8 +142,8 @@ def trace(
     model.set_attn_implementation(attention.NAME)
     patterns.prepare(traced, changes)
     for module in model.modules():
+        module.tables = traced.tables
         if is_decoder or hasattr(module, "is_causal"):
-            module.tables = traced.tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
     rows = copies * BATCH

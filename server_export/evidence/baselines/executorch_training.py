@@ -21,12 +21,12 @@ from prge.errors import ConfigError
 from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.examples import Example, labels_of, sequences_of
 from server_export.adapter.layers import replace_module
+from server_export.evidence.baselines.fixed_length import fix_length, restore_length
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.quiet import quiet_engine
-from server_export.trace import attention, readout
-from server_export.trace.rotary import ConstantRotary, make_rotary_constant
+from server_export.trace import readout
 
 _METHOD = "forward"
 # As a score, exp of it is exactly 0 beside any other.
@@ -179,6 +179,7 @@ def _unfit(what: str, problem: str) -> ConfigError:
         f"executorch-training doesn't fit the {what}:",
         [problem],
         remedy="take another method, such as backprop-lora-fa",
+        code=f"{what}-unfit",
     )
 
 
@@ -189,10 +190,8 @@ def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]
     from torch.export.experimental import _export_forward_backward
 
     program, model = LossProgram(problem, length), problem.model
-    attention.register()
     implementation = model.config._attn_implementation
-    model.set_attn_implementation(attention.NAME)
-    make_rotary_constant(model)
+    fix_length(model)
     model.requires_grad_(False)
     for name, matrix in problem.adapter.lora_b.items():
         lora_a, lora_b = problem.engine.lora_a[name], torch.from_numpy(matrix).T.contiguous()
@@ -205,10 +204,10 @@ def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]
         fill_at_once(joint)
         lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
     # Rows to score may be longer than a step's.
-    model.set_attn_implementation(implementation)
+    restore_length(model, implementation)
     for name, module in list(model.named_modules()):
-        if isinstance(module, ConstantRotary | AdaptedLinear):
-            replace_module(model, name, module.rotary if isinstance(module, ConstantRotary) else module.base)
+        if isinstance(module, AdaptedLinear):
+            replace_module(model, name, module.base)
     buffer: bytes = lowered.buffer
     return buffer
 

@@ -15,9 +15,8 @@ from server_export.adapter.layers import replace_module
 from server_export.ir.writer import Writer
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.rotary import rotary_names
 from server_export.trace.rotation import turned_by_layer
-from server_export.trace.tables import ModelTable, ModelTables, rotary_values
+from server_export.trace.tables import ModelTable, ModelTables, rotary_names, rotary_values
 
 aten = torch.ops.aten
 

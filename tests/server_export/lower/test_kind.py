@@ -17,7 +17,8 @@ from prge.errors import Refusal
 from server_export.ir.rewriting import rewritten_graph
 from server_export.lower.kind import LAYOUTS, Constants, LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
-from server_export.quantize.quantization import Int8Embedding, quantize_layers
+from server_export.publishing.module_quantization import Int8Embedding
+from server_export.quantize.quantization import quantize_layers
 from tests.refusals import raises, refusal
 
 torch.set_num_threads(1)

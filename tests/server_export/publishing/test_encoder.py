@@ -1,8 +1,7 @@
-"""An encoder's program answers what its model answers, in float and quantized."""
+"""An encoder's program is the model's chain of blocks, and answers what its model answers."""
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from prge.errors import BundleError
+from prge.errors import BundleError, ConfigError
 from prge.files.bundle import file_sha256, manifest_sha256, open_bundle
+from prge.files.peft import PeftAdapter, read_lora
 from server_export.bundle import write_manifest
-from server_export.checkpoint.loading import prepare_model
+from server_export.checkpoint.loading import load_model
 from server_export.lower.program import write_program
 from server_export.publishing import encoder
-from server_export.publishing.encoder import build_encoder
+from server_export.publishing.encoder import EncoderSpec, build_encoder, encoder_chain
 from server_export.publishing.program import (
     CHANGED,
     FLIPPED,
@@ -27,20 +27,39 @@ from server_export.publishing.program import (
     check_exact,
     check_quantized,
 )
+from server_export.quantize.quantization import BundleLayers, Int4Weight
+from tests.refusals import raises, refusal
+from tests.server_export.adapters import trained_adapter
 from tests.tiers import rest
-from tests.tiny_models import LENGTH, SHALLOW, make_model
+from tests.tiny_models import LENGTH, SHALLOW, save_model
+from tests.tiny_types import make_classifier, make_tiny
 
 torch.set_num_threads(1)
 
+NO_ADAPTER = PeftAdapter({}, {}, {})
+QUERY, DOWN = "encoder.layer.0.attention.self.query", "encoder.layer.0.output.dense"
 
-def build(folder: Path, scheme: str = "fp32") -> Built:
-    model = make_model("bert", **SHALLOW["bert"])
-    return build_encoder(folder, prepare_model(model, "bert", False), LENGTH, "mean", scheme)
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model`, and `trained`, an adapter of it."""
+    folder = tmp_path_factory.mktemp("encoder")
+    trained_adapter(save_model(folder / "model", "bert", **SHALLOW["bert"]), folder / "trained", size=0.1)
+    return folder
+
+
+def build(base: Path, folder: Path, spec: EncoderSpec) -> Built:
+    adapter = read_lora(base / "trained")
+    loaded = load_model(str(base / "model"))
+    for name, lora_b in adapter.lora_b.items():
+        layer: Any = loaded.model.get_submodule(name)
+        layer.weight += torch.from_numpy(lora_b @ adapter.lora_a[name] * adapter.scale_of(name))
+    return build_encoder(folder, loaded, adapter, spec)
 
 
 @pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
-def test_a_program_is_held_against_its_model(tmp_path: Path, scheme: str) -> None:
-    built = build(tmp_path, scheme)
+def test_a_program_is_held_against_its_model(base: Path, tmp_path: Path, scheme: str) -> None:
+    built = build(base, tmp_path, EncoderSpec(LENGTH, scheme=scheme))
     if scheme == "fp32":
         assert built.checks["max_absolute_difference"] < built.checks["tolerance"] / 10
     else:
@@ -56,32 +75,116 @@ def test_a_program_is_held_against_its_model(tmp_path: Path, scheme: str) -> Non
     assert manifest["kind"] == "inference" and manifest["manifest_sha256"] == manifest_sha256(manifest)
     assert manifest["verification"] == {**built.checks, "rows": 3}
     assert manifest["files"][PROGRAM]["sha256"] == file_sha256(tmp_path / PROGRAM)
-    with pytest.raises(BundleError, match="has format 1"):
+    with raises(BundleError, "bundle-format", saying="has format 1"):
         open_bundle(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
 def test_a_program_with_a_wrong_layer_is_refused(
-    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm that answers a twentieth too much changes answers by far less than four bits do."""
+    right: Any = load_model(str(base / "model")).model.get_submodule("encoder.layer.0.output.LayerNorm")
 
     def write_another(path: Path, methods: Any) -> None:
-        changed, inputs = copy.deepcopy(methods[METHOD])
-        norm = changed.get_submodule("model.encoder.layer.0.output.LayerNorm")
-        norm.weight = torch.nn.Parameter(norm.weight * 1.05, requires_grad=False)
-        write_program(path, {METHOD: (changed, inputs)})
+        module, inputs = methods[METHOD]
+        (norm,) = (tensor for tensor in module.buffers() if torch.equal(tensor, right.weight))
+        norm *= 1.05
+        write_program(path, {METHOD: (module, inputs)})
 
     monkeypatch.setattr(encoder, "write_program", write_another)
-    with pytest.raises(BundleError, match="differ"):
-        build(tmp_path, scheme)
+    codes = ["differs-from-model"] if scheme == "fp32" else ["differs-from-quantized-model"]
+    with raises(BundleError, *codes):
+        build(base, tmp_path, EncoderSpec(LENGTH, scheme=scheme))
+
+
+def test_an_adapter_that_is_not_the_models_is_refused(base: Path, tmp_path: Path) -> None:
+    """The blocks get it from its file, and the model that they are compared with otherwise."""
+    with raises(BundleError, "differs-from-model"):
+        build_encoder(
+            tmp_path, load_model(str(base / "model")), read_lora(base / "trained"), EncoderSpec(LENGTH)
+        )
+    assert not (tmp_path / PROGRAM).exists()
+
+
+def chain_with(base: Path, layers: BundleLayers) -> Any:
+    spec = EncoderSpec(LENGTH, scheme="8da4w", layers=layers)
+    return encoder_chain(load_model(str(base / "model")), read_lora(base / "trained"), spec)
+
+
+def test_layers_are_rounded_as_the_bundle_has_them(base: Path) -> None:
+    codes = torch.arange(64 * 64).reshape(64, 64).remainder(16).sub(8).to(torch.int8)
+    known = Int4Weight(codes, torch.full((64, 2), 0.5).bfloat16())
+    chain = chain_with(base, BundleLayers({DOWN}, {QUERY: known}))
+    made = [chain.tensors(number) for number in range(len(chain.blocks))]
+    tensors = {name: tensor for block in made for name, tensor in block.items() if name.endswith("_codes")}
+    (adapted,) = (tensor for name, tensor in tensors.items() if "self_query" in name)
+    (int8,) = (tensor for name, tensor in tensors.items() if "0_output_dense" in name)
+    assert torch.equal(adapted, codes)
+    assert int(int8.abs().max()) > 8
+    assert chain.quantization.per_channel == (DOWN,)
+
+
+def test_a_layer_of_another_shape_than_the_bundles_is_refused(base: Path) -> None:
+    known = Int4Weight(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 1).bfloat16())
+    chain = chain_with(base, BundleLayers((), {QUERY: known}))
+    with raises(BundleError, "layer-of-another-shape", saying=f"{QUERY} is [64, 32] in the bundle, [64, 64]"):
+        for number in range(len(chain.blocks)):
+            chain.tensors(number)
+
+
+def test_a_row_of_more_tokens_than_the_model_has_positions_for_is_refused(base: Path, tmp_path: Path) -> None:
+    with raises(ConfigError, "positions-too-few", saying="sequence_length is 65"):
+        build(base, tmp_path, EncoderSpec(65))
+
+
+def test_experts_are_no_single_program(tmp_path: Path) -> None:
+    model = str(save_model(tmp_path / "model", "qwen3_moe"))
+    with refusal("experts-in-one-program"):
+        encoder_chain(load_model(model, pooled=True), NO_ADAPTER, EncoderSpec(LENGTH))
+
+
+# What each has that others lack; rows with padding are among those that are compared.
+_TYPES = {
+    "albert": "one layer that is used several times",
+    "big_bird": "attention that it chooses by the length of the first row",
+    "convbert": "convolutions, and neighbours side by side",
+    "deberta-v2": "scores by distances, and masks of its own",
+    "distilbert": "no types of tokens",
+    "electra": "embeddings that are projected",
+    "modernbert": "windows and rotations",
+    "mpnet": "biases by distances",
+    "roberta": "positions that are counted from after the padding token",
+    "t5": "norms without means, and the layers of a pair's encoder",
+    "xmod": "layers for one language of two",
+}
+
+
+@pytest.mark.parametrize("model_type", ["roberta", *rest(*(name for name in _TYPES if name != "roberta"))])
+@pytest.mark.parametrize("scheme", ["fp32", *rest("8da8w")])
+def test_encoders_of_other_types(tmp_path: Path, model_type: str, scheme: str) -> None:
+    make_tiny(model_type).save_pretrained(tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model"), pooled=True)
+    built = build_encoder(tmp_path, loaded, NO_ADAPTER, EncoderSpec(LENGTH, "first", scheme))
+    assert built.facts["outputs"][0]["name"] == "pooled"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("model_type", ["roberta", "modernbert", "deberta-v2"])
+def test_the_layers_of_a_checkpoints_own_head(tmp_path: Path, model_type: str) -> None:
+    make_classifier(model_type, 3).save_pretrained(tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model"))
+    assert loaded.classifier is not None
+    head = {name: value.numpy() for name, value in loaded.classifier.linear.state_dict().items()}
+    built = build_encoder(tmp_path, loaded, NO_ADAPTER, EncoderSpec(LENGTH, "first", head=head))
+    assert built.facts["outputs"] == [{"name": "scores", "dtype": "float32", "shape": (1, 3)}]
 
 
 def test_answers_that_are_not_finite_are_refused() -> None:
     answers, ones, exact = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), torch.tensor([[0.0, 1.0]])
-    with pytest.raises(BundleError, match="differ by nan"):
+    with raises(BundleError, "differs-from-model", saying="nan"):
         check_exact("program", answers, ones)
-    with pytest.raises(BundleError, match="differ from the quantized model's by nan"):
+    with raises(BundleError, "differs-from-quantized-model", saying="nan"):
         check_quantized(answers, ones, exact, exact)
 
 
@@ -97,9 +200,9 @@ def test_what_rounding_changes_says_what_an_engine_may() -> None:
     assert checks["quantized_difference"] == pytest.approx(0.001, rel=0.2)
     assert checks["quantized_tolerance"] == pytest.approx(FLIPPED * 0.01, rel=0.2)
     assert checks["float_difference"] == pytest.approx(0.1, rel=0.2)
-    with pytest.raises(BundleError, match="differ from the quantized model's"):
+    with raises(BundleError, "differs-from-quantized-model"):
         check(0.03)
     # As near to the quantized model as its own rounding, and on the far side of it.
     away = (expected - exact) * 0.6
-    with pytest.raises(BundleError, match="differ from the float model's"):
+    with raises(BundleError, "differs-from-float-model"):
         check_quantized(expected + away, expected, expected + 2.5 * away, exact)

@@ -13,6 +13,7 @@ from prge.errors import BundleError
 from prge.files.peft import read_lora
 from server_export.publish import main
 from server_export.publishing.gguf_adapter import write_gguf
+from tests.refusals import raises
 from tests.server_export.adapters import RANK, trained_adapter
 from tests.tiny_models import make_config, save_model
 
@@ -110,18 +111,20 @@ def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "module", "message"),
+    ("architecture", "module", "code", "shown"),
     [
-        ("opt", "model.decoder.layers.0.self_attn.q_proj", "adapter of opt .* those of llama, mistral"),
-        ("bert", "encoder.layer.0.attention.self.query", "adapter of bert"),
-        ("llama", "lm_head", "no weights for lm_head of llama"),
-        ("llama", "model.layers.0.somewhere", "no weights for model.layers.0.somewhere"),
+        ("opt", "model.decoder.layers.0.self_attn.q_proj", "no-gguf-architecture", "opt"),
+        ("bert", "encoder.layer.0.attention.self.query", "no-gguf-architecture", "bert"),
+        ("llama", "lm_head", "no-gguf-weight", "lm_head"),
+        ("llama", "model.layers.0.somewhere", "no-gguf-weight", "model.layers.0.somewhere"),
     ],
 )
-def test_what_has_no_place_is_refused(tmp_path: Path, architecture: str, module: str, message: str) -> None:
+def test_what_has_no_place_is_refused(
+    tmp_path: Path, architecture: str, module: str, code: str, shown: str
+) -> None:
     from prge.files.peft import PeftAdapter
 
     lora_a, lora_b = np.ones((1, 4), np.float32), np.ones((4, 1), np.float32)
     adapter = PeftAdapter({"r": 1, "lora_alpha": 1}, {module: lora_a}, {module: lora_b})
-    with pytest.raises(BundleError, match=message):
+    with raises(BundleError, code, saying=shown):
         write_gguf(tmp_path / "a.gguf", adapter, make_config(architecture))

@@ -14,7 +14,7 @@ from server_export.checkpoint.loading import prepare_model
 from server_export.publish import main
 from server_export.publishing import llm
 from server_export.publishing.llm import LlmSpec, build_llm, ends_of
-from tests.refusals import refusal
+from tests.refusals import raises, refusal
 from tests.server_export.adapters import trained_adapter
 from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokenizer, save_model
 
@@ -136,7 +136,7 @@ def test_all_tokens_that_end_a_text_are_known() -> None:
 
 
 def test_a_cache_of_a_few_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sequence_length is 6"):
+    with raises(ConfigError, "sequence-too-short", saying="sequence_length is 6"):
         LlmSpec(6, "fp32", None, ())
 
 
@@ -154,6 +154,6 @@ def test_a_model_with_a_recurrence_is_refused() -> None:
     from server_export.checkpoint.loading import LoadedModel
     from server_export.publishing.llm import check_generates
 
-    with pytest.raises(BundleError, match="it has recurrences or short convolutions"):
+    with raises(BundleError, "llm-of-recurrence"):
         check_generates(LoadedModel(make_model("lfm2"), "model", None, is_decoder=True))
     check_generates(LoadedModel(make_model("llama"), "model", None, is_decoder=True))

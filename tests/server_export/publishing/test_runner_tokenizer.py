@@ -10,6 +10,7 @@ import pytorch_tokenizers as reader
 
 from prge.errors import BundleError
 from server_export.publishing.runner_tokenizer import write_runner_tokenizer
+from tests.refusals import raises
 from tests.tiny_models import make_tokenizer
 
 TEXT = "the dog sat"
@@ -64,5 +65,5 @@ def test_what_the_runner_cannot_read_is_refused(tmp_path: Path) -> None:
 
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(BundleError, match=r"can't read the tokenizer .*normalizer Lowercase"):
+    with raises(BundleError, "tokenizer-unreadable", saying="normalizer Lowercase"):
         write_runner_tokenizer(tokenizer, tmp_path, False)

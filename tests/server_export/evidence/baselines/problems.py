@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -23,7 +22,8 @@ from server_export.checkpoint.loading import prepare_model
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.oracle import TorchEngine, as_exported
-from server_export.quantize.quantization import dequantize, quantize
+from server_export.publishing.module_quantization import quantize
+from server_export.quantize.quantization import dequantize_layers
 from server_export.settings import ExportConfig
 from tests.rows import bigram_completions, classified
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
@@ -58,10 +58,8 @@ def build_problem(
     adapter = Adapter.zeros(chain.modules)
     for name, view in adapter.lora_b.items():
         view[...] = start.lora_b[name].numpy().T
-    program = nn.Module()
-    program.model = loaded.model
-    quantize(program, scheme)
-    dequantize(program)
+    quantize(loaded.model, scheme)
+    dequantize_layers(loaded.model)
     engine = TorchEngine(loaded.model, chain.model, start.scaled_lora_a(), pooling=pooling)
     as_exported(bundle, again)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter

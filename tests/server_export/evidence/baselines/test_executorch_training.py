@@ -18,6 +18,7 @@ from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.executorch_training import ExecutorchTraining
 from server_export.export import ExportConfig, export
 from server_export.oracle import split_values
+from tests.refusals import raises
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows, method_settings
 from tests.tiny_models import LENGTH
@@ -84,5 +85,5 @@ def test_a_run_learns_and_is_scored(
 
 def test_encoders_are_refused(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "bert", classified_rows(8))
-    with pytest.raises(ConfigError, match="the bundle is of an encoder"):
+    with raises(ConfigError, "bundle-unfit"):
         ExecutorchTraining(problem, SETTINGS)

@@ -16,7 +16,7 @@ from prge.learning.head import fit_cross_fitted, fit_head
 from prge.learning.objectives import Loss
 from server_export.checkpoint.loading import prepare_model
 from server_export.oracle import as_exported
-from server_export.quantize.quantization import Int8Embedding
+from server_export.publishing.module_quantization import Int8Embedding
 from tests.refusals import raises
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
