@@ -44,7 +44,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
         raise PrgeError(
             "writing GGUF needs the package gguf, which is not installed",
             remedy=install_extra("gguf"),
-            code="gguf-missing",
+            code="package-missing",
         ) from None
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
