@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["prge", "device_runner", "server_export"]
 # Folders, and files directly in tests/, whose tests know errors by their codes.
-TESTS = [f"tests/{name}" for name in ("prge", "device_runner", "server_export", "end_to_end", "scripts")] + ["tests"]
+TESTS = ["tests", *(f"tests/{room}" for room in (*PACKAGES, "end_to_end", "scripts"))]
 # Errors that a caller makes a PrgeError of, and that keep their codes.
 SIGNALS = {"prge.rows.columns.RowError", "prge.files.documents.DocumentError"}
 PRGE_ERROR, REFUSAL = "prge.errors.PrgeError", "prge.errors.Refusal"
