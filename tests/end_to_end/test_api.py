@@ -22,7 +22,9 @@ def test_the_page_runs(
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/api.md").read_text(), re.DOTALL):
+    for block in re.findall(
+        r"```python\n(.*?)```", (REPOSITORY / "docs/get-started/python.md").read_text(), re.DOTALL
+    ):
         capsys.readouterr()
         exec(block, names)
     told = capsys.readouterr().out
