@@ -105,7 +105,8 @@ def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[st
             yield f"`{_form(item, help_of.types[item.name])}`\n:   {text or 'See above.'}"
     for part in others:
         prog = documented[part]
-        yield f"And the flags of [`{prog}`](#{prog.replace(' ', '-')}), without those that the device decides."
+        anchor = prog.replace(" ", "-")
+        yield f"And the flags of [`{prog}`](#{anchor}), without those that the device decides."
 
 
 def _sections(settings: type[Any]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from reference import flags_page, verb_helps
 
 from prge.cli import VERBS, main
-from reference import flags_page, verb_helps
 from tests.verbs import REPOSITORY
 
 README = REPOSITORY / "README.md"

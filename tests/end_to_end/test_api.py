@@ -35,6 +35,7 @@ def test_the_page_runs(
     assert run.before and run.best and run.best["loss"] < run.before["loss"]
     assert (run.adapter / "adapter_model.safetensors").is_file()
     assert (tuned.adapter / "adapter_config.json").is_file()
+    assert (tmp_path / "curves.svg").read_text(encoding="utf-8").startswith("<svg")
     assert prge.open_bundle(tuned.bundle).sha256 == prge.open_bundle("bundle").sha256
 
 
