@@ -43,6 +43,13 @@ def spans(document: Path) -> Iterator[str]:
     yield from re.findall(r"`([^`\n]+)`", without_blocks)
 
 
+def code_of(document: Path) -> str:
+    """The blocks of code of a document, fenced or indented."""
+    fenced = re.findall(r"```\w*\n(.*?)```", text_of(document), re.DOTALL)
+    without = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
+    return "\n".join([*fenced, *re.findall(r"^ {4}.*$", without, re.MULTILINE)])
+
+
 @cache
 def flags_of_scripts(folder: Path) -> str:
     """The sources that define the flags of the scripts in a folder."""
@@ -50,9 +57,9 @@ def flags_of_scripts(folder: Path) -> str:
 
 
 def defines(sources: str, flag: str) -> bool:
-    """Whether scripts take a flag, by argparse or as a field of settings."""
+    """Whether scripts take a flag, by argparse, as a keyword, or as a field of settings."""
     field = flag[2:].replace("-", "_")
-    return f'"{flag}"' in sources or re.search(rf"\b{field}: ", sources) is not None
+    return f'"{flag}"' in sources or re.search(rf"\b{field}(\"?: |=)", sources) is not None
 
 
 @pytest.mark.parametrize("document", LINKING, ids=named)
@@ -88,7 +95,7 @@ def test_quoted_scripts_take_their_flags(document: Path) -> None:
     for line in re.findall(r"(?:python|bash) (scripts/.*)", text_of(document)):
         script, *words = shlex.split(re.split(r" [>|#]|[`)]", line)[0].replace("[", "").replace("]", ""))
         sources = flags_of_scripts((REPOSITORY / script).parent)
-        for flag in re.findall(r"--[a-z][a-z-]*", " ".join(words)):
+        for flag in re.findall(r"--[a-z][a-z0-9-]*", " ".join(words)):
             assert defines(sources, flag), f"{script} has no {flag}"
 
 
@@ -100,7 +107,7 @@ def test_quoted_verbs_and_flags_exist(document: Path) -> None:
     progs = {each.prog for each in helps} | {f"prge {group}" for group in groups}
     scripts = "".join(flags_of_scripts(path) for path in (SCRIPTS, *SCRIPTS.glob("*/")))
     for span in spans(document):
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span):
             assert flag in flags | FOREIGN or defines(scripts, flag), f"`{span}`: there is no {flag}"
         for words in re.findall(r"\bprge ([a-z]\w*)(?: ([a-z]\w*))?", span):
             verb = " ".join(words[: 2 if words[0] in groups else 1]).strip()
@@ -115,8 +122,8 @@ def test_every_command_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("prge.verbs.settings._build", stop)  # nothing runs
     read = 0
     for document in DOCUMENTS:
-        for line in re.findall(r"^ *(?:\w+=\S+ )*prge (?!tune: error)(.*)", text_of(document), re.MULTILINE):
-            words = shlex.split(re.split(r" [>|#]", line)[0])
+        for line in re.findall(r"^ *(?:\w+=\S+ )*prge (?!tune: error)(.*)", code_of(document), re.MULTILINE):
+            words = shlex.split(re.split(r" [>|#&]", line)[0])
             if len(words) > 2 and not {"--resume", "--preset", "..."} & set(words):
                 read += 1
                 assert main(words) == 0, f"{document.name}: prge {line}"
