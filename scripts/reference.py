@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from html import escape
-from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -93,15 +92,12 @@ def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[st
     # Flags of a verb that runs another verb elsewhere are documented with the latter.
     others = [part for part in getattr(help_of.settings, "PARTS", ()) if part in documented]
     shared = {item.name for part in others for item in fields(part)}
-    items = [item for item in fields(help_of.settings) if item.name not in shared]
-    sections = _sections(help_of.settings)
     texts = field_help(help_of.settings)
-    for section, of_section in groupby(items, lambda item: sections.get(item.name, "")):
+    for section, items in _sections(help_of.settings, shared):
         if section:
             yield f"**{_text(section)}**"
-        for item in of_section:
-            note = _note(item)
-            text = " ".join(filter(None, [_text(" ".join(texts.get(item.name, "").split())), note]))
+        for item in items:
+            text = " ".join(filter(None, [_text(" ".join(texts.get(item.name, "").split())), _note(item)]))
             yield f"`{_form(item, help_of.types[item.name])}`\n:   {text or 'See above.'}"
     for part in others:
         prog = documented[part]
@@ -109,14 +105,18 @@ def _verb(help_of: VerbHelp, documented: Mapping[type[Any], str]) -> Iterator[st
         yield f"And the flags of [`{prog}`](#{anchor}), without those that the device decides."
 
 
-def _sections(settings: type[Any]) -> dict[str, str]:
-    """The heading of each field that comes from a base: the first paragraph of the base's docstring."""
-    found: dict[str, str] = {}
+def _sections(settings: type[Any], without: Collection[str]) -> list[tuple[str, list[Field[Any]]]]:
+    """Fields by the base that they come from, below its first paragraph; what is required comes first."""
+    headings: dict[str, str] = {}
     for part in getattr(settings, "PARTS", (settings,)):
         for base in reversed(part.__mro__[:-1]):
             heading = "" if base is settings else _first_paragraph(base).rstrip(".")
-            found = dict.fromkeys(inspect.get_annotations(base), heading) | found
-    return found
+            headings = dict.fromkeys(inspect.get_annotations(base), heading) | headings
+    sections: dict[str, list[Field[Any]]] = {}
+    for item in fields(settings):
+        if item.name not in without:
+            sections.setdefault(headings.get(item.name, ""), []).append(item)
+    return sorted(sections.items(), key=lambda section: not any(map(is_required, section[1])))
 
 
 def _first_paragraph(described: type[Any]) -> str:
