@@ -1,4 +1,4 @@
-"""The code of docs/extending.md, run as it stands on the demo's model and the stock engine."""
+"""The code of docs/how-to/extend.md, run as it stands on the demo's model and the stock engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.verbs import REPOSITORY, prge
 
-PAGE = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs/how-to/extend.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -25,7 +25,7 @@ from prge.learning.estimators.directions import philox
 from prge.verbs.bounds import bound_problems, flag
 
 _WHOLE = ("top_k", "seed")
-# Without it a tail of tokens that are rare one by one is drawn from now and then (docs/generation.md).
+# Without it a tail of tokens that are rare one by one is drawn from now and then (docs/how-to/generate.md).
 MIN_P = 0.1
 
 

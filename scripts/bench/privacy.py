@@ -14,7 +14,8 @@ is played against the device as it is, and with the one defence against it taken
     floats      looks for answers that floating-point noise can't make; without: such noise
 
 The engine, its programs and the tokenizer are those of a bundle of a tiny model. Only "without the canary" is
-not a file: the engine's derivatives of its row are zeros, for that is what a neighbour is (docs/fleet.md).
+not a file: the engine's derivatives of its row are zeros, for that is what a neighbour is
+(docs/explanation/privacy.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ def test_the_page_runs(
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/api.md").read_text(), re.DOTALL):
+    for block in re.findall(
+        r"```python\n(.*?)```", (REPOSITORY / "docs/get-started/python.md").read_text(), re.DOTALL
+    ):
         capsys.readouterr()
         exec(block, names)
     told = capsys.readouterr().out
@@ -34,6 +36,7 @@ def test_the_page_runs(
     assert run.before and run.best and run.best["loss"] < run.before["loss"]
     assert (run.adapter / "adapter_model.safetensors").is_file()
     assert (tuned.adapter / "adapter_config.json").is_file()
+    assert (tmp_path / "curves.svg").read_text(encoding="utf-8").startswith("<svg")
     assert prge.open_bundle(tuned.bundle).sha256 == prge.open_bundle("bundle").sha256
 
 

@@ -130,7 +130,7 @@ class Scene:
         return {}
 
     def added(self, rows: Sequence[int]) -> FloatArray:
-        """Gradients of rows alone, added up in the order that docs/chain.md names."""
+        """Gradients of rows alone, added up in the order that docs/explanation/chain.md names."""
         bounds = self.bundle.chain.bounds
         rows = sorted(rows, key=lambda row: padded_length(self.lengths[row], bounds))
         total = np.zeros(self.adapter.size, np.float32)

@@ -207,11 +207,11 @@ def test_losses_of_an_encoder_match_autograd(rows: list[int], seed: int) -> None
     np.testing.assert_allclose(found.by_output, states.grad, rtol=1e-9, atol=1e-12)
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/extending.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/extend.md"
 
 
 def margin() -> Any:
-    """The loss of docs/extending.md."""
+    """The loss of docs/how-to/extend.md."""
     code = PAGE.read_text(encoding="utf-8").split("class Margin:")[1].split("\n\n\n")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     page: dict[str, Any] = {"np": np, "labels_of": labels_of}

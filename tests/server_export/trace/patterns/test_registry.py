@@ -78,7 +78,7 @@ def refuse_longer(model: Any, longest: int) -> None:
 
 
 def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of docs/extending.md, as it stands there."""
+    """That of docs/how-to/extend.md, as it stands there."""
     monkeypatch.setattr(modeling_llama, "LlamaMLP", LogAddExp)
     config = LlamaConfig(
         vocab_size=64,
