@@ -129,7 +129,7 @@ def _answerable(messages: object) -> list[Mapping[str, Any]]:
     try:
         return check_messages(messages, answered=False)
     except ValueError as error:
-        raise RowError(str(error)) from None
+        raise RowError(str(error), code="messages-malformed") from None
 
 
 def _rows_asked(
@@ -179,7 +179,8 @@ def _text_of(row: Row) -> str:
     for column in ("prompt", "text"):
         if column in row.fields:
             if not isinstance(row.fields[column], str):
-                raise RowError(f"column {column!r} is {shown(row.fields[column])}, must be a text")
+                problem = f"column {column!r} is {shown(row.fields[column])}, must be a text"
+                raise RowError(problem, code="column-not-text")
             return str(row.fields[column])
     raise AssertionError("a form without a prompt")
 

@@ -98,13 +98,13 @@ class Model:
             return self._prompts.of_text(prompt)
         if not isinstance(prompt, list | tuple):
             problem = f"it is {shown(prompt)}, must be a text, messages or token ids"
-            raise DataError("the prompt can't be used", [problem])
+            raise DataError("the prompt can't be used", [problem], code="prompt-unusable")
         if not prompt or not isinstance(prompt[0], dict):
             return Prompt(tuple(prompt))
         try:
             messages = check_messages(checked_json(prompt, "the prompt"), answered=False)
         except ValueError as error:
-            raise DataError("the prompt can't be used", [str(error)]) from None
+            raise DataError("the prompt can't be used", [str(error)], code="messages-malformed") from None
         return self._prompts.of_messages(messages)
 
 

@@ -131,7 +131,7 @@ class ModelSpec:
         if not problems and trained > MOST_TRAINED:
             problems.append(f"the adapter has {trained} numbers, must have at most {MOST_TRAINED}")
         if problems:
-            raise ConfigError("the sizes of the model can't be used:", problems)
+            raise ConfigError("the sizes of the model can't be used:", problems, code="model-sizes")
 
     @property
     def is_encoder(self) -> bool:

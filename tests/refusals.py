@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
-from prge.errors import PrgeError, Refusal
+from prge.errors import Refusal
 
-_Error = TypeVar("_Error", bound=PrgeError)
+_Error = TypeVar("_Error", bound=Exception)
 
 
-@contextmanager
-def raises(error: type[_Error], *codes: str, saying: str = "") -> Iterator[pytest.ExceptionInfo[_Error]]:
+def raises(
+    error: type[_Error], *codes: str, saying: str = ""
+) -> AbstractContextManager[pytest.ExceptionInfo[_Error], bool]:
     """Expect an error of this class with the code, or with one of several.
 
     Args:
-        error: the class.
+        error: the class, of a PrgeError or of what becomes one, such as a RowError.
         codes: one of which it has.
         saying: a value that the message has to show, such as a path or a number.
     """
+    # What stands after the block is reached, which the type of a generator's manager doesn't say.
+    return cast("AbstractContextManager[pytest.ExceptionInfo[_Error], bool]", _raises(error, codes, saying))
+
+
+@contextmanager
+def _raises(
+    error: type[_Error], codes: tuple[str, ...], saying: str
+) -> Iterator[pytest.ExceptionInfo[_Error]]:
     with pytest.raises(error) as caught:
         yield caught
-    assert caught.value.code in codes, f"{caught.value.code}: {caught.value}"
+    code = getattr(caught.value, "code", "")
+    assert code in codes, f"{code}: {caught.value}"
     assert saying in str(caught.value)
 
 
-def refusal(*codes: str) -> AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+def refusal(*codes: str) -> AbstractContextManager[pytest.ExceptionInfo[Refusal], bool]:
     """Expect that what stands inside is refused with the code, or with one of several."""
     return raises(Refusal, *codes)

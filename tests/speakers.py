@@ -26,7 +26,8 @@ class NumpySpeaker:
     """Implements prge.text.speaker.Speaker: a recurrent network, whose states it keeps.
 
     `calls` are the tokens of every feed, and the sequences of every step. A misuse is an AssertionError;
-    `failing` tokens are an EngineError.
+    `failing` tokens are an EngineError of the code `token-refused`. `embedding` [vocabulary_size, width] and
+    `head` [width, vocabulary_size] are its weights.
     """
 
     def __init__(self, vocabulary_size: int = 420, context: int = 64, slots: int = 3) -> None:
@@ -38,8 +39,8 @@ class NumpySpeaker:
         self.calls: list[list[int]] = []
         self.failing: set[int] = set()
         self._recurrent = random.normal(0, 1.5 / np.sqrt(WIDTH), (WIDTH, WIDTH))
-        self._embedding = random.normal(size=(vocabulary_size, WIDTH))
-        self._head = random.normal(size=(WIDTH, vocabulary_size))
+        self.embedding = random.normal(size=(vocabulary_size, WIDTH))
+        self.head = random.normal(size=(WIDTH, vocabulary_size))
         self._adapters: dict[int, NDArray[np.float64]] = {}
         self._states: dict[int, list[NDArray[np.float64]]] = {}
         self._opened = 0
@@ -93,8 +94,8 @@ class NumpySpeaker:
         assert self.length(sequence) + len(tokens) <= self.context, "longer than the context"
         for token in tokens:
             if token in self.failing:
-                raise EngineError(f"the engine refuses token {token}")
-            entering = self._embedding[token] + self._adapters[sequence]
+                raise EngineError(f"the engine refuses token {token}", code="token-refused")
+            entering = self.embedding[token] + self._adapters[sequence]
             states.append(np.tanh(self._recurrent @ states[-1] + entering))
-        logits: FloatArray = (2 * states[-1] @ self._head).astype(np.float32)
+        logits: FloatArray = (2 * states[-1] @ self.head).astype(np.float32)
         return logits

@@ -22,7 +22,7 @@ from device_runner import chat, generate
 from device_runner.session import speaking as session
 from device_runner.session.samples import read_prompts
 from prge.cli import main
-from prge.errors import DataError, PrgeError
+from prge.errors import DataError, PrgeError, shown
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
@@ -30,6 +30,7 @@ from prge.text.loop import GenerationSettings
 from prge.text.prompts import Prompts
 from tests.device_runner.serving.test_server import Child, served
 from tests.device_runner.speaking import TEMPLATE, Speaking
+from tests.refusals import raises
 
 # As Python has bytes of a command line that are no UTF-8, and as JSON may escape them.
 SURROGATES = ["\udcff", "a\ud800b", "\udc00\ud800"]
@@ -183,7 +184,7 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         ]
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-        with pytest.raises(DataError, match="which JSON has no type for"):
+        with raises(DataError, "not-json", saying=shown(extra)):
             load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
 
 
@@ -198,7 +199,7 @@ def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
         {"messages": messages, "answer": "b", "rating": "bad"},
         {"messages": [{**messages[0], "content": "a"}], "answer": text, "rating": "good"},
     ):
-        with pytest.raises(UnlearnableError, match=r"UTF-8|surrogate"):
+        with raises(UnlearnableError, "half-character", "feedback-unsound"):
             examples.of(row)
     examples.of({"prompt": "a", "answer": "b", "correction": " c"})
 

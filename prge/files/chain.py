@@ -255,6 +255,7 @@ class Chain:
             raise BundleError(
                 "the manifest describes no chain that can be run: " + "; ".join(problems[:_SHOWN]),
                 remedy=_REMEDY,
+                code="chain-not-runnable",
             )
         try:
             self.model  # noqa: B018
@@ -262,6 +263,7 @@ class Chain:
             raise BundleError(
                 f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
                 remedy=_REMEDY,
+                code="chain-not-runnable",
             ) from None
 
     def _problems(self) -> Iterator[str]:
@@ -532,6 +534,7 @@ class Chain:
             raise BundleError(
                 f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
                 remedy="choose another estimator, or export it with that role",
+                code="role-missing",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -551,6 +554,7 @@ class Chain:
             raise BundleError(
                 "the bundle answers among label words alone, which version 0.1 could",
                 remedy="export it again without --label-words: tasks compare their words over the vocabulary",
+                code="bundle-of-label-words",
             )
         chain: Chain = _read(cls, block, "chain")
         return chain
@@ -614,4 +618,8 @@ def _checked(name: str, value: Any, kind: type) -> Any:
 
 
 def _unreadable(name: str, value: Any, why: str) -> BundleError:
-    return BundleError(f"the manifest's chain can't be read: {name} is {shown(value)}, {why}", remedy=_REMEDY)
+    return BundleError(
+        f"the manifest's chain can't be read: {name} is {shown(value)}, {why}",
+        remedy=_REMEDY,
+        code="chain-unreadable",
+    )

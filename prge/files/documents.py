@@ -31,7 +31,11 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class DocumentError(ValueError):
-    """What is wrong with a document, in words that follow its name."""
+    """What is wrong with a document, in words that follow its name. `code` is as of every PrgeError."""
+
+    def __init__(self, what: str, *, code: str = "") -> None:
+        super().__init__(what)
+        self.code = code
 
 
 def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
@@ -50,7 +54,10 @@ def read_document(path: Path, most_bytes: int) -> bytes:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise DocumentError(f"it has {max(size, len(content))} bytes, at most {most_bytes} are read")
+        raise DocumentError(
+            f"it has {max(size, len(content))} bytes, at most {most_bytes} are read",
+            code="document-too-large",
+        )
     return content
 
 
@@ -83,13 +90,15 @@ def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
         deep = _is_deep(value)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
-        raise DocumentError(f"not JSON: {error.msg} at {line}character {error.colno}") from None
+        raise DocumentError(
+            f"not JSON: {error.msg} at {line}character {error.colno}", code="json-malformed"
+        ) from None
     except UnicodeEncodeError:
-        raise DocumentError("it has half of a \\u escape pair") from None
+        raise DocumentError("it has half of a \\u escape pair", code="half-character") from None
     except RecursionError:
         deep = True
     if deep:
-        raise DocumentError(_TOO_DEEP)
+        raise DocumentError(_TOO_DEEP, code="document-too-deep")
     return value
 
 
@@ -106,16 +115,20 @@ def parse_yaml(content: bytes | str) -> Any:
     except yaml.MarkedYAMLError as error:
         # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
         if "nesting depth" in str(error.problem):
-            raise DocumentError(_TOO_DEEP) from None
+            raise DocumentError(_TOO_DEEP, code="document-too-deep") from None
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise DocumentError(f"not YAML: {place}{error.problem or error.context}") from None
+        raise DocumentError(
+            f"not YAML: {place}{error.problem or error.context}", code="yaml-malformed"
+        ) from None
     except yaml.YAMLError as error:
-        raise DocumentError(f"not YAML: {' '.join(str(error).split())}") from None
+        raise DocumentError(f"not YAML: {' '.join(str(error).split())}", code="yaml-malformed") from None
     except DocumentError:
         raise
     except ValueError:  # from Python's int and float
-        raise DocumentError("it has a number that is none, or one of thousands of digits") from None
+        raise DocumentError(
+            "it has a number that is none, or one of thousands of digits", code="number-unreadable"
+        ) from None
     _check_scalars(value)
     return value
 
@@ -130,7 +143,7 @@ def _decoded(content: bytes | str) -> str:
         text = content.decode() if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
         raise DocumentError(
-            f"it is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+            f"it is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}", code="not-utf8"
         ) from None
     return text.removeprefix(_UTF8_MARK)
 
@@ -140,20 +153,20 @@ def _with_keys_once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise DocumentError(f"it has the key {shown(twice)} twice")
+        raise DocumentError(f"it has the key {shown(twice)} twice", code="key-twice")
     return value
 
 
 def _mapping_of_yaml(loader: Any, node: Any) -> dict[Any, Any]:
     pairs = loader.construct_pairs(node, deep=True)
     if any(isinstance(key, (list, dict)) for key, _ in pairs):
-        raise DocumentError("it has a list or a mapping as a key")
+        raise DocumentError("it has a list or a mapping as a key", code="key-not-scalar")
     return _with_keys_once(pairs)
 
 
 def _whole_number(text: str) -> int:
     if len(text) > LONGEST_NUMBER:
-        raise DocumentError(f"it has a number of {len(text)} digits")
+        raise DocumentError(f"it has a number of {len(text)} digits", code="number-too-long")
     return int(text)
 
 
@@ -163,12 +176,12 @@ def _number(text: str) -> float:
 
 def _finite(value: float, text: object) -> float:
     if not math.isfinite(value):
-        raise DocumentError(f"it has {shown(text)}, which is no finite number")
+        raise DocumentError(f"it has {shown(text)}, which is no finite number", code="number-not-finite")
     return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise DocumentError(f"it has {text}, which is no number of JSON")
+    raise DocumentError(f"it has {text}, which is no number of JSON", code="number-not-finite")
 
 
 def _infinity(name: str) -> float:
@@ -233,11 +246,13 @@ def _check_events(text: str, loader: type[Any]) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
-            raise DocumentError(f"it has an alias, *{event.anchor}: write out what it stands for")
+            raise DocumentError(
+                f"it has an alias, *{event.anchor}: write out what it stands for", code="yaml-alias"
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > DEEPEST:
-                raise DocumentError(_TOO_DEEP)
+                raise DocumentError(_TOO_DEEP, code="document-too-deep")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -254,9 +269,9 @@ def _check_scalars(value: object) -> None:
     elif isinstance(value, float):
         _finite(value, value)
     elif isinstance(value, int) and value.bit_length() > 4 * LONGEST_NUMBER:
-        raise DocumentError("it has a number of more than a hundred digits")
+        raise DocumentError("it has a number of more than a hundred digits", code="number-too-long")
     elif isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise DocumentError("it has half of a \\u escape pair") from None
+            raise DocumentError("it has half of a \\u escape pair", code="half-character") from None

@@ -138,6 +138,7 @@ class Journal:
             raise RunError(
                 f"{self.path}: the record {where!r} can't be used: {type(error).__name__}: {error}",
                 remedy="restore the run folder from a copy, or start the run again in a new folder",
+                code="journal-damaged",
             ) from error
 
     def sync(self) -> None:
@@ -204,6 +205,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
             raise RunError(
                 f"{path}: line {number} of {len(lines)} is damaged",
                 remedy="restore the run folder from a copy, or start the run again in a new folder",
+                code="journal-damaged",
             )
         records.append(record)
         length += len(line)

@@ -109,4 +109,6 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
 
 
 def _unusable(folder: Path, why: str) -> BundleError:
-    return BundleError(f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again")
+    return BundleError(
+        f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again", code="layers-unusable"
+    )

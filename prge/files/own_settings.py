@@ -120,6 +120,7 @@ def check_links(folder: Path) -> None:
                 raise RunError(
                     f"{path} is a link to {os.readlink(path)}, outside of {folder}",
                     remedy="put what it leads to in its place, or remove it",
+                    code="link-outside",
                 )
 
 

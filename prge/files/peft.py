@@ -151,11 +151,13 @@ def find_adapter(source: Path) -> Path:
         raise RunError(
             f"{source} is a run without a result",
             remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+            code="run-unfinished",
         )
     raise AdapterError(
         f"{source} holds no trained adapter:",
         [f"neither {CONFIG} nor {FINAL}/{CONFIG} is there"],
         remedy="give a run folder, a checkpoint or a PEFT folder",
+        code="adapter-missing",
     )
 
 
@@ -178,7 +180,10 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     problems = _variant_problems(config, heads) + _number_problems(config)
     if problems:
         raise AdapterError(
-            f"the adapter {folder} can't be used:", problems, remedy="train it as plain LoRA on linear layers"
+            f"the adapter {folder} can't be used:",
+            problems,
+            remedy="train it as plain LoRA on linear layers",
+            code="adapter-unsupported",
         )
     matrices: dict[str, dict[str, FloatArray]] = {"A": {}, "B": {}}
     for name, array in _read_floats(folder / WEIGHTS, problems).items():
@@ -190,7 +195,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     lora_a, lora_b = matrices.values()
     problems += _pair_problems(config, lora_a, lora_b)
     if problems:
-        raise AdapterError(f"the adapter {folder} can't be used:", problems)
+        raise AdapterError(f"the adapter {folder} can't be used:", problems, code="adapter-incomplete")
     return PeftAdapter(config, lora_a, lora_b)
 
 
@@ -236,6 +241,7 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
                 f"the adapter {folder} doesn't fit the bundle",
                 problems,
                 remedy="give an adapter of this bundle, or export a bundle from it with --start-adapter",
+                code="adapter-does-not-fit",
             )
         # Only now: the modules are a manifest's, and their sizes are those of the file.
         adapter = Adapter.zeros(modules)
@@ -319,6 +325,7 @@ def read_compatible_adapter(
             problems,
             remedy="export a bundle from it with --start-adapter, or give one of this model"
             + ("; a bundle of --adapter lora takes any lora_A" if others else ""),
+            code="adapter-does-not-fit",
         )
     return Adapter(adapter.modules, adapter.values, lora_a) if others else adapter
 
@@ -357,6 +364,7 @@ def write_peft(
             f"the adapter is not written to {folder}",
             problem,
             remedy="train again with a lower learning rate",
+            code="adapter-not-finite",
         )
     template = Path(template_folder)
     config = _read_bytes(template / CONFIG)
@@ -368,6 +376,7 @@ def write_peft(
                 f"the adapter {template} is not of these modules",
                 problems.values(),
                 remedy="give the bundle's own adapter",
+                code="adapter-of-other-modules",
             )
         for module in adapter.modules:
             name, lora_a = weight_name(module.name, "A"), (adapter.lora_a or {}).get(module.name)
@@ -398,7 +407,10 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
             return {name: weights.get_tensor(name) for name in sorted(weights.keys())}
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise AdapterError(
-                f"{path} can't be read", [f"{error}"], remedy="give a file that prge wrote"
+                f"{path} can't be read",
+                [f"{error}"],
+                remedy="give a file that prge wrote",
+                code="arrays-unreadable",
             ) from None
 
 
@@ -413,11 +425,14 @@ def _no_adapter(path: Path, reason: str) -> AdapterError:
         f"{path.parent} is not a PEFT adapter",
         [f"{path.name}{reason}"],
         remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+        code="not-an-adapter",
     )
 
 
 def _damaged(path: Path, problem: object) -> AdapterError:
-    return AdapterError(f"{path} is damaged", [str(problem)], remedy="copy the folder again")
+    return AdapterError(
+        f"{path} is damaged", [str(problem)], remedy="copy the folder again", code="adapter-damaged"
+    )
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -483,6 +498,7 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
             f"{folder} is damaged",
             problems,
             remedy=f"copy the folder again; if the change was meant, delete its {HASHES}",
+            code="adapter-changed",
         )
 
 

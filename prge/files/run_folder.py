@@ -155,10 +155,14 @@ def read_metrics(folder: Path) -> list[Record]:
         lines = read_regular(path).splitlines(keepends=True)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
-            f"{folder} is not a run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
+            f"{folder} is not a run: it has no {METRICS}",
+            remedy="give the folder of `prge run --out`",
+            code="not-a-run",
         ) from None
     except OSError as error:
-        raise RunError(f"{path} can't be read: {error.strerror}", remedy="give another run") from None
+        raise RunError(
+            f"{path} can't be read: {error.strerror}", remedy="give another run", code="run-unreadable"
+        ) from None
     records = []
     for number, line in enumerate(lines, 1):
         record = metrics_record(line)
@@ -168,6 +172,7 @@ def read_metrics(folder: Path) -> list[Record]:
             raise RunError(
                 f"{path}: line {number} is damaged: no record of metrics",
                 remedy="remove that line, or start a new run",
+                code="metrics-damaged",
             )
     return records
 
@@ -257,7 +262,11 @@ def _hold(folder: Path) -> _Held:
                 held.push(stream)
                 stream.seek(0)
                 if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
-                    raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
+                    raise RunError(
+                        f"{folder / LOCK} is no lock of prge",
+                        remedy="give another folder",
+                        code="lock-foreign",
+                    )
                 if not _lock(stream) and not _lock_after_end(stream):
                     break
                 # Whoever held it may have removed it: two processes would lock two files of one name.
@@ -270,6 +279,7 @@ def _hold(folder: Path) -> _Held:
     raise RunError(
         f"{folder} is in use by process {_holder_of(folder) or 'unknown'}",
         remedy="wait for it or stop it, or give another folder with --out",
+        code="run-in-use",
     )
 
 
@@ -295,6 +305,7 @@ def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
         raise RunError(
             f"{folder} holds {there[0]}, which a run would replace",
             remedy="give a new or empty folder with --out",
+            code="folder-occupied",
         )
 
 

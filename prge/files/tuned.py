@@ -33,7 +33,9 @@ class Tuning:
         try:
             given = bundle_in(self.folder / CONFIG)
         except (OSError, DocumentError) as error:
-            raise RunError(f"{self.folder / CONFIG} can't be read: {error}") from None
+            raise RunError(
+                f"{self.folder / CONFIG} can't be read: {error}", code="settings-unreadable"
+            ) from None
         return given or self._there("bundle", "bundle")
 
     @property
@@ -56,11 +58,13 @@ class Tuning:
             raise RunError(
                 f"{self.folder} is a tuning that has no {what} yet",
                 remedy=f"finish it with `prge tune --resume {self.folder}`",
+                code="tuning-unfinished",
             )
         if leads_out(self.folder, str(self.folder / name), is_written=True):
             raise RunError(
                 f"{self.folder / name} is a link to a place outside of {self.folder}",
                 remedy="put what it leads to in its place",
+                code="link-outside",
             )
         return self.folder / name
 
@@ -83,6 +87,7 @@ def bundle_in(config: Path) -> Path | None:
             "and isn't as your prge wrote it",
             remedy=f"where that is the bundle that you want, give --bundle {given}; and {config.parent} with "
             "--adapter to verbs that generate or score",
+            code="path-outside",
         )
     return Path(str(given))
 

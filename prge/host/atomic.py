@@ -48,7 +48,11 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     folder = Path(folder)
     if not overwrite and (folder.exists() or folder.is_symlink()):
-        raise RunError(f"{folder} exists already", remedy="give another folder, or allow overwriting it")
+        raise RunError(
+            f"{folder} exists already",
+            remedy="give another folder, or allow overwriting it",
+            code="folder-exists",
+        )
     partial: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +171,7 @@ def check_place(folder: Path, needed: int = 0) -> None:
             f"{folder} has too little room: about {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB "
             "are free",
             remedy="free some storage, or write to another place",
+            code="storage-full",
         )
 
 
@@ -182,12 +187,12 @@ def storage_error(path: Path, error: OSError) -> RunError:
     """The RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
-        remedy = "free some storage, or write to another place"
+        code, remedy = "storage-full", "free some storage, or write to another place"
     elif error.errno in _REFUSED:
-        remedy = "check the rights on it, or write to another place"
+        code, remedy = "write-refused", "check the rights on it, or write to another place"
     else:
-        remedy = "check the path and the storage"
-    return RunError(f"{path} can't be written: {reason}", remedy=remedy)
+        code, remedy = "write-failed", "check the path and the storage"
+    return RunError(f"{path} can't be written: {reason}", remedy=remedy, code=code)
 
 
 def _remove_leftovers(folder: Path) -> None:

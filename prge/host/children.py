@@ -122,13 +122,13 @@ def _give_up_rights() -> None:
     """Keep what is open, and lose what else the system lets a process do, as far as it can take that away."""
     time.tzset()  # programs may ask for the time, whose zone is in a file
     if sys.platform == "linux":
-        _enter_landlock()
+        enter_landlock()
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(limit, (0, 0))
 
 
-def _enter_landlock() -> None:
+def enter_landlock() -> None:
     """A Landlock domain without a rule: no path opened, changed or executed, no port, no signal to others."""
     system = ctypes.CDLL(None)
     version = system.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _RULESET_VERSION)

@@ -64,4 +64,5 @@ def needing(extra: str) -> Iterator[None]:
         raise PrgeError(
             f"the package {missing} is not installed",
             remedy=f"{install_extra('', extra)}\n  `prge doctor` shows what is missing",
+            code="package-missing",
         ) from None

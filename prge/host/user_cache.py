@@ -43,6 +43,7 @@ def cache_path(name: str) -> Path:
         raise EngineError(
             f"there is no place for the cache: {error}",
             remedy="let XDG_CACHE_HOME name a folder, or PRGE_NATIVE_LIBRARY an engine built elsewhere",
+            code="cache-without-folder",
         ) from None
     return Path(base) / "prge" / name
 
@@ -78,6 +79,7 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
             f"other users may write to {folder}, and what lies there is run "
             f"(its owner is user {facts.st_uid}, its mode {stat.S_IMODE(facts.st_mode):o})",
             remedy="remove it, or let XDG_CACHE_HOME name a folder of your own",
+            code="cache-not-private",
         )
     return folder
 

@@ -291,6 +291,7 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
             f"{folder / OPTIMIZER} belongs to another optimizer",
             [f"it holds {sorted(arrays)}, this run needs {sorted(targets)}"],
             remedy="resume with the settings of the run",
+            code="optimizer-differs",
         )
     try:
         progress = Progress.read(folder / STATE)
@@ -298,7 +299,10 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
             raise ValueError(f"its step is {progress.step}")
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
-            f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"
+            f"{folder / STATE} is damaged",
+            [str(error)],
+            remedy="remove this checkpoint",
+            code="checkpoint-damaged",
         ) from None
     head = None
     if state.head is not None:
@@ -343,7 +347,12 @@ def read_head(path: Path, head: Head) -> None:
         if name not in arrays or arrays[name].shape != shape or not np.isfinite(arrays[name]).all()
     ]
     if problems:
-        raise AdapterError(f"{path} doesn't fit the task", problems, remedy="give the head of this task")
+        raise AdapterError(
+            f"{path} doesn't fit the task",
+            problems,
+            remedy="give the head of this task",
+            code="head-does-not-fit",
+        )
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]
 
 

@@ -197,7 +197,9 @@ class Outline:
             )
         except (KeyError, TypeError, ValueError):
             raise BundleError(
-                f"the manifest's outline can't be read: {shown(block)}", remedy="export the bundle again"
+                f"the manifest's outline can't be read: {shown(block)}",
+                remedy="export the bundle again",
+                code="outline-unreadable",
             ) from None
 
     @property
@@ -609,6 +611,7 @@ def budget_within(
             f"--memory {megabytes(limit)} is too little:",
             [f"{process} needs at least {megabytes(named)}"],
             remedy=remedy,
+            code="memory-too-little",
         )
     loaded = bisect_right(range(smallest, max(limit, smallest) + 1), limit, key=predicted) + smallest - 1
     return Budget(limit, loaded, predicted(loaded))
@@ -625,6 +628,7 @@ def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
         raise BundleError(
             f"{bundle.folder} doesn't tell what memory it needs: it is of an earlier version",
             remedy="leave --memory out, or export the bundle again",
+            code="outline-missing",
         )
     outline = Outline.from_json(manifest["outline"], bundle.chain)
     quantization = manifest.get("quantization")

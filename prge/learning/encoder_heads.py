@@ -78,6 +78,7 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
             "the classification head can't be fitted",
             [str(error)],
             remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+            code="head-not-fitted",
         ) from None
 
 

@@ -266,7 +266,12 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
             f"--loss-normalisation token is for completions, texts and chats; the objective is {name}"
         )
     if problems:
-        raise ConfigError("these settings can't be used:", problems, remedy="leave them out")
+        raise ConfigError(
+            "these settings can't be used:",
+            problems,
+            remedy="leave them out",
+            code="setting-of-other-objective",
+        )
     if entry is None:
         return CROSS_ENTROPY
     beta = entry.beta if flags.beta is None else flags.beta

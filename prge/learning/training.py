@@ -140,15 +140,19 @@ class AdapterLearner:
             record, measurement = self._measured()
             # A gradient that the journal has forgotten is computed again; all else is what it was.
             record |= replayed or {}
-            if problem := _divergence(measurement, state, self.settings):
+            not_finite = _not_finite(measurement, state.step)
+            if problem := not_finite or loss_has_risen(state.progress, self.settings.divergence_ratio):
                 self.save()
-                raise DivergenceError(problem, remedy=_REMEDY)
+                code = "loss-not-finite" if not_finite else "loss-risen"
+                raise DivergenceError(problem, remedy=_REMEDY, code=code)
         reading = nullcontext() if replayed is None else self.journal.reading(record)
         with reading, np.errstate(over="ignore", invalid="ignore"):
             gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
         if problem := state.overflow():
-            raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
+            raise DivergenceError(
+                f"step {state.step - 1}: {problem}", remedy=_REMEDY, code="adapter-not-finite"
+            )
         if replayed is None:
             self.journal.append(record)
         return record, measurement if replayed is None else None
@@ -189,7 +193,7 @@ class AdapterLearner:
         record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
             what = f"step {self.state.step}: the loss of development rows is {record['loss']}"
-            raise DivergenceError(what, remedy=_REMEDY)
+            raise DivergenceError(what, remedy=_REMEDY, code="evaluation-not-finite")
         return self.journal.append(record), True
 
     def save(self, best: bool = False) -> None:
@@ -203,14 +207,14 @@ def _due(step: int, settings: TrainingSettings) -> bool:
     return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
 
 
-def _divergence(measurement: Measurement, state: TrainingState, settings: TrainingSettings) -> str:
-    """What is wrong with a step that must not be taken; empty if nothing is."""
+def _not_finite(measurement: Measurement, step: int) -> str:
+    """What to say if the numbers of a step are not finite; empty if they are."""
     loss, derivatives = measurement.loss, measurement.derivatives
     bad = int(derivatives.size - np.isfinite(derivatives).sum())
     if bad or not math.isfinite(loss):
         name = "scalars" if measurement.gradient is None else "derivatives"
-        return f"step {state.step}: the loss is {loss}, {bad} of {derivatives.size} {name} are not finite"
-    return loss_has_risen(state.progress, settings.divergence_ratio)
+        return f"step {step}: the loss is {loss}, {bad} of {derivatives.size} {name} are not finite"
+    return ""
 
 
 def loss_has_risen(progress: Progress, ratio: float) -> str:

@@ -14,15 +14,21 @@ Fields = Mapping[str, Any]
 
 
 class RowError(ValueError):
-    """Something about one row; the caller adds the row's number."""
+    """Something about one row; the caller adds the row's number. `code` is as of every PrgeError."""
+
+    def __init__(self, what: str, *, code: str = "") -> None:
+        super().__init__(what)
+        self.code = code
 
 
 def text_of(fields: Fields, column: str) -> str:
     """A column's text; raises RowError where it is missing, or no text."""
     value = fields.get(column)
     if not isinstance(value, str):
-        problem = "missing" if value is None else type(value).__name__
-        raise RowError(f"column {column!r} is {problem}, must be a text")
+        problem, code = (
+            ("missing", "column-missing") if value is None else (type(value).__name__, "column-not-text")
+        )
+        raise RowError(f"column {column!r} is {problem}, must be a text", code=code)
     return value
 
 
@@ -33,7 +39,9 @@ def decoded(column: str, value: Any, needed: str = "a list") -> Any:
     try:
         return parse_json(value)
     except DocumentError as error:
-        raise RowError(f"{column} must be {needed}, or JSON of one, not {shown(value)}: {error}") from None
+        raise RowError(
+            f"{column} must be {needed}, or JSON of one, not {shown(value)}: {error}", code="column-not-json"
+        ) from None
 
 
 def present_columns(rows: Sequence[Row]) -> list[str]:

@@ -70,7 +70,7 @@ def _encode_apart(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
         ids = tokenizer.ids(last.text, control=last.control, before=() if doubled else tokenizer.begin)
         before, after = np.array(tokenizer.begin, np.int32), ids if doubled else ids[begin:]
     if last.is_trained and not len(after):
-        raise RowError(f"its {last.name} is empty: there is nothing to learn from")
+        raise RowError(f"its {last.name} is empty: there is nothing to learn from", code="answer-empty")
     end: tuple[int, ...] = ()
     if text.special_tokens == "begin and end":
         end = tokenizer.end

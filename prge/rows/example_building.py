@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -103,10 +103,11 @@ def build_examples(
         chat: renders rows of messages; None: the tokenizer's chat template, compiled for this call.
 
     Raises:
-        DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named.
+        DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named,
+            with the code of the first.
     """
     if not rows:
-        raise DataError(f"{source} can't be used", ["it has no rows"])
+        raise DataError(f"{source} can't be used", ["it has no rows"], code="rows-empty")
     options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
     if task is not None:
         row_format = task_format(rows, task, model, options, training, source)
@@ -123,12 +124,14 @@ def build_examples(
     overflow = row_format.usual_overflow if options.overflow == "auto" else options.overflow
     segmenter = Segmenter(tokenizer, options.append_eos, options.control_tokens, row_format.chat)
     fitter = Fitter(tokenizer, model.sequence_length, overflow)
-    examples = _Builder(row_format, segmenter, fitter, model, report).build()
+    builder = _Builder(row_format, segmenter, fitter, model, report)
+    examples = builder.build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
             f"{source} has rows that can't be used",
             [f"row {number}: {problem}" for number, problem in report.unusable.items()],
             remedy="correct or remove these rows",
+            code=builder.codes[0],
         )
     _check_dropped(report, source, options.max_dropped)
     return examples, report
@@ -136,13 +139,17 @@ def build_examples(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes the examples of rows; what became of them, and what is wrong with some, goes into the report."""
+    """Makes the examples of rows; what became of them, and what is wrong with some, goes into the report.
+
+    `codes` are those of the rows that can't be used.
+    """
 
     row_format: RowFormat
     segmenter: Segmenter
     fitter: Fitter
     model: ModelSpec
     report: DataReport
+    codes: list[str] = field(default_factory=list)
 
     def build(self) -> list[Example]:
         """The examples of all rows that can be used."""
@@ -153,9 +160,11 @@ class _Builder:
                 examples += self._of_row(row)
             except RowError as problem:
                 report.unusable[row.number] = str(problem)
+                self.codes.append(problem.code)
             except DataError as error:
                 headline = error.what.partition("\n")[0]
                 report.unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
+                self.codes.append(error.code)
         report.rows = len(rows) - len(report.unusable)
         report.examples = len(examples)
         for example in examples:
@@ -196,7 +205,9 @@ class _Builder:
             return self.segmenter
         if own not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
-            raise RowError(f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}")
+            raise RowError(
+                f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}", code="control-tokens-unknown"
+            )
         return replace(self.segmenter, control_tokens=cast(ControlTokens, own))
 
     def _check_vocabulary(self, sequences: Sequence[EncodedText]) -> None:
@@ -205,7 +216,8 @@ class _Builder:
         if largest >= self.model.vocabulary_size:
             raise RowError(
                 f"has the token {self.segmenter.tokenizer.token(largest)!r} ({largest}), "
-                f"the bundle knows {self.model.vocabulary_size}: the tokenizer is not this bundle's"
+                f"the bundle knows {self.model.vocabulary_size}: the tokenizer is not this bundle's",
+                code="token-unknown",
             )
 
     def _make(self, number: int, row: Texts | Candidates, sequences: Sequence[EncodedText]) -> list[Example]:
@@ -223,7 +235,10 @@ class _Builder:
         candidates = [each.ids[each.targets].tolist() for each in sequences]
         tokens = [token for (token,) in candidates]
         if len(set(tokens)) < len(tokens):
-            raise RowError(f"has two candidates that are one token: {self._spelled(row, candidates)}")
+            raise RowError(
+                f"has two candidates that are one token: {self._spelled(row, candidates)}",
+                code="candidates-alike",
+            )
         prompt = tuple(sequences[0].ids[: sequences[0].targets[0]].tolist())
         at = len(prompt) - 1
         return TokenSequence(
@@ -262,4 +277,5 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
             ],
             remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
             "leave them out with a larger --max-dropped",
+            code="targets-dropped",
         )

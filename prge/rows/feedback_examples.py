@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class UnlearnableError(DataError):
     """A row of feedback that can't become an example; `problem` says why."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"the feedback can't be learnt: {problem}", [])
+    def __init__(self, problem: str, *, code: str) -> None:
+        super().__init__(f"the feedback can't be learnt: {problem}", [], code=code)
         self.problem = problem
 
 
@@ -60,7 +60,7 @@ class FeedbackExamples:
             UnlearnableError: it can't be learnt.
         """
         if problem := problem_of(row):
-            raise UnlearnableError(problem)
+            raise UnlearnableError(problem, code="feedback-unsound")
         objective: ObjectiveName = "completion" if can_be_learnt(row) else "kto"
         rows, _ = rows_of_feedback([Row(number, row)], objective)
         options = replace(self._options, objective=objective, skip_unusable=False)
@@ -71,12 +71,12 @@ class FeedbackExamples:
             )
         except BundleError as error:
             self._chat = None
-            raise UnlearnableError(printable(error.what)) from None
+            raise UnlearnableError(printable(error.what), code=error.code) from None
         except DataError as error:
             problems = [problem.removeprefix(f"row {rows[0].number}: ") for problem in error.problems]
-            raise UnlearnableError(printable("; ".join(problems) or error.what)) from None
+            raise UnlearnableError(printable("; ".join(problems) or error.what), code=error.code) from None
         if not examples:
-            raise UnlearnableError("nothing of it is learnt by the chat template")
+            raise UnlearnableError("nothing of it is learnt by the chat template", code="nothing-to-learn")
         return examples
 
     def _compiled(self) -> ChatTemplate | None:

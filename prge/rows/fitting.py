@@ -114,7 +114,8 @@ class Fitter:
         if self.overflow == "error":
             raise RowError(
                 f"has {targets[-1] + 1} tokens, the bundle takes {room}: "
-                "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
+                "shorten it, export with a larger --sequence-length, or set overflow to truncate or split",
+                code="row-too-long",
             )
         windows: list[EncodedText] = []
         events = [*text.events]
@@ -125,7 +126,8 @@ class Fitter:
             chosen = first + np.flatnonzero(mask[first : first + room - context])
             if not len(chosen):
                 raise RowError(
-                    f"the bundle takes {room} tokens, too few to learn anything: export a longer one"
+                    f"the bundle takes {room} tokens, too few to learn anything: export a longer one",
+                    code="bundle-too-short",
                 )
             start = max(begin, int(chosen[-1]) + 1 - (room - begin))
             if not windows and start > begin:
@@ -143,7 +145,7 @@ class Fitter:
         texts = [encode(each, self.tokenizer) for each in row.texts]
         for each in texts:
             if row.comparison == "choices" and each.is_trained[0]:
-                raise RowError("has an empty prompt: nothing predicts its candidates")
+                raise RowError("has an empty prompt: nothing predicts its candidates", code="prompt-empty")
             _check_trained(each)
         context = min(int(each.is_trained.argmax()) for each in texts)
         after = 0 if shares_sequence(row, texts) else max(len(each.ids) for each in texts) - context
@@ -151,7 +153,8 @@ class Fitter:
         if excess and self.overflow == "error" and row.comparison == "choices":
             raise RowError(
                 f"has a prompt of {context} tokens and {after} after it, the bundle takes {self.length}: "
-                "shorten it, export with a larger --sequence-length, or set overflow to truncate"
+                "shorten it, export with a larger --sequence-length, or set overflow to truncate",
+                code="row-too-long",
             )
         most = max(context - texts[0].begin - 1, 0)
         if row.comparison == "answers":
@@ -159,7 +162,8 @@ class Fitter:
         elif excess > most:
             raise RowError(
                 f"has a candidate of {after} tokens, the bundle takes {self.length}: "
-                "export with a larger --sequence-length"
+                "export with a larger --sequence-length",
+                code="candidate-too-long",
             )
         cut = 0 if self.overflow == "error" else min(excess, most)
         texts = [_without(each, slice(each.begin, each.begin + cut)) for each in texts]
@@ -177,12 +181,14 @@ class Fitter:
             return Fitted((text,), text.events)
         if self.length <= text.begin + text.end:
             raise RowError(
-                f"the bundle takes {self.length} tokens, too few for any text: export a longer one"
+                f"the bundle takes {self.length} tokens, too few for any text: export a longer one",
+                code="bundle-too-short",
             )
         if self.overflow != "truncate":
             raise RowError(
                 f"has {len(text.ids)} tokens, the bundle takes {self.length}: "
-                "shorten it, export with a larger --sequence-length, or set overflow to truncate"
+                "shorten it, export with a larger --sequence-length, or set overflow to truncate",
+                code="row-too-long",
             )
         end = len(text.ids) - text.end
         return Fitted((_without(text, slice(end - excess, end)),), (*text.events, ENCODER_CUT))
@@ -196,7 +202,7 @@ def shares_sequence(row: Candidates, texts: Sequence[EncodedText]) -> bool:
 def _check_trained(text: EncodedText) -> None:
     """Raise RowError where no token of a text is learnt, as where a chat template renders nothing."""
     if not len(text.targets):
-        raise RowError(f"has {len(text.ids)} tokens and none to learn from")
+        raise RowError(f"has {len(text.ids)} tokens and none to learn from", code="nothing-to-learn")
 
 
 def _window(text: EncodedText, start: int, targets: NDArray[np.intp]) -> EncodedText:

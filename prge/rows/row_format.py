@@ -59,6 +59,7 @@ def task_format(
             f"{source} can't be used",
             [f"--objective is {objective}, which the task {task.name} can't be learnt by"],
             remedy="leave --objective out, or give rows of pairs or ratings without a task",
+            code="objective-does-not-fit",
         )
     columns, present = task.needed_columns(model.is_encoder), present_columns(rows)
     if lacking := [column for column in columns if column not in present]:
@@ -68,6 +69,7 @@ def task_format(
             [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
             remedy=f"give the data set of the task {task.name}, a task file, or --columns "
             f"{lacking[0]}=NAME with the name that the column has",
+            code="column-missing",
         )
     problems = []
     if model.is_encoder and not task.classes:
@@ -77,7 +79,7 @@ def task_format(
             "overflow split is for texts, completions and messages: a prompt with candidates is one"
         )
     if problems:
-        raise DataError(f"the task {task.name} doesn't fit the bundle", problems)
+        raise DataError(f"the task {task.name} doesn't fit the bundle", problems, code="task-does-not-fit")
     is_alone = training and objective == "completion"
     segments = partial(task_class, task) if model.is_encoder else partial(task_candidates, task, is_alone)
     return RowFormat(f"task {task.name}", columns, objective, "truncate", rows, segments)
@@ -105,6 +107,7 @@ def form_format(
             f"{source} can't be used",
             [f"the bundle's readout is {model.readout}: it compares classes, learns no texts"],
             remedy="give a task (a name or a task file)",
+            code="bundle-learns-no-texts",
         )
     form = find_form(rows, source, renamed, objective=options.objective or "completion")
     chat = (chat or compile_chat_template(tokenizer, options.date)) if form.chat else None
@@ -113,6 +116,7 @@ def form_format(
             f"{source} can't be used",
             ["its rows are messages and the model has no chat template"],
             remedy="export with --chat-template plain, take a chat model, or prompts and completions",
+            code="chat-template-missing",
         )
     if chat is not None:
         form = form.rendered_by(chat.variables, present_columns(rows))
@@ -137,12 +141,20 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
             what,
             [f"its rows are {form.name}, which `prge tune`, `prge run` and `prge eval` take alone"],
             remedy="give rows of prompts and completions",
+            code="rows-of-preferences",
         )
     try:
         objective = settled_objective(options.objective or "auto", form.prefers)
     except ValueError as error:
         remedy = "leave --objective out: the columns choose it"
-        raise DataError(what, [f"{error}; its rows are {form.name}"], remedy=remedy) from None
+        raise DataError(
+            what, [f"{error}; its rows are {form.name}"], remedy=remedy, code="objective-does-not-fit"
+        ) from None
     if objective in PREFERENCES and options.overflow == "split":
-        raise DataError(what, [f"--overflow is split; a row of {form.name} is one"], remedy="truncate them")
+        raise DataError(
+            what,
+            [f"--overflow is split; a row of {form.name} is one"],
+            remedy="truncate them",
+            code="overflow-does-not-fit",
+        )
     return objective

@@ -101,6 +101,7 @@ def read_source(
                 f"{source.name} can't be used",
                 [f"no row has the column {shown(column)}, which --columns names" for column in lacking],
                 remedy=f"its columns are {column_names(present)}",
+                code="column-missing",
             )
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
         source = replace(source, rows=rows, renamed=renamed)
@@ -136,9 +137,14 @@ def rows_files(where: Paths | str, part: Part) -> list[Path]:
     if missing := [path for path in paths if not os.path.exists(path)]:
         joined = " ".join(map(str, paths))
         remedy = "quote a path that has spaces" if os.path.exists(joined) else "check the paths"
-        raise DataError(what, [f"there is no {path}" for path in missing], remedy=remedy)
+        raise DataError(what, [f"there is no {path}" for path in missing], remedy=remedy, code="file-missing")
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
-        raise DataError(what, [f"{path} is given twice" for path in twice], remedy="give each file once")
+        raise DataError(
+            what,
+            [f"{path} is given twice" for path in twice],
+            remedy="give each file once",
+            code="file-twice",
+        )
     return [file_of_part(path, part) if path.is_dir() else path for path in paths]
 
 
@@ -163,7 +169,10 @@ def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> So
         broken += problems
     elif problems:
         raise DataError(
-            f"{name} have rows that can't be read", problems, remedy="correct or remove these rows"
+            f"{name} have rows that can't be read",
+            problems,
+            remedy="correct or remove these rows",
+            code="rows-unreadable",
         )
     return Source(name, rows, digest.hexdigest())
 
@@ -190,6 +199,7 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: Source) 
             "--columns can't be used:",
             problems,
             remedy=f"before the = stands one of {', '.join(read)}; after it, the name that the file has",
+            code="columns-unusable",
         )
 
 
@@ -209,7 +219,10 @@ def _with_lists(source: Source, broken: list[str] | None) -> Source:
             rows.append(Row(row.number, fields))
     if (problems and broken is None) or not rows:
         raise DataError(
-            f"{source.name} has rows that can't be read", problems, remedy="correct or remove these rows"
+            f"{source.name} has rows that can't be read",
+            problems,
+            remedy="correct or remove these rows",
+            code="rows-unreadable",
         )
     return replace(source, rows=rows)
 
@@ -253,13 +266,20 @@ def _learnable(source: Source, broken: list[str] | None, objective: ObjectiveNam
         return source
     what = f"{source.name} can't be used"
     if len(rows) < len(source.rows):
-        raise DataError(what, ["it mixes feedback with other rows"], remedy="make a file of each")
+        raise DataError(
+            what, ["it mixes feedback with other rows"], remedy="make a file of each", code="forms-mixed"
+        )
     found = {row.number: problem_of(row.fields) for row in rows}
     problems: list[str] = [] if broken is None else broken
     problems += [f"row {number}: {problem}" for number, problem in found.items() if problem]
     made, told = rows_of_feedback([row for row in rows if not found[row.number]], objective)
     if (problems and broken is None) or not made:
-        raise DataError(what, problems or [f"no row is left to learn from: {told}"], remedy="correct them")
+        raise DataError(
+            what,
+            problems or [f"no row is left to learn from: {told}"],
+            remedy="correct them",
+            code="feedback-unsound" if problems else "rows-empty",
+        )
     return replace(source, rows=made, told=told)
 
 
@@ -286,6 +306,7 @@ def file_of_part(folder: Path, part: Part) -> Path:
         f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}",
         [problem],
         remedy="name the file itself",
+        code="part-missing",
     )
 
 
@@ -341,7 +362,10 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
         ]
     if problems:
         raise ConfigError(
-            "--columns can't be used:", problems, remedy="give --columns prompt=question completion=answer"
+            "--columns can't be used:",
+            problems,
+            remedy="give --columns prompt=question completion=answer",
+            code="columns-unusable",
         )
     return {name: column for name, _, column in pairs}
 
@@ -370,6 +394,7 @@ def _of_hub(name: str, part: Part) -> Source:
                 "not installed"
             ],
             remedy=f"check the path, or {install_extra('data')}",
+            code="package-missing",
         ) from None
     repository, _, configuration = name.partition(":")
     try:
@@ -381,7 +406,10 @@ def _of_hub(name: str, part: Part) -> Source:
         split = next((each for each in PART_NAMES[part] if each in splits), None)
         if split is None:
             raise DataError(
-                what, [f"it has no {part} rows: its splits are {', '.join(splits)}"], remedy="name a file"
+                what,
+                [f"it has no {part} rows: its splits are {', '.join(splits)}"],
+                remedy="name a file",
+                code="part-missing",
             )
         loaded = datasets.load_dataset(repository, configuration or None, split=split, download_config=once)
         rows = [
@@ -398,6 +426,7 @@ def _of_hub(name: str, part: Part) -> Source:
                 f"{type(error).__name__}: {reason}"
             ],
             remedy="check name and connection; HF_HUB_OFFLINE=1 takes a data set that was loaded before",
+            code="data-set-missing",
         ) from None
     content = json.dumps([json_fields(row.fields) for row in rows], sort_keys=True).encode()
     return Source(f"{name} ({split})", rows, hashlib.sha256(content).hexdigest())

@@ -77,6 +77,7 @@ class Recipe(RunFlags):
                 [f"this version has no setting {', '.join(sorted(unknown))}"],
                 remedy="finish it with the version that run.json names, or start a new run from its adapter "
                 "with --adapter",
+                code="run-of-other-version",
             )
         return cls(**stored)
 

@@ -106,6 +106,7 @@ class RunStore:
                 problems,
                 remedy="resume without them, or start a new run in another folder"
                 + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
+                code="settings-changed",
             )
         # Settings that were somebody else's are the user's from now on.
         if changed or not holds_own(self.folder / CONFIG):

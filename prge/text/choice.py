@@ -57,7 +57,7 @@ class ChoiceSettings:
                 problems.append(f"{flag(item.name)} is {shown(value)}, must be {number}")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("no token can be chosen so:", problems)
+            raise ConfigError("no token can be chosen so:", problems, code="settings-unusable")
 
 
 class Choice:
@@ -86,6 +86,7 @@ class Choice:
             raise EngineError(
                 f"the model's largest logit is {logits[best]}",
                 remedy="the adapter or the bundle is damaged: try another one",
+                code="logits-not-finite",
             )
         if settings.temperature == 0 or settings.top_k == 1:
             return best

@@ -63,7 +63,7 @@ class GenerationSettings:
             problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("no text can be generated so:", problems)
+            raise ConfigError("no text can be generated so:", problems, code="settings-unusable")
 
     def facts(self) -> dict[str, Any]:
         """What an answer followed from beside its prompt, as a row of feedback has it."""
@@ -286,7 +286,9 @@ class Generator:
         context, what = self.speaker.context, "the prompt can't be used"
         tokens = checked_ids(request.prompt.tokens, self.speaker.vocabulary_size)
         if not tokens:
-            raise DataError(what, ["it is empty: nothing predicts the answer"], remedy="give a text")
+            raise DataError(
+                what, ["it is empty: nothing predicts the answer"], remedy="give a text", code="prompt-empty"
+            )
         if request.settings.overflow == "truncate":
             room = context - min(request.settings.max_tokens, context // 2)
             begin = self.tokenizer.begin
@@ -298,6 +300,7 @@ class Generator:
                 what,
                 [f"it has {len(tokens)} tokens, the context is {context} for prompt and answer together"],
                 remedy="shorten it, open the model with a longer context, or set overflow to truncate",
+                code="prompt-too-long",
             )
         return tokens
 

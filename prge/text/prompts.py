@@ -111,6 +111,7 @@ class Prompts:
                 "messages can't be answered",
                 ["the model has no chat template"],
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
+                code="chat-template-missing",
             )
         _ = self._after_turn  # from here on the template isn't asked
         messages = checked_json(list(messages), "messages")

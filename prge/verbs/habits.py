@@ -52,7 +52,7 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
     ours = [verb for verb in _habits("verbs").get(name.lower(), ()) if verb in verbs]
     near = next(iter(ours), "") or nearest(name, verbs, 0.6)
     remedy = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the verbs"
-    return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy)
+    return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy, code="verb-unknown")
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float) -> str:

@@ -61,6 +61,7 @@ def check_outputs(settings: Any) -> None:
                     "these settings can't be used:",
                     [f"{flag(name)} and {flag(same[0])} are the same file, {path}"],
                     remedy="give another file to write",
+                    code="outputs-same-file",
                 )
 
 

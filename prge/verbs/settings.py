@@ -149,7 +149,9 @@ def path_of(value: object, where: str) -> Path:
         return Path(converted(value, Path))
     except MISFITS:
         raise ConfigError(
-            "a setting can't be used:", [f"{where} must be a path, not {shown(value)}"]
+            "a setting can't be used:",
+            [f"{where} must be a path, not {shown(value)}"],
+            code="settings-unusable",
         ) from None
 
 
@@ -380,6 +382,7 @@ def _stored(
             f"{path} names places outside of its folder, and isn't as your prge wrote it:",
             [f"{key}: {', '.join(map(shown, texts))}" for key, texts in refused.items()],
             remedy=remedy or f"where that is what you want, give them again: {again}",
+            code="path-outside",
         )
     return given
 
@@ -436,7 +439,9 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
-                f"{folder} is no run: it has no {settings_type.STORED}", remedy="give the folder of `--out`"
+                f"{folder} is no run: it has no {settings_type.STORED}",
+                remedy="give the folder of `--out`",
+                code="not-a-run",
             )
         again = {"out", "resume", *(entry.key for entry in given)}
         stored = _stored(folder / settings_type.STORED, settings_type, again, problems)
@@ -486,7 +491,12 @@ def _build(
         if not problems:
             return settings
     count = "a setting" if len(problems) == 1 else f"{len(problems)} settings"
-    raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
+    raise ConfigError(
+        f"{count} can't be used:",
+        problems,
+        remedy=f"`{prog} --help` lists all settings",
+        code="settings-unusable",
+    )
 
 
 def _url_in(entry: _Given, kind: Any) -> str:

@@ -151,4 +151,5 @@ def _failed(words: Sequence[object], code: int) -> PrgeError:
     return PrgeError(
         f"`prge {words[0]}` ended with code {code}",
         remedy="its message is above; `prge doctor` may tell more",
+        code="verb-failed",
     )

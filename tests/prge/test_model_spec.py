@@ -9,26 +9,27 @@ import pytest
 from prge.errors import ConfigError
 from prge.model_spec import AdaptedModule, Matrix
 from tests.bundles import make_spec
+from tests.refusals import raises
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"sequence_length": 0}, "sequence_length is 0"),
-        ({"vocabulary_size": 0}, "vocabulary_size is 0"),
-        ({"readout": "logits"}, "readout is 'logits'"),
-        ({"readout": "pooled", "width": 0}, "width is 0"),
-        ({"modules": ()}, "modules is empty"),
-        ({"sequence_length": 10**12}, "sequence_length is 1000000000000, must be 1 to 16777216"),
-        ({"vocabulary_size": 10**300}, "vocabulary_size is 1000"),
-        ({"modules": (AdaptedModule("q", 10**12, 8, 8),)}, "the module 'q' has rank 1000000000000"),
-        ({"modules": (AdaptedModule("q", 0, 8, 8),)}, "the module 'q' has rank 0"),
-        ({"modules": (AdaptedModule("q", 1 << 24, 8, 1 << 24),)}, "the adapter has .* numbers"),
-        ({"modules": (AdaptedModule("q", 4, 8, 8),) * 2}, "modules are 2, must be .* different ones"),
+        ({"sequence_length": 0}, "sequence_length"),
+        ({"vocabulary_size": 0}, "vocabulary_size"),
+        ({"readout": "logits"}, "'logits'"),
+        ({"readout": "pooled", "width": 0}, "width"),
+        ({"modules": ()}, "modules"),
+        ({"sequence_length": 10**12}, "1000000000000"),
+        ({"vocabulary_size": 10**300}, "vocabulary_size"),
+        ({"modules": (AdaptedModule("q", 10**12, 8, 8),)}, "1000000000000"),
+        ({"modules": (AdaptedModule("q", 0, 8, 8),)}, "'q'"),
+        ({"modules": (AdaptedModule("q", 1 << 24, 8, 1 << 24),)}, str(1 << 48)),
+        ({"modules": (AdaptedModule("q", 4, 8, 8),) * 2}, "2"),
     ],
 )
 def test_sizes_of_no_model_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with raises(ConfigError, "model-sizes", saying=named):
         make_spec(**changes)
 
 

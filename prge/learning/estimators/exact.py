@@ -80,6 +80,7 @@ class Exact:
             raise RunError(
                 f"the journal has no gradient of step {step}: it keeps those since the newest checkpoint",
                 remedy="a run with --keep-gradients can be replayed",
+                code="gradient-missing",
             )
         return decode_array(learnt[GRADIENT])
 
@@ -97,4 +98,5 @@ def check_single_sequences(examples: Sequence[Example]) -> None:
             "--clip-examples takes examples of one sequence each:",
             [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
             remedy="leave --clip-examples out, or bound the norm of a step's gradient with --clip",
+            code="clipping-several-sequences",
         )

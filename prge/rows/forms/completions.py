@@ -28,7 +28,13 @@ def completion_fields(fields: Fields, chat: bool) -> Fields:
     asked, answer = as_messages(prompt, "user"), as_messages(completion, "assistant")
     for name, said in (("prompt", asked), ("completion", [] if completion is None else answer)):
         if not isinstance(said, list):
-            raise RowError(f"its {name} is {shown(said)}, must be a text or a list of messages")
+            raise RowError(
+                f"its {name} is {shown(said)}, must be a text or a list of messages",
+                code="column-not-messages",
+            )
     if asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
-        raise RowError("its prompt ends with an answer: put that into the completion, or leave it out")
+        raise RowError(
+            "its prompt ends with an answer: put that into the completion, or leave it out",
+            code="prompt-ends-with-answer",
+        )
     return {"messages": [*unlearnt(asked), *(answer or [])]}

@@ -130,7 +130,8 @@ class Form:
         """Raise RowError if a row lacks a column; see `needed`."""
         if any(column not in row.fields for column in self.needed(asked)):
             raise RowError(
-                f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
+                f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}",
+                code="row-of-other-form",
             )
 
     def own(self, row: Row) -> Row:
@@ -148,7 +149,8 @@ def _weight_of(value: object) -> float:
     if not 0 < weight <= MOST_WEIGHT:
         raise RowError(
             f"its weight is {shown(value)}, must be a number above 0, at most {MOST_WEIGHT:g}: how much the "
-            "row counts; give a column that says something else another name"
+            "row counts; give a column that says something else another name",
+            code="weight-unusable",
         )
     return weight
 
@@ -215,10 +217,16 @@ def find_form(
             what,
             [f"its columns are {column_names(present_columns(rows))}; known are {known}"],
             remedy="name them, such as --columns prompt=question completion=answer, or give a --task",
+            code="form-unknown",
         )
     if len(found) > 1:
         names = ", ".join(form.name for form in FORMS if form in found)
-        raise DataError(what, [f"it mixes rows of several forms: {names}"], remedy="make a file of each")
+        raise DataError(
+            what,
+            [f"it mixes rows of several forms: {names}"],
+            remedy="make a file of each",
+            code="forms-mixed",
+        )
     form = next(form for form in forms if form in found)
     holds_messages = any(isinstance(row.fields.get(column), list) for row in rows for column in form.columns)
     return replace(form, chat="needs") if form is not TEXT and not form.chat and holds_messages else form

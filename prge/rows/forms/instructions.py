@@ -21,7 +21,7 @@ def instruction_fields(fields: Fields, chat: bool) -> Fields:
     given = "" if given is None else text_of(fields, "input")
     asked = [text for text in (instruction, given) if text.strip()]
     if not asked:
-        raise RowError("its instruction is empty: there is nothing to answer")
+        raise RowError("its instruction is empty: there is nothing to answer", code="prompt-empty")
     answer = text_of(fields, "output") if "output" in fields else ""
     earlier = list(_history(fields))
     if not chat:
@@ -36,7 +36,7 @@ def instruction_fields(fields: Fields, chat: bool) -> Fields:
         parts = [f"{system}\n\n", *parts] if system else parts
         return {"prompt": "".join([*parts, "### Response:\n"]), "completion": answer}
     if "output" in fields and not answer:
-        raise RowError("its output is empty: there is nothing to learn from")
+        raise RowError("its output is empty: there is nothing to learn from", code="answer-empty")
     turns = [*earlier, ("\n\n".join(asked), answer)]
     roles = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
@@ -46,8 +46,14 @@ def _history(fields: Fields) -> Iterator[tuple[str, str]]:
     """Earlier questions with their answers; raises RowError."""
     history = decoded(HISTORY, fields.get(HISTORY) or [])
     if not isinstance(history, list):
-        raise RowError(f"{HISTORY} must be a list of questions with their answers, not {shown(history)}")
+        raise RowError(
+            f"{HISTORY} must be a list of questions with their answers, not {shown(history)}",
+            code="history-malformed",
+        )
     for each in history:
         if not isinstance(each, list) or len(each) != 2 or not all(isinstance(text, str) for text in each):
-            raise RowError(f"{HISTORY} must have lists of a question and its answer, not {shown(each)}")
+            raise RowError(
+                f"{HISTORY} must have lists of a question and its answer, not {shown(each)}",
+                code="history-malformed",
+            )
         yield each[0], each[1]

@@ -56,7 +56,7 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
     try:
         messages = check_messages(row.fields["messages"])
     except ValueError as error:
-        raise RowError(str(error)) from None
+        raise RowError(str(error), code="messages-malformed") from None
     variables = row.fields.get(TEMPLATE_KWARGS, {})
     whole = conversation_of(segmenter, row.number, messages, learnt_turns(messages), variables)
     renderings = whole.renderings()
@@ -77,16 +77,20 @@ def sharegpt_messages(fields: Fields) -> list[Mapping[str, Any]]:
     """The messages of a row of ShareGPT's `conversations`; raises RowError."""
     turns = decoded("conversations", fields["conversations"])
     if not isinstance(turns, list) or not turns:
-        raise RowError("conversations must be a list of at least one turn")
+        raise RowError("conversations must be a list of at least one turn", code="turns-malformed")
     return [_sharegpt_message(number, turn) for number, turn in enumerate(turns, 1)]
 
 
 def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(turn, dict) or not isinstance(role, str) or not {"value", "role"} & turn.keys():
-        raise RowError(f"turn {number} is {shown(turn)}, must have from and value, both texts")
+        raise RowError(
+            f"turn {number} is {shown(turn)}, must have from and value, both texts", code="turns-malformed"
+        )
     if role.lower() not in SHAREGPT_ROLES:
-        raise RowError(f"turn {number} is from {shown(role)}; known are {', '.join(SHAREGPT_ROLES)}")
+        raise RowError(
+            f"turn {number} is from {shown(role)}; known are {', '.join(SHAREGPT_ROLES)}", code="role-unknown"
+        )
     content = turn.get("value", turn.get("content"))
     rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {**rest, "role": SHAREGPT_ROLES[role.lower()], "content": content}
@@ -114,12 +118,14 @@ def with_system(system: Any, messages: Any) -> Any:
     if system is None or system == "" or not isinstance(messages, list):
         return messages
     if not isinstance(system, str):
-        raise RowError(f"{SYSTEM} must be a text, not {shown(system)}")
+        raise RowError(f"{SYSTEM} must be a text, not {shown(system)}", code="column-not-text")
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": system}, *messages]
     if first.get("content") != system:
-        raise RowError(f"its column {SYSTEM} and its system message differ: leave one of them out")
+        raise RowError(
+            f"its column {SYSTEM} and its system message differ: leave one of them out", code="system-twice"
+        )
     return messages
 
 
@@ -127,9 +133,15 @@ def template_kwargs(given: Any) -> dict[str, Any]:
     """Arguments of a chat template by a mapping, JSON of one, or nothing; raises RowError."""
     kwargs = decoded(TEMPLATE_KWARGS, given or {}, "a mapping")
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise RowError(f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}")
+        raise RowError(
+            f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}",
+            code="template-kwargs",
+        )
     if taken := _GIVEN & kwargs.keys():
-        raise RowError(f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}, which every chat gives")
+        raise RowError(
+            f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}, which every chat gives",
+            code="template-kwargs",
+        )
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
@@ -147,7 +159,7 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     variables |= template_kwargs(fields.get(TEMPLATE_KWARGS))
     tools = decoded(TOOLS, fields.get(TOOLS) or variables.get(TOOLS) or [])
     if not isinstance(tools, list):
-        raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}")
+        raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}", code="column-not-json")
     return (
         {**variables, TOOLS: tools}
         if tools
@@ -187,7 +199,9 @@ class Conversation:
             protect = self.texts.protect
             return self.chat.renderings(protect(self.messages), self.learnt, protect(self.variables))
         except BundleError as error:
-            raise BundleError(f"{error.what} (row {self.row})", remedy=error.remedy) from None
+            raise BundleError(
+                f"{error.what} (row {self.row})", remedy=error.remedy, code=error.code
+            ) from None
 
     def segmented(self, rendering: Rendering) -> SegmentedText:
         """A rendering in segments: what is learnt, and what is between."""
@@ -244,7 +258,9 @@ class Conversation:
             return SegmentedText(_segments(text, [0, len(text.text)]), "untrained", "none")
         renderings = part.renderings()
         if len(renderings) > 1:
-            raise DataError("the chat template renders turns in several ways", [])
+            raise DataError(
+                "the chat template renders turns in several ways", [], code="turns-rendered-differently"
+            )
         return part.segmented(renderings[0])
 
 
@@ -261,7 +277,7 @@ def conversation_of(
         RowError: the model has no chat template.
     """
     if segmenter.chat is None:
-        raise RowError("it holds messages and the model has no chat template")
+        raise RowError("it holds messages and the model has no chat template", code="chat-template-missing")
     texts = MessageTexts(segmenter.tokenizer, segmenter.control_tokens, [*messages, variables])
     is_read = in_messages(segmenter.control_tokens)
     events = ((CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES),) if texts.written else ()

@@ -51,7 +51,7 @@ def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) 
     # A pair that can't be used tells why.
     rating = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
     if type(rating[OTHER]) is not type(rating["prompt"]):
-        raise RowError("it and the row before are not both texts or both messages")
+        raise RowError("it and the row before are not both texts or both messages", code="texts-and-messages")
     answers = [rating["completion"], rating[OTHER]]
     texts = _texts(segmenter, variables, row, rating["prompt"], answers)
     is_liked = rating["label"]
@@ -70,19 +70,22 @@ def _texts(
         asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
         whole = [check_messages([*asked, *answer]) for answer in answers]
     except ValueError as error:
-        raise RowError(str(error)) from None
+        raise RowError(str(error), code="messages-malformed") from None
     texts = []
     for messages in whole:
         turns = [index for index in learnt_turns(messages) if index >= len(asked)]
         if not turns:
-            raise RowError("one of its answers has no message of the assistant's that is learnt")
+            raise RowError(
+                "one of its answers has no message of the assistant's that is learnt", code="nothing-to-learn"
+            )
         given = template_variables(row.fields, variables)
         conversation = conversation_of(segmenter, row.number, messages, turns, given)
         renderings = conversation.renderings()
         if len(renderings) != 1 or len(renderings[0].turns) < len(turns):
             raise RowError(
                 "one of its answers has several turns, which the chat template renders otherwise once others "
-                "follow: end it after the first one"
+                "follow: end it after the first one",
+                code="turns-rendered-differently",
             )
         texts.append(conversation.segmented(renderings[0]))
     return tuple(texts)
@@ -113,7 +116,7 @@ def pair_fields(fields: Fields) -> Fields:
         chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
     _check_alike({"chosen": chosen, "rejected": rejected})
     if chosen == rejected:
-        raise RowError("its chosen and rejected are equal: nothing is preferred")
+        raise RowError("its chosen and rejected are equal: nothing is preferred", code="answers-equal")
     for name, said in (("chosen", chosen), ("rejected", rejected)):
         _check_said(name, said)
     if isinstance(chosen, list):
@@ -122,7 +125,9 @@ def pair_fields(fields: Fields) -> Fields:
         parts = _parted(chosen, rejected, _common(chosen, rejected) if prompt is None else prompt)
     else:
         if not isinstance(prompt, str | None):
-            raise RowError(f"its prompt is {shown(prompt)}, must be a text, as its chosen is")
+            raise RowError(
+                f"its prompt is {shown(prompt)}, must be a text, as its chosen is", code="texts-and-messages"
+            )
         parts = _parted(chosen, rejected, _common_words(chosen, rejected) if prompt is None else prompt)
     for name, said in zip(("chosen", "rejected"), parts[1:], strict=True):
         _check_said(name, said, " after what both begin with")
@@ -142,7 +147,8 @@ def rating_fields(fields: Fields) -> Fields:
     if known is None:
         raise RowError(
             f"its label is {shown(label)}, must be true or false; --objective completion learns completions "
-            "whatever their label"
+            "whatever their label",
+            code="label-unknown",
         )
     return {**fields, "label": known}
 
@@ -180,14 +186,20 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
 def _check_alike(said: Mapping[str, object]) -> None:
     for name, each in said.items():
         if not isinstance(each, str | list):
-            raise RowError(f"its {name} is {shown(each)}, must be a text or a list of messages")
+            raise RowError(
+                f"its {name} is {shown(each)}, must be a text or a list of messages",
+                code="column-not-messages",
+            )
     if len({type(each) for each in said.values()}) > 1:
-        raise RowError(f"its {' and '.join(said)} must be both texts or both lists of messages")
+        raise RowError(
+            f"its {' and '.join(said)} must be both texts or both lists of messages",
+            code="texts-and-messages",
+        )
 
 
 def _check_said(name: str, said: str | list[Any], where: str = "") -> None:
     if not (said.strip() if isinstance(said, str) else said):
-        raise RowError(f"its {name} is empty{where}")
+        raise RowError(f"its {name} is empty{where}", code="answer-empty")
 
 
 def _parted(chosen: Said, rejected: Said, prompt: Said) -> tuple[Said, Said, Said]:
@@ -200,7 +212,8 @@ def _parted(chosen: Said, rejected: Said, prompt: Said) -> tuple[Said, Said, Sai
     if any(begin) and (isinstance(prompt, list) or len(prompt.split()) > 1):
         names = ("chosen", "rejected") if begin[0] else ("rejected", "chosen")
         raise RowError(
-            f"its prompt begins {names[0]} and not {names[1]}: give it before both, or before none"
+            f"its prompt begins {names[0]} and not {names[1]}: give it before both, or before none",
+            code="prompt-of-one-answer",
         )
     return prompt, chosen, rejected
 
@@ -223,7 +236,9 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
     found = list(equal())
     if not found:
-        raise RowError("its chosen and rejected have no common beginning, and there is no prompt")
+        raise RowError(
+            "its chosen and rejected have no common beginning, and there is no prompt", code="prompt-missing"
+        )
     return found
 
 
@@ -234,5 +249,8 @@ def _asked_by(prompt: str, chosen: list[Any], rejected: list[Any]) -> list[Any]:
         return [{"role": "user", "content": prompt}]
     common = _common(chosen, rejected)
     if not isinstance(common[-1], dict) or common[-1].get("content") != prompt:
-        raise RowError(f"its prompt is {shown(prompt)}, its chosen and rejected don't both begin with it")
+        raise RowError(
+            f"its prompt is {shown(prompt)}, its chosen and rejected don't both begin with it",
+            code="prompt-of-no-answer",
+        )
     return common

@@ -106,7 +106,8 @@ class Template:
             if replacements is not None:
                 if text not in replacements:
                     raise RowError(
-                        f"column {part.column!r} is {shown(text)}, the task knows {', '.join(replacements)}"
+                        f"column {part.column!r} is {shown(text)}, the task knows {', '.join(replacements)}",
+                        code="value-unknown",
                     )
                 text = replacements[text]
             for name in part.filters:
@@ -197,7 +198,9 @@ class Task:
                 if name == CANDIDATE and CANDIDATE not in template.columns:
                     problems.append("candidate: must contain {candidate}")
         if problems:
-            raise ConfigError(f"the task {self.name or '(without a name)'} can't be used", problems)
+            raise ConfigError(
+                f"the task {self.name or '(without a name)'} can't be used", problems, code="task-unusable"
+            )
 
     @property
     def is_completion(self) -> bool:
@@ -242,11 +245,12 @@ class Task:
             return tuple(_text(row, column) for column in self.choices)
         listed = _column(row, self.choices_column)
         if not isinstance(listed, list) or not all(isinstance(text, str) and text.strip() for text in listed):
-            raise RowError(f"column {self.choices_column!r} must be a list of texts")
+            raise RowError(f"column {self.choices_column!r} must be a list of texts", code="column-not-texts")
         distinct = tuple(dict.fromkeys(listed))
         if len(distinct) < 2:
             raise RowError(
-                f"column {self.choices_column!r} has {len(distinct)} candidates, needs at least two"
+                f"column {self.choices_column!r} has {len(distinct)} candidates, needs at least two",
+                code="candidates-too-few",
             )
         return distinct
 
@@ -262,11 +266,14 @@ class Task:
             value = [value]
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise RowError(
-                f"column {column!r} must be a text, a list of texts, or have one under text or spans"
+                f"column {column!r} must be a text, a list of texts, or have one under text or spans",
+                code="column-not-texts",
             )
         answers = tuple(dict.fromkeys(text for text in value if text.strip()))
         if not answers:
-            raise RowError(f"column {column!r} has no answer: there is nothing to learn from")
+            raise RowError(
+                f"column {column!r} has no answer: there is nothing to learn from", code="answer-empty"
+            )
         return answers
 
     def label(self, row: Mapping[str, Any]) -> int:
@@ -276,7 +283,9 @@ class Task:
             for answer in answers:
                 if answer in candidates:
                     return candidates.index(answer)
-            raise RowError(f"no answer is among the candidates: {', '.join(answers)}")
+            raise RowError(
+                f"no answer is among the candidates: {', '.join(answers)}", code="answer-not-a-candidate"
+            )
         value = _column(row, self.label_column)
         if self.label_words:
             keys = list(self.label_words)
@@ -290,7 +299,10 @@ class Task:
         for spelling in (_key(value), _key(value).lower(), str(int(value)) if is_whole else ""):
             if spelling in keys:
                 return keys.index(spelling)
-        raise RowError(f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(keys)}")
+        raise RowError(
+            f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(keys)}",
+            code="label-unknown",
+        )
 
     def candidate_text(self, prompt: str, candidate: str, row: Mapping[str, Any]) -> str:
         """What follows a prompt for a candidate, separator included. Raises RowError."""
@@ -322,18 +334,21 @@ def load_task(name_or_path: str | Path) -> Task:
             f"there is no task or task file {str(name_or_path)!r}",
             [f"did you mean {close[0]}?"] if close else [],
             remedy=f"give a path to a YAML file, or one of {', '.join(task_names())}",
+            code="task-unknown",
         )
     try:
         content = read_yaml(path)
     except DocumentError as error:
-        raise ConfigError(f"{path} can't be read as a task", [str(error)]) from None
+        raise ConfigError(f"{path} can't be read as a task", [str(error)], code="task-unreadable") from None
     return parse_task(content, str(path))
 
 
 def parse_task(content: object, source: str) -> Task:
     """A task from parsed YAML; `source` names it in errors. Raises ConfigError with every problem."""
     if not isinstance(content, dict):
-        raise ConfigError(f"{source} is not a task file", ["it must hold keys and values"])
+        raise ConfigError(
+            f"{source} is not a task file", ["it must hold keys and values"], code="task-unreadable"
+        )
     names = [each.name for each in fields(Task)]
     problems = []
     for key in content:
@@ -372,7 +387,7 @@ def parse_task(content: object, source: str) -> Task:
         told = {problem.split()[0].rstrip(":") for problem in problems}
         problems += [problem for problem in error.problems if problem.split()[0].rstrip(":") not in told]
     if problems:
-        raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy)
+        raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy, code="task-unusable")
     return task
 
 
@@ -411,7 +426,8 @@ def _key(value: object) -> str:
 
 def _column(row: Mapping[str, Any], column: str) -> Any:
     if row.get(column) is None:
-        raise RowError(f"column {column!r} is {'empty' if column in row else 'missing'}")
+        problem = "empty" if column in row else "missing"
+        raise RowError(f"column {column!r} is {problem}", code=f"column-{problem}")
     return row[column]
 
 
@@ -421,4 +437,4 @@ def _text(row: Mapping[str, Any], column: str) -> str:
         return str(value).lower()
     if isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
-    raise RowError(f"column {column!r} is a {type(value).__name__}, must be a text")
+    raise RowError(f"column {column!r} is a {type(value).__name__}, must be a text", code="column-not-text")

@@ -35,7 +35,7 @@ def task_class(task: Task, segmenter: Segmenter, row: Row) -> Candidates:
     """What an encoder reads of a task's row, with its class; raises RowError."""
     text = task.encoder_text(row.fields)
     if not text.strip():
-        raise RowError("has an empty text: there is nothing to learn from")
+        raise RowError("has an empty text: there is nothing to learn from", code="text-empty")
     choices, label = task.candidates(row.fields), task.label(row.fields)
     return Candidates(
         (SegmentedText((segmenter.text(text, is_trained=False),), special_tokens="begin and end"),),

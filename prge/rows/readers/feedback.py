@@ -116,7 +116,7 @@ def check_feedback(path: Path) -> None:
             for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
                 if line.strip() and not _begins_feedback(line):
                     what = f"{path} holds something else than feedback: row {number}"
-                    raise DataError(what, [], remedy="give another file")
+                    raise DataError(what, [], remedy="give another file", code="feedback-foreign")
                 if line.strip():
                     return
     except OSError as error:

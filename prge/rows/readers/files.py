@@ -109,7 +109,7 @@ class Selection:
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
             problems.append(f"shuffle_seed is {self.shuffle_seed}, must be from 0 to 2**64 - 1")
         if problems:
-            raise ConfigError("the selection of rows can't be used", problems)
+            raise ConfigError("the selection of rows can't be used", problems, code="selection-unusable")
 
 
 def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
@@ -130,9 +130,15 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
             f"{path} can't be read as data",
             [f"its name ends in {suffix!r}, known are {', '.join(FORMATS)}"],
             remedy="convert or rename the file",
+            code="file-format",
         )
     if not path.is_file():
-        raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
+        raise DataError(
+            f"{path} can't be read as data",
+            ["there is no such file"],
+            remedy="check the path",
+            code="file-missing",
+        )
     problems: list[str] = [] if broken is None else broken
     text = "" if suffix == PARQUET else read_text(path, whole=suffix in LINES)
     numbered: Iterator[tuple[int, Mapping[str, Any]]]
@@ -150,11 +156,17 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
         check_expansion(path, size, ROW_BYTES * len(rows))
     if problems and (broken is None or not rows):
         raise DataError(
-            f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"
+            f"{path} has rows that can't be read",
+            problems,
+            remedy="correct or remove these rows",
+            code="rows-unreadable",
         )
     if not rows:
         raise DataError(
-            f"{path} can't be used", ["it has no rows"], remedy="give a file with at least one row"
+            f"{path} can't be used",
+            ["it has no rows"],
+            remedy="give a file with at least one row",
+            code="rows-empty",
         )
     return rows
 
@@ -179,6 +191,7 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
             "the selection leaves no rows",
             [f"the file has {len(rows)} rows, start is {selection.start}"],
             remedy="give a smaller start",
+            code="selection-empty",
         )
     return chosen
 
@@ -192,7 +205,7 @@ def read_text(path: Path, whole: bool = False) -> str:
     content = whole_lines(content) if whole else content
     what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
     if content.startswith(UTF16_MARKS):
-        raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy)
+        raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy, code="not-utf8")
     skipped = len(UTF8_MARK) if content.startswith(UTF8_MARK) else 0
     try:
         return content[skipped:].decode("utf-8")
@@ -200,7 +213,10 @@ def read_text(path: Path, whole: bool = False) -> str:
         offset = error.start + skipped
         line = content.count(b"\n", 0, offset) + 1
         raise DataError(
-            what, [f"line {line}, byte {offset} of the file: 0x{content[offset]:02x}"], remedy=remedy
+            what,
+            [f"line {line}, byte {offset} of the file: 0x{content[offset]:02x}"],
+            remedy=remedy,
+            code="not-utf8",
         ) from None
 
 

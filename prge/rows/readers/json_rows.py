@@ -115,13 +115,16 @@ def _of_document(value: Any, part: Sequence[str], parts: Collection[str]) -> Seq
         named = [name for name in part if name in of_parts] if len(of_parts) > 1 else [*of_parts]
         if len(named) != 1:
             raise DocumentError(
-                f"it has rows under {', '.join(of_parts)}, must have them under {' or '.join(part)}"
+                f"it has rows under {', '.join(of_parts)}, must have them under {' or '.join(part)}",
+                code="part-missing",
             )
         return of_parts[named[0]]
     columns, data = value.get("columns"), value.get("data")
     if isinstance(columns, list) and isinstance(data, list) and all(isinstance(each, list) for each in data):
         if any(len(each) != len(columns) for each in data):
-            raise DocumentError(f"each list under data must have {len(columns)} values, as columns names")
+            raise DocumentError(
+                f"each list under data must have {len(columns)} values, as columns names", code="data-uneven"
+            )
         return [dict(zip(map(str, columns), each, strict=True)) for each in data]
     wrapped = [name for name in _WRAPPERS if name in value and _are_rows(value[name])]
     if len(wrapped) == 1 and (len(value) == 1 or isinstance(value[wrapped[0]][0], dict)):

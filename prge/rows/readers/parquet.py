@@ -56,13 +56,14 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             what,
             ["parquet needs the package pyarrow, which is not installed"],
             remedy=f"{install_extra('data')}, or write the rows as jsonl",
+            code="package-missing",
         ) from None
     try:
         with open_regular(path, "rb", follow=True) as stream:
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is empty"
-        raise DataError(what, [f"not parquet: {reason}"], remedy=_REMEDY) from None
+        raise DataError(what, [f"not parquet: {reason}"], remedy=_REMEDY, code="parquet-damaged") from None
     memory = CHILD_BYTES + CHILD_BYTES_PER_BYTE * len(content)
     memory += _RESERVED_BYTES * (pyarrow.default_memory_pool().backend_name != "system")
     child = BoundedChild(_Decoder(content), SECONDS, memory)
@@ -71,15 +72,17 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             answer = child.ask(request)
         except LimitError as error:
-            raise DataError(what, [f"decoding it {error}"], remedy=_REMEDY) from None
+            raise DataError(what, [f"decoding it {error}"], remedy=_REMEDY, code="parquet-damaged") from None
         if answer[:1] == _ERROR:
-            raise DataError(what, [f"not parquet: {answer[1:].decode()}"], remedy=_REMEDY)
+            raise DataError(
+                what, [f"not parquet: {answer[1:].decode()}"], remedy=_REMEDY, code="parquet-damaged"
+            )
         return answer[1:]
 
     facts = json.loads(asked(b"open"))
     twice = sorted(name for name, count in Counter(facts["names"]).items() if count > 1)
     if twice:
-        raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"])
+        raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"], code="columns-twice")
     claimed = facts["rows"] * (ROW_BYTES + VALUE_BYTES * len(facts["names"])) + facts["bytes"]
     check_expansion(path, len(content), claimed)
     size = 0
@@ -109,6 +112,7 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
                 f"{most >> 20:,} MiB are read of a file of this size"
             ],
             remedy="write the rows as jsonl, or several files, if they are meant to be so many",
+            code="file-expands",
         )
 
 

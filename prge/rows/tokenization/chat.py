@@ -127,7 +127,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
         if len(source) > MOST_SOURCE:
-            raise _refused(f"has {len(source)} characters, at most {MOST_SOURCE} are read")
+            problem = f"has {len(source)} characters, at most {MOST_SOURCE} are read"
+            raise _refused(problem, "chat-template-too-large")
         self._date = date
         self._child = BoundedChild(_Renderer(), SECONDS, MEMORY)
         answer = self._ask(source=source, special_tokens=dict(special_tokens))
@@ -214,21 +215,22 @@ class ChatTemplate:
         try:
             answer: dict[str, Any] = json.loads(self._child.ask(json.dumps(request).encode()))
         except LimitError as error:
-            raise _refused(str(error)) from None
+            raise _refused(str(error), "chat-template-unbounded") from None
         if "refused" in answer:
-            raise _refused(answer["refused"])
+            raise _refused(answer["refused"], answer["code"])
         if "problems" in answer:
-            raise DataError(answer["what"], answer["problems"], remedy=answer["remedy"])
+            raise DataError(answer["what"], answer["problems"], remedy=answer["remedy"], code=answer["code"])
         try:
             for each in (answer, *answer.get("renderings", ())):
                 each.get("text", "").encode()
         except UnicodeEncodeError:
-            raise _refused("writes half of a character") from None
+            raise _refused("writes half of a character", "half-character") from None
         return answer
 
 
-def _refused(why: str) -> BundleError:
-    return BundleError(f"the bundle's chat template {why}", remedy="copy or export the bundle again")
+def _refused(why: str, code: str) -> BundleError:
+    what, remedy = f"the bundle's chat template {why}", "copy or export the bundle again"
+    return BundleError(what, remedy=remedy, code=code)
 
 
 class _Renderer:
@@ -251,9 +253,14 @@ class _Renderer:
         try:
             answer = self._answer(request)
         except DataError as error:
-            answer = {"what": error.what.split("\n")[0], "problems": error.problems, "remedy": error.remedy}
+            answer = {
+                "what": error.what.split("\n")[0],
+                "problems": error.problems,
+                "remedy": error.remedy,
+                "code": error.code,
+            }
         except BundleError as error:
-            answer = {"refused": error.what}
+            answer = {"refused": error.what, "code": error.code}
         return json.dumps(answer).encode()
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +290,7 @@ class _Renderer:
         except MemoryError:
             raise
         except Exception as error:  # also RecursionError and what Python's own compiler says
-            raise BundleError(f"can't be read: {error}") from None
+            raise BundleError(f"can't be read: {error}", code="chat-template-damaged") from None
         self._source = source
         self._tag = environment.extensions[Generation.identifier]
         return sorted(names - environment.globals.keys() - self._special_tokens.keys() - RESERVED)
@@ -308,7 +315,10 @@ class _Renderer:
                 spans += [(len(text), len(text) + len(inside))] if inside else []
                 text += inside + after
         if len(text) > self._room:
-            raise BundleError(f"makes {len(text)} characters of a row, at most {self._room} are taken")
+            raise BundleError(
+                f"makes {len(text)} characters of a row, at most {self._room} are taken",
+                code="chat-template-unbounded",
+            )
         return text, spans
 
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -317,7 +327,9 @@ class _Renderer:
             known = json.dumps([messages, self._variables], ensure_ascii=False) + self._source
             free = [mark for mark in _MARKS if mark not in known]
             if len(free) < 2:
-                raise BundleError("is given messages that have every noncharacter of Unicode")
+                raise BundleError(
+                    "is given messages that have every noncharacter of Unicode", code="chat-template-marks"
+                )
             self._tag.marks = free[0], free[1]
         # A template may draw: `random`, `lipsum`.
         random.seed(0)
@@ -332,7 +344,9 @@ class _Renderer:
         # A template is a program of its own: any error in it is about these messages.
         except Exception as error:
             raise DataError(
-                "the chat template refuses the messages", [str(error) or type(error).__name__]
+                "the chat template refuses the messages",
+                [str(error) or type(error).__name__],
+                code="messages-refused",
             ) from None
         return text
 
@@ -432,6 +446,7 @@ class _Renderer:
             "the chat template can't be used for this conversation",
             [f"where message {index + 1} begins can't be told from its text"],
             remedy="begin the conversation with a question, or give that message the weight 0",
+            code="turns-not-separable",
         )
 
     def _header(self) -> str:
@@ -481,6 +496,7 @@ class _Renderer:
                     "the chat template can't be used for this conversation",
                     ["its generation tags don't tell which message they enclose, and not all are learnt"],
                     remedy="make one row of the messages up to each assistant turn that is to be learnt",
+                    code="turns-not-separable",
                 )
             chosen = [number for number, index in enumerate(written) if index in set(learnt)]
             spans = [span for number in chosen for span in spans[ends[number] : ends[number + 1]]]

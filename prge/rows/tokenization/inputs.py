@@ -38,6 +38,7 @@ def decoded_text(content: bytes, source: str) -> str:
             f"{source} is not UTF-8",
             [f"byte {error.start} is 0x{content[error.start]:02x}"],
             remedy="give it in UTF-8",
+            code="not-utf8",
         ) from None
 
 
@@ -63,6 +64,7 @@ def check_text(text: str) -> None:
                 "was not UTF-8"
             ],
             remedy="give it in UTF-8",
+            code="half-character",
         )
 
 
@@ -80,10 +82,15 @@ def checked_json(value: object, name: str) -> Any:
         return parse_json(json.dumps(value, default=_default, ensure_ascii=False).encode())
     except UnicodeEncodeError:
         problem = "it has half of a surrogate pair: the text was not UTF-8"
-        raise DataError(f"{name} can't be used", [problem], remedy="give it in UTF-8") from None
+        raise DataError(
+            f"{name} can't be used", [problem], remedy="give it in UTF-8", code="half-character"
+        ) from None
     except (DocumentError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{name} can't be used", [str(error)], remedy="give texts, numbers, lists and mappings"
+            f"{name} can't be used",
+            [str(error)],
+            remedy="give texts, numbers, lists and mappings",
+            code="not-json",
         ) from None
 
 
@@ -119,6 +126,7 @@ def checked_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, ...]:
                     f"token {place} is {shown(each)}, must be a whole number from 0 to "
                     f"{vocabulary_size - 1}: no other tokens are this bundle's"
                 ],
+                code="token-unknown",
             )
         found.append(number)
     return tuple(found)

@@ -442,7 +442,7 @@ def _unknown_id(backend: Backend) -> int | None:
 
 
 def _too_large() -> BundleError:
-    return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY)
+    return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
 
 
 def _undivided(text: str, characters: int) -> DataError:
@@ -450,6 +450,7 @@ def _undivided(text: str, characters: int) -> DataError:
         "the text can't be tokenized",
         [f"it goes on for {characters} characters without a place to divide it, from {shown(text)}"],
         remedy="break up what repeats itself in it",
+        code="text-not-divisible",
     )
 
 
@@ -465,16 +466,25 @@ def _library_errors(as_ours: Callable[[str], PrgeError]) -> Iterator[None]:
 
 
 def _undecodable(problem: str) -> BundleError:
-    return BundleError(f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY)
+    return BundleError(
+        f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
+    )
 
 
 def _unencodable(problem: str) -> DataError:
-    return DataError("the text can't be tokenized", [problem], remedy="leave out what is unusual in it")
+    return DataError(
+        "the text can't be tokenized",
+        [problem],
+        remedy="leave out what is unusual in it",
+        code="text-not-encodable",
+    )
 
 
 def read_backend(path: Path) -> Backend:
     """The library's tokenizer of a `tokenizer.json`; raises BundleError where it is damaged, or hostile."""
-    with _library_errors(lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY)):
+    with _library_errors(
+        lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY, code="tokenizer-damaged")
+    ):
         return read_tokenizer(read_document(path, MOST_TOKENIZER_BYTES), path)
 
 
@@ -490,29 +500,41 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     """
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
-        raise BundleError(f"the bundle has no {path}", remedy=REMEDY)
+        raise BundleError(f"the bundle has no {path}", remedy=REMEDY, code="bundle-file-missing")
     backend = read_backend(path)
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
         if identifier is not None and not _is_token(backend, identifier):
             raise BundleError(
-                f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have", remedy=REMEDY
+                f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have",
+                remedy=REMEDY,
+                code="token-unknown",
             )
         ids[name] = identifier
     template_path = Path(folder) / CHAT_TEMPLATE_FILE
     try:
         template = template_path.read_text(encoding="utf-8") if template_path.is_file() else None
     except UnicodeDecodeError as error:
-        raise BundleError(f"{template_path} is damaged: {error}", remedy=REMEDY) from None
+        raise BundleError(
+            f"{template_path} is damaged: {error}", remedy=REMEDY, code="chat-template-damaged"
+        ) from None
     if template is None and block.get("chat_template"):
-        raise BundleError(f"the bundle has no {template_path}, its manifest says that it has", remedy=REMEDY)
+        raise BundleError(
+            f"the bundle has no {template_path}, its manifest says that it has",
+            remedy=REMEDY,
+            code="bundle-file-missing",
+        )
     stop_ids = block.get("stop_token_ids", [])
     if not isinstance(stop_ids, list) or not all(_is_token(backend, each) for each in stop_ids):
         raise BundleError(
-            f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}", remedy=REMEDY
+            f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}",
+            remedy=REMEDY,
+            code="token-unknown",
         )
-    with _library_errors(lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY)):
+    with _library_errors(
+        lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY, code="tokenizer-damaged")
+    ):
         return Tokenizer(
             backend,
             bos_id=ids["bos"],
@@ -529,7 +551,9 @@ def read_chat_template(path: Path) -> str:
     try:
         return read_document(path, MOST_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read as a chat template:", [str(error)]) from None
+        raise ConfigError(
+            f"{path} can't be read as a chat template:", [str(error)], code="chat-template-unreadable"
+        ) from None
 
 
 def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate | None:
@@ -548,7 +572,12 @@ def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> Chat
     try:
         from prge.rows.tokenization.chat import ChatTemplate
     except ImportError:
-        raise DataError("a chat template needs the package jinja2", [], remedy="pip install jinja2") from None
+        raise DataError(
+            "a chat template needs the package jinja2",
+            [],
+            remedy="pip install jinja2",
+            code="package-missing",
+        ) from None
     return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, date)
 
 

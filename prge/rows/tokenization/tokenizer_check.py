@@ -78,7 +78,9 @@ def _try(work: Callable[[bytes], object], request: bytes, path: Path) -> None:
     except LimitError as error:
         problem = f"trying it {error}"
     if problem:
-        raise BundleError(f"{path} is damaged: {problem}", remedy="copy or download it again")
+        raise BundleError(
+            f"{path} is damaged: {problem}", remedy="copy or download it again", code="tokenizer-damaged"
+        )
 
 
 def _read(content: bytes) -> None:

@@ -37,7 +37,7 @@ def test_a_copy_has_its_own_values() -> None:
 
 @pytest.mark.parametrize("values", [np.zeros(3, np.float32), np.zeros(14), np.zeros(28, np.float32)[::2]])
 def test_a_vector_of_another_kind_is_refused(values: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="contiguous float32"):
+    with pytest.raises(ValueError, match="float32"):
         Adapter(MODULES, values)
 
 

@@ -13,6 +13,7 @@ import pytest
 from prge.errors import BundleError
 from prge.files.bundle import ADAPTER, MANIFEST, TOKENIZER, manifest_sha256, open_bundle
 from tests.bundles import PROGRAM, make_bundle, make_small_chain, read_json, write_manifest
+from tests.refusals import raises
 
 Damage = Callable[[Path], object]
 
@@ -89,31 +90,31 @@ def _swap(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "code", "value"),
     [
-        (lambda folder: shutil.rmtree(folder), "is not a bundle"),
-        (lambda folder: (folder / MANIFEST).unlink(), "is not a bundle"),
-        (lambda folder: (folder / MANIFEST).write_bytes(b""), "is damaged"),
-        (_truncate(MANIFEST, 100), "is damaged"),
-        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe\x00"), "is damaged"),
-        (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "is damaged"),
-        (lambda folder: (folder / MANIFEST).write_bytes(b" " * (3 << 20)), "is damaged: .*at most"),
-        (lambda folder: (folder / MANIFEST).write_text("[1]"), "has format 'list'"),
-        (lambda folder: (folder / PROGRAM).unlink(), "lacks its file programs/block.pte"),
-        (lambda folder: shutil.rmtree(folder / TOKENIZER), "lacks its file tokenizer/tokenizer.json"),
-        (lambda folder: (folder / PROGRAM).write_bytes(b""), "has 0 bytes"),
-        (_truncate(PROGRAM, 511), "has 511 bytes, the manifest says 512"),
-        (lambda folder: (folder / PROGRAM).write_bytes(bytes(513)), "has 513 bytes"),
-        (_flip_bit(PROGRAM), "SHA-256 differs"),
-        (_flip_bit(f"{ADAPTER}/adapter_model.safetensors"), "SHA-256 differs"),
-        (_swap, "SHA-256 differs"),
-        (_replace_with_link, "is a link"),
-        (_replace_folder_with_link, "is a link or in a linked folder"),
+        (lambda folder: shutil.rmtree(folder), "not-a-bundle", ""),
+        (lambda folder: (folder / MANIFEST).unlink(), "not-a-bundle", ""),
+        (lambda folder: (folder / MANIFEST).write_bytes(b""), "manifest-damaged", MANIFEST),
+        (_truncate(MANIFEST, 100), "manifest-damaged", MANIFEST),
+        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe\x00"), "manifest-damaged", MANIFEST),
+        (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "manifest-damaged", MANIFEST),
+        (lambda folder: (folder / MANIFEST).write_bytes(b" " * (3 << 20)), "manifest-damaged", MANIFEST),
+        (lambda folder: (folder / MANIFEST).write_text("[1]"), "bundle-format", "'list'"),
+        (lambda folder: (folder / PROGRAM).unlink(), "bundle-file-missing", PROGRAM),
+        (lambda folder: shutil.rmtree(folder / TOKENIZER), "bundle-file-missing", "tokenizer/tokenizer.json"),
+        (lambda folder: (folder / PROGRAM).write_bytes(b""), "bundle-file-size", " 0 "),
+        (_truncate(PROGRAM, 511), "bundle-file-size", "511"),
+        (lambda folder: (folder / PROGRAM).write_bytes(bytes(513)), "bundle-file-size", "513"),
+        (_flip_bit(PROGRAM), "bundle-file-hash", PROGRAM),
+        (_flip_bit(f"{ADAPTER}/adapter_model.safetensors"), "bundle-file-hash", ADAPTER),
+        (_swap, "bundle-file-hash", ""),
+        (_replace_with_link, "bundle-file-linked", PROGRAM),
+        (_replace_folder_with_link, "bundle-file-linked", ADAPTER),
     ],
 )
-def test_damage_is_told(folder: Path, damage: Damage, told: str) -> None:
+def test_damage_is_told(folder: Path, damage: Damage, code: str, value: str) -> None:
     damage(folder)
-    with pytest.raises(BundleError, match=told) as caught:
+    with raises(BundleError, code, saying=value) as caught:
         open_bundle(folder)
     assert caught.value.remedy
 
@@ -126,45 +127,47 @@ def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "code", "value"),
     [
-        (lambda manifest: manifest.update(format=4), "has format 4, this version reads 3"),
-        (lambda manifest: manifest.update(format=1), "has format 1, this version reads 3"),
-        (lambda manifest: manifest.update(format=2.0), "has format 2.0"),
-        (lambda manifest: manifest.pop("format"), "has format None"),
-        (lambda manifest: manifest.pop("files"), "lists no files"),
-        (lambda manifest: manifest.update(files=[PROGRAM]), "lists no files"),
-        (lambda manifest: manifest["files"].pop(PROGRAM), "lists no 'programs/block.pte'"),
-        (lambda manifest: manifest["files"].pop("weights/000.ptd"), "lists no 'weights/000.ptd'"),
+        (lambda manifest: manifest.update(format=4), "bundle-format", "4"),
+        (lambda manifest: manifest.update(format=1), "bundle-format", "1"),
+        (lambda manifest: manifest.update(format=2.0), "bundle-format", "2.0"),
+        (lambda manifest: manifest.pop("format"), "bundle-format", "None"),
+        (lambda manifest: manifest.pop("files"), "manifest-without-files", ""),
+        (lambda manifest: manifest.update(files=[PROGRAM]), "manifest-without-files", ""),
+        (lambda manifest: manifest["files"].pop(PROGRAM), "manifest-lacks-file", PROGRAM),
+        (lambda manifest: manifest["files"].pop("weights/000.ptd"), "manifest-lacks-file", "weights/000.ptd"),
         (
             lambda manifest: manifest["files"].update({PROGRAM: "abc"}),
-            "neither size nor hash of programs/block.pte",
+            "manifest-lacks-hash",
+            PROGRAM,
         ),
         (
             lambda manifest: manifest["files"][PROGRAM].pop("sha256"),
-            "neither size nor hash of programs/block.pte",
+            "manifest-lacks-hash",
+            PROGRAM,
         ),
-        (lambda manifest: manifest["files"][PROGRAM].update(bytes="512"), "neither size nor hash"),
-        (lambda manifest: manifest["files"][PROGRAM].update(sha256="0" * 64), "SHA-256 differs"),
-        (_rename_file(PROGRAM, "../program.pte"), "outside the bundle: '../program.pte'"),
-        (_rename_file(PROGRAM, "adapter/../../x"), "outside the bundle"),
-        (_rename_file(PROGRAM, "/etc/hostname"), "outside the bundle: '/etc/hostname'"),
-        (_rename_file(PROGRAM, "..\\program.pte"), "outside the bundle"),
-        (_rename_file(PROGRAM, ""), "lacks its file"),
-        (_rename_file(PROGRAM, "adapter"), "lacks its file adapter"),
-        (_rename_file(PROGRAM, "program\0.pte"), "lacks its file"),
-        (lambda manifest: manifest.pop("chain"), "chain can't be read"),
-        (lambda manifest: manifest.update(chain=[]), "chain can't be read"),
-        (lambda manifest: manifest["chain"]["bounds"].update(copies=0), "bound of copies is 0"),
+        (lambda manifest: manifest["files"][PROGRAM].update(bytes="512"), "manifest-lacks-hash", PROGRAM),
+        (lambda manifest: manifest["files"][PROGRAM].update(sha256="0" * 64), "bundle-file-hash", PROGRAM),
+        (_rename_file(PROGRAM, "../program.pte"), "file-outside-bundle", "'../program.pte'"),
+        (_rename_file(PROGRAM, "adapter/../../x"), "file-outside-bundle", ""),
+        (_rename_file(PROGRAM, "/etc/hostname"), "file-outside-bundle", "'/etc/hostname'"),
+        (_rename_file(PROGRAM, "..\\program.pte"), "file-outside-bundle", ""),
+        (_rename_file(PROGRAM, ""), "bundle-file-missing", ""),
+        (_rename_file(PROGRAM, "adapter"), "bundle-file-missing", "adapter"),
+        (_rename_file(PROGRAM, "program\0.pte"), "bundle-file-missing", ""),
+        (lambda manifest: manifest.pop("chain"), "chain-unreadable", ""),
+        (lambda manifest: manifest.update(chain=[]), "chain-unreadable", ""),
+        (lambda manifest: manifest["chain"]["bounds"].update(copies=0), "chain-not-runnable", "copies"),
     ],
 )
 def test_manifest_that_lies_is_refused(
-    folder: Path, change: Callable[[dict[str, Any]], object], told: str
+    folder: Path, change: Callable[[dict[str, Any]], object], code: str, value: str
 ) -> None:
     manifest = read_json(folder)
     change(manifest)
     write_manifest(folder, manifest)
-    with pytest.raises(BundleError, match=told.replace("\\", "\\\\")):
+    with raises(BundleError, code, saying=value):
         open_bundle(folder)
 
 
@@ -172,14 +175,14 @@ def test_manifest_changed_after_writing_is_told(folder: Path) -> None:
     manifest = read_json(folder)
     manifest["lora"]["alpha"] = 32.0
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(BundleError, match="its own hash differs"):
+    with raises(BundleError, "manifest-changed"):
         open_bundle(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "adapter/head.safetensors"])
 def test_a_file_that_is_read_and_that_nobody_hashed_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{{ messages }}")
-    with pytest.raises(BundleError, match=f"{Path(name).name} is not in the bundle's manifest"):
+    with raises(BundleError, "file-not-in-manifest", saying=name):
         open_bundle(folder)
 
 

@@ -19,6 +19,7 @@ from prge.files.chain import Bounds, Chain
 from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK, STEP_ROLES, TANGENT
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import make_bundle, make_chain
+from tests.refusals import raises
 
 Json = Any
 Change = Callable[[Json], object]
@@ -40,7 +41,7 @@ def test_a_chain_is_read_as_it_was_written() -> None:
 
 
 def test_a_bundle_that_answers_among_label_words_says_how_to_export_it_again() -> None:
-    with pytest.raises(BundleError, match="export it again without --label-words"):
+    with raises(BundleError, "bundle-of-label-words", saying="--label-words"):
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
@@ -73,9 +74,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
     for lacking in ("input_specs", "output_specs"):
         block = block_of()
         del block["kinds"][0]["methods"][STACK][lacking]
-        with pytest.raises(
-            BundleError, match=rf"1 {lacking[:-6]}s of block 0 in the role stack have 0 specs"
-        ):
+        with raises(BundleError, "chain-not-runnable", saying=f"{lacking[:-6]}s of block 0"):
             Chain.from_json(block)
 
 
@@ -85,9 +84,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 def test_what_is_no_spec_is_refused(spec: str) -> None:
     block = block_of()
     block["kinds"][0]["methods"][STACK]["input_specs"] = [spec]
-    with pytest.raises(
-        BundleError, match=r"one of input_specs is '.*', a spec is a text such as float32 \[8,"
-    ):
+    with raises(BundleError, "chain-unreadable", saying="input_specs"):
         Chain.from_json(block)
 
 
@@ -95,7 +92,7 @@ def test_what_is_no_spec_is_refused(spec: str) -> None:
 def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
     block = block_of()
     block["kinds"][0]["methods"][STACK]["input_specs"] = [f"int64 {sizes}"]
-    with pytest.raises(BundleError, match="one of the inputs of block 0 in the role stack is TensorSpec"):
+    with raises(BundleError, "chain-not-runnable", saying="block 0"):
         Chain.from_json(block)
 
 
@@ -128,8 +125,7 @@ def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     if path[-1] in (MAY_BE_NULL, "trains_a", TANGENT, BACK, BACK_SAVED):
         Chain.from_json(block)  # as bundles of an earlier version, or with a role less
         return
-    name = "lacks the role stack" if path[-1] == STACK else path[-1]
-    with pytest.raises(BundleError, match=name):
+    with raises(BundleError, "chain-unreadable", "chain-not-runnable", saying=path[-1]):
         Chain.from_json(block)
 
 
@@ -144,7 +140,7 @@ def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
             continue
         block = block_of()
         at(block, path[:-1])[path[-1]] = value
-        with pytest.raises(BundleError, match="the manifest") as refused:
+        with raises(BundleError, "chain-unreadable", "chain-not-runnable") as refused:
             Chain.from_json(block)
         assert len(str(refused.value)) < 3000 and refused.value.remedy
 
@@ -157,13 +153,13 @@ def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tup
         if path[-1] == MAY_BE_NULL and value > 0:
             Chain.from_json(block)  # as far as any row goes
             continue
-        with pytest.raises(BundleError, match="the manifest describes no"):
+        with raises(BundleError, "chain-not-runnable"):
             Chain.from_json(block)
 
 
 @pytest.mark.parametrize("value", [None, [], [1], "chain", 7, {}, {"blocks": []}])
 def test_what_is_no_chain_at_all(value: Json) -> None:
-    with pytest.raises(BundleError, match="the manifest's chain can't be read"):
+    with raises(BundleError, "chain-unreadable"):
         Chain.from_json(value)
 
 
@@ -213,78 +209,78 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "value"),
     [
-        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 16384"),
-        (lambda b: b["blocks"].extend(b["blocks"] * 5000), "it has 20004 blocks"),
-        (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
-        (lambda b: b.update(readout="logits"), "readout is 'logits'"),
-        (lambda b: b.update(width=0), "width is 0"),
-        (lambda b: b["bounds"].update(batch=0), "the bound of batch is 0, must be 1 to"),
-        (lambda b: b["bounds"].update(tokens=1), "the bound of tokens is 1, must be 2 to"),
-        (lambda b: b["bounds"].update(piece=4, context=8), "rows have 16 tokens, texts 8"),
-        (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "the bound of states is 16777217"),
-        (lambda b: b["tables"][0].update(kind="alibi"), "a table is .*alibi"),
-        (lambda b: b["tables"][0].update(window=0), "a table is .*window=0"),
-        (lambda b: b["tables"][0].update(first=-1), "a table is .*first=-1"),
-        (lambda b: b["blocks"][1].update(kind=3), "block 1 is of kind 3, there are 3"),
-        (lambda b: b["kinds"].append(b["kinds"][0]), "no block is of kind 3"),
-        (lambda b: b["blocks"][1].update(tables=[2]), r"block 1 has the tables \(2,\), there are 2"),
-        (lambda b: b["blocks"][2].update(modules=[0, 1]), r"the modules \[0, 0, 1, 1\], the chain 4"),
-        (lambda b: b["blocks"][1].update(modules=[0, 0, 1]), r"the modules \[0, 0, 1, 2, 3\]"),
-        (lambda b: b["modules"].pop(), r"the modules \[0, 1, 2, 3\], the chain 3"),
-        (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "must be at most 10000 different ones"),
-        (lambda b: b["modules"][0].update(rank=0), "has rank 0"),
-        (lambda b: b["kinds"][1]["methods"].pop("stack"), "block 1 lacks the role stack"),
+        (lambda b: b["blocks"].__delitem__(slice(1, None)), "16384"),
+        (lambda b: b["blocks"].extend(b["blocks"] * 5000), "20004"),
+        (lambda b: b.update(pooling="last"), "'last'"),
+        (lambda b: b.update(readout="logits"), "'logits'"),
+        (lambda b: b.update(width=0), "width"),
+        (lambda b: b["bounds"].update(batch=0), "batch"),
+        (lambda b: b["bounds"].update(tokens=1), "tokens"),
+        (lambda b: b["bounds"].update(piece=4, context=8), "16"),
+        (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "16777217"),
+        (lambda b: b["tables"][0].update(kind="alibi"), "alibi"),
+        (lambda b: b["tables"][0].update(window=0), "window=0"),
+        (lambda b: b["tables"][0].update(first=-1), "first=-1"),
+        (lambda b: b["blocks"][1].update(kind=3), "block 1"),
+        (lambda b: b["kinds"].append(b["kinds"][0]), "kind 3"),
+        (lambda b: b["blocks"][1].update(tables=[2]), "(2,)"),
+        (lambda b: b["blocks"][2].update(modules=[0, 1]), "[0, 0, 1, 1]"),
+        (lambda b: b["blocks"][1].update(modules=[0, 0, 1]), "[0, 0, 1, 2, 3]"),
+        (lambda b: b["modules"].pop(), "[0, 1, 2, 3]"),
+        (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "10000"),
+        (lambda b: b["modules"][0].update(rank=0), "rank 0"),
+        (lambda b: b["kinds"][1]["methods"].pop("stack"), "role stack"),
         (
             lambda b: b["kinds"][1]["methods"].update(see=_of(1, STACK)(b)),
-            "the role 'see', .*knows stack",
+            "'see'",
         ),
-        (lambda b: _of(1, STACK)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
+        (lambda b: _of(1, STACK)(b).update(inputs=["tokens"]), "('tokens',)"),
         (
             lambda b: _of(0, STACK)(b).update(inputs=["state"]),
-            r"block 0 takes \('state',\) in the role",
+            "('state',)",
         ),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("lora_b.2"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("u.0"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("padding"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, TANGENT)(b)["inputs"].append("state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, TANGENT)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, BACK)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
-        (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
-        (lambda b: b["kinds"][1]["methods"].pop(SAVE), "block 1 takes .* in the role back_saved"),
-        (lambda b: _of(1, SAVE)(b)["outputs"].append("saved.3"), "block 1 answers .* in the role save"),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("lora_b.2"), "role stack"),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("u.0"), "role stack"),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("padding"), "role stack"),
+        (lambda b: _of(1, TANGENT)(b)["inputs"].append("state"), "role tangent"),
+        (lambda b: _of(1, TANGENT)(b)["inputs"].remove("d_state"), "role tangent"),
+        (lambda b: _of(1, BACK)(b)["outputs"].remove("gradient.1"), "role back"),
+        (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "role back"),
+        (lambda b: b["kinds"][1]["methods"].pop(SAVE), "role back_saved"),
+        (lambda b: _of(1, SAVE)(b)["outputs"].append("saved.3"), "role save"),
         (
             lambda b: _of(1, SAVE)(b)["outputs"].append("saved.2"),
-            "block 1 takes .* in the role back_saved",
+            "role back_saved",
         ),
         (
             lambda b: _of(2, SAVE)(b)["outputs"].extend(f"saved.{n}" for n in range(1, 10**5)),
-            "block 3 has 100001 outputs in the role save",
+            "100001",
         ),
-        (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
+        (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "'ones'"),
         (
             lambda b: _of(2, BACK)(b).update(outputs=["parts"]),
-            r"block 3 answers \('parts',\) in the role",
+            "('parts',)",
         ),
-        (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
-        (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
-        (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
-        (lambda b: b.update(shared=[4]), r"its 1 shared values come from the blocks \(4,\)"),
-        (lambda b: b.update(shared=[1] * 5000), "its 5000 shared values come from"),
-        (lambda b: b.update(shared=[3]), "block 3, a head, shares values"),
-        (lambda b: b.update(shared=[1]), r"block 1 answers \('state',\) in the role stack"),
-        (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
-        (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
-        (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
-        (lambda b: b["kinds"][1].update(experts=True), "block 1, an expert, has modules or tables"),
-        (lambda b: b["kinds"][0].update(experts=True), "block 0, an expert, .* or is the first or the last"),
+        (lambda b: b.update(readout="pooled"), "'targets'"),
+        (lambda b: _adapt_instead(b, 0), "block 0"),
+        (lambda b: _adapt_instead(b, 3), "block 3"),
+        (lambda b: b.update(shared=[4]), "(4,)"),
+        (lambda b: b.update(shared=[1] * 5000), "5000"),
+        (lambda b: b.update(shared=[3]), "block 3"),
+        (lambda b: b.update(shared=[1]), "('state',)"),
+        (lambda b: b["blocks"][1].update(takes=[0]), "(0,)"),
+        (lambda b: b["blocks"][2].update(past=[0, 1]), "(0, 1)"),
+        (_adapt_nothing, ""),
+        (lambda b: b["kinds"][1].update(experts=True), "block 1"),
+        (lambda b: b["kinds"][0].update(experts=True), "block 0"),
     ],
 )
-def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
+def test_a_chain_that_no_engine_can_run_is_refused(change: Change, value: str) -> None:
     block = block_of()
     change(block)
-    with pytest.raises(BundleError, match=f"the manifest describes no .*{told}"):
+    with raises(BundleError, "chain-not-runnable", saying=value):
         Chain.from_json(block)
 
 
@@ -301,7 +297,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     without = Chain.from_json(block)
     assert without.roles == (STACK, TANGENT)
     without.check_role(TANGENT)
-    with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
+    with raises(BundleError, "role-missing", saying=BACK):
         without.check_role(BACK)
 
 

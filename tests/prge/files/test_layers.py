@@ -12,6 +12,7 @@ import pytest
 from prge.errors import BundleError
 from prge.files.bundle import Bundle
 from prge.files.layers import LAYERS, StoredLayer, read_layers, stored_layers
+from tests.refusals import raises
 
 SHAPE = (3, 64)
 
@@ -62,16 +63,16 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_layer_that_does_not_lie_in_the_bundle_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(BundleError, match=r"layers.json can't be used: 'a' is"):
+    with raises(BundleError, "layers-unusable", saying="'a'"):
         stored_layers(bundle_with(tmp_path, {"a": entry(**changes)}))
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="something else than layers"):
+    with raises(BundleError, "layers-unusable"):
         stored_layers(bundle_with(tmp_path, {"a": 1}))
     bundle = bundle_with(tmp_path, {})
     (tmp_path / LAYERS).write_text("{")
-    with pytest.raises(BundleError, match=r"layers.json can't be used"):
+    with raises(BundleError, "layers-unusable"):
         stored_layers(bundle)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from prge.errors import RunError
-from prge.files import own_settings
 from prge.files.documents import parse_yaml
 from prge.files.own_settings import (
     check_links,
@@ -23,6 +22,7 @@ from prge.files.own_settings import (
     sign,
     write_settings,
 )
+from tests.refusals import raises
 
 TEXT = "bundle: /a/b\ntrain: /home/me/rows.csv\n"
 
@@ -64,21 +64,26 @@ def test_the_key_is_its_owners_alone_and_made_once(own_home: Path) -> None:
     assert not is_own(first, "a")
 
 
-def test_another_process_knows_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(sign(TEXT, "a"))
+def is_own_in_another_process(path: Path, **environment: str) -> bool:
+    """Whether another process of the same user, or of one with another environment, knows a file."""
     script = (
         "import pathlib, sys; from prge.files.own_settings import is_own;"
-        "sys.exit(not is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
+        "print(is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
     )
-    words = [sys.executable, "-c", script, str(tmp_path / "a")]
-    assert subprocess.run(words, check=False).returncode == 0
-    elsewhere = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "other")}
-    assert subprocess.run(words, env=elsewhere, check=False).returncode == 1
+    command, given = [sys.executable, "-c", script, str(path)], {**os.environ, **environment}
+    said = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
+    return said.strip() == "True"
+
+
+def test_another_process_knows_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(sign(TEXT, "a"))
+    assert is_own_in_another_process(tmp_path / "a")
+    assert not is_own_in_another_process(tmp_path / "a", XDG_CONFIG_HOME=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("damage", ["no home", "no folder", "no key", "link"])
 def test_without_a_key_a_process_knows_its_own(
-    damage: str, monkeypatch: pytest.MonkeyPatch, own_home: Path
+    damage: str, monkeypatch: pytest.MonkeyPatch, own_home: Path, tmp_path: Path
 ) -> None:
     key_path().parent.mkdir(parents=True)
     if damage == "no home":
@@ -93,8 +98,8 @@ def test_without_a_key_a_process_knows_its_own(
         key_path().symlink_to("/dev/zero")
     content = sign(TEXT, "a")
     assert is_own(content, "a")
-    monkeypatch.setattr(own_settings, "_process_key", new_key())
-    assert not is_own(content, "a")
+    (tmp_path / "a").write_bytes(content)
+    assert not is_own_in_another_process(tmp_path / "a", HOME=str(tmp_path))
 
 
 def test_without_hard_links_a_key_is_made_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +163,7 @@ def test_a_snapshot_of_the_hub_has_links_to_its_own_files(tmp_path: Path) -> Non
     check_links(snapshot)
     (repository / "blobs").rename(tmp_path / "private")
     (repository / "blobs").symlink_to(tmp_path / "private")
-    with pytest.raises(RunError, match=r"adapter_config\.json is a link"):
+    with raises(RunError, "link-outside", saying="adapter_config.json"):
         check_links(snapshot)
 
 
@@ -171,6 +176,6 @@ def test_links_out_of_a_folder(tmp_path: Path) -> None:
     check_links(folder)
     for target in (tmp_path, tmp_path / "gone", "/proc/self/fd/0"):
         (folder / "a/b/link").symlink_to(target)
-        with pytest.raises(RunError, match=r"a/b/link is a link to .*, outside of"):
+        with raises(RunError, "link-outside", saying="a/b/link"):
             check_links(folder)
         (folder / "a/b/link").unlink()

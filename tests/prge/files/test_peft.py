@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from prge.files.peft import (
     write_peft,
 )
 from prge.model_spec import AdaptedModule
+from tests.refusals import raises
 from tests.templates import random_adapter
 
 MODULES = (
@@ -116,7 +119,7 @@ def test_the_same_arrays_give_the_same_bytes(tmp_path: Path, template: Path) -> 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "a/b", "adapter_model.safetensors", "hashes.json"])
 def test_an_extra_file_can_take_no_other_place(tmp_path: Path, template: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="extra file"):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
         write_peft(tmp_path / "out", some_adapter(), template, {name: {}})
     assert not (tmp_path / "out").exists()
 
@@ -151,8 +154,7 @@ def test_an_adapter_of_another_lora_a_or_scale_is_generated_with_alone(
     """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
     for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
         other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
-        told = "lora_A of 2 of 2 modules, or its scale, differs from the one inside the bundle"
-        with pytest.raises(AdapterError, match=told):
+        with raises(AdapterError, "adapter-does-not-fit", saying="2 of 2"):
             read_compatible_adapter(other, MODULES, template)
         assert read_compatible_adapter(other, MODULES, template, generates=True).lora_a is not None
 
@@ -206,15 +208,15 @@ def test_an_adapter_of_another_base_model_is_refused_where_hash_or_commit_tell(
     if not refused:
         read_compatible_adapter(theirs, MODULES, ours)
         return
-    with pytest.raises(AdapterError, match=r"names the base model .*, the bundle was exported from"):
+    with raises(AdapterError, "adapter-does-not-fit", saying=str(named[0]).partition("@")[0]):
         read_compatible_adapter(theirs, MODULES, ours)
 
 
 def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
-    with pytest.raises(AdapterError, match="give a folder with"):
+    with raises(AdapterError, "not-an-adapter"):
         read_peft(tmp_path / "nowhere", MODULES)
     (template / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterError, match="is missing"):
+    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
         read_peft(template, MODULES)
 
 
@@ -222,7 +224,7 @@ def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template
 def test_a_truncated_file_is_refused(template: Path, size: int) -> None:
     path = template / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(AdapterError, match="damaged"):
+    with raises(AdapterError, "adapter-damaged"):
         read_peft(template, MODULES)
 
 
@@ -233,7 +235,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, template: Path, name: str) -> 
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(AdapterError, match="damaged"):
+    with raises(AdapterError, "adapter-damaged", "adapter-changed"):
         read_peft(tmp_path / "out", MODULES)
 
 
@@ -246,7 +248,7 @@ def test_hashes_name_no_file_outside(tmp_path: Path, template: Path) -> None:
 
 def test_a_template_of_other_modules_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "template", tensors(MODULES[:1]))
-    with pytest.raises(AdapterError, match="not of these modules"):
+    with raises(AdapterError, "adapter-of-other-modules"):
         write_peft(tmp_path / "out", some_adapter(), folder)
     assert not (tmp_path / "out").exists()
 
@@ -254,7 +256,7 @@ def test_a_template_of_other_modules_is_refused(tmp_path: Path) -> None:
 def test_an_existing_folder_is_kept_unless_overwritten(tmp_path: Path, template: Path) -> None:
     out = tmp_path / "out"
     write_peft(out, some_adapter(1), template, {"old.txt": b""})
-    with pytest.raises(RunError, match="exists already"):
+    with raises(RunError, "folder-exists", saying=str(out)):
         write_peft(out, some_adapter(2), template)
     assert np.array_equal(read_peft(out, MODULES).values, some_adapter(1).values)
     write_peft(out, some_adapter(2), template, overwrite=True)
@@ -266,7 +268,7 @@ def test_an_existing_folder_is_kept_unless_overwritten(tmp_path: Path, template:
 def test_overwriting_works_where_names_cant_be_exchanged(
     tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prge.host.atomic._exchange", lambda first, second: False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())  # a C library without renameat2
     for seed in (1, 2):
         write_peft(tmp_path / "out", some_adapter(seed), template, overwrite=True)
     assert np.array_equal(read_peft(tmp_path / "out", MODULES).values, some_adapter(2).values)
@@ -336,7 +338,7 @@ def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> No
 
 def test_a_place_that_refuses_says_so(tmp_path: Path, template: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="can't be written"):
+    with raises(RunError, "write-failed"):
         write_peft(tmp_path / "file/out", some_adapter(), template)
 
 
@@ -405,7 +407,7 @@ def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> Non
         == read_peft(tmp_path / "out", modules).values.tobytes()
     )
     written_by_peft(tmp_path / "even")
-    with pytest.raises(AdapterError, match=r"has rank 2 for 0\.q_proj, the bundle has 1; 1 of 2 modules"):
+    with raises(AdapterError, "adapter-does-not-fit", saying="0.q_proj"):
         read_peft(tmp_path / "even", modules)
 
 
@@ -491,7 +493,7 @@ def test_matrices_that_are_no_pair_are_refused(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_not_read(template: Path) -> None:
     (template / "adapter_model.safetensors").rename(template / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors is missing"):
+    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
         read_lora(template)
 
 
@@ -499,7 +501,7 @@ def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Pa
     run = tmp_path / "run"
     run.mkdir()
     (run / "journal.jsonl").write_text("")
-    with pytest.raises(RunError, match="prge run --resume"):
+    with raises(RunError, "run-unfinished", saying="--resume"):
         find_adapter(run)
     for name in ("final", "checkpoints/step-000003"):
         write_peft(run / name, some_adapter(), template)
@@ -508,14 +510,14 @@ def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Pa
     assert find_adapter(run) == run / "final"
     assert find_adapter(template) == template
     assert run_of(template) is None
-    with pytest.raises(AdapterError, match="holds no trained adapter"):
+    with raises(AdapterError, "adapter-missing"):
         find_adapter(tmp_path)
 
 
 def test_an_adapter_that_is_not_finite_is_never_written(tmp_path: Path, template: Path) -> None:
     adapter = read_peft(template, MODULES)
     adapter.values[1] = np.nan
-    with pytest.raises(AdapterError, match="has 1 values that are not finite"):
+    with raises(AdapterError, "adapter-not-finite"):
         write_peft(tmp_path / "new", adapter, template)
     assert not (tmp_path / "new").exists()
 
@@ -524,7 +526,7 @@ def test_an_adapter_that_is_not_finite_is_never_written(tmp_path: Path, template
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{", b"[]", b"[" * 100_000, b" " * (3 << 20)])
 def test_damaged_documents_are_refused_in_words(template: Path, name: str, content: bytes) -> None:
     (template / name).write_bytes(content)
-    with pytest.raises(AdapterError, match=r"damaged|at most") as caught:
+    with raises(AdapterError, "adapter-damaged", "adapter-changed", "not-an-adapter") as caught:
         read_peft(template, MODULES)
     assert name in str(caught.value) and len(str(caught.value)) < 1000
 

@@ -11,6 +11,7 @@ from prge.files.bundle import open_bundle
 from prge.files.own_settings import write_settings
 from prge.files.peft import find_adapter
 from prge.files.tuned import bundle_at, run_at, tuning_at
+from tests.refusals import raises
 
 
 def tuning(folder: Path, *parts: str, config: str = "bundle: null\n") -> Path:
@@ -34,7 +35,7 @@ def test_its_own_bundle_its_run_and_its_adapter(tmp_path: Path) -> None:
 def test_a_bundle_that_it_was_given(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config=f"bundle: {tmp_path / 'other'}\n")
     assert bundle_at(folder) == tmp_path / "other"
-    with pytest.raises(BundleError, match="other is not a bundle"):
+    with raises(BundleError, "not-a-bundle", saying="other"):
         open_bundle(folder)
 
 
@@ -42,18 +43,18 @@ def test_what_an_unfinished_one_lacks(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine")
     finish = f"finish it with `prge tune --resume {folder}`"
     for ask, what in ((bundle_at, "bundle"), (open_bundle, "bundle"), (run_at, "run")):
-        with pytest.raises(RunError, match=f"is a tuning that has no {what} yet") as caught:
+        with raises(RunError, "tuning-unfinished", saying=what) as caught:
             ask(folder)
         assert caught.value.remedy == finish
     (folder / "run").mkdir()
-    with pytest.raises(RunError, match="is a tuning that has no trained adapter yet") as caught:
+    with raises(RunError, "tuning-unfinished", saying="adapter") as caught:
         find_adapter(folder)
     assert caught.value.remedy == finish
 
 
 def test_damaged_settings_are_told(tmp_path: Path) -> None:
     folder = tuning(tmp_path / "mine", config="bundle: [")
-    with pytest.raises(RunError, match=r"config\.yaml can't be read"):
+    with raises(RunError, "settings-unreadable", saying="config.yaml"):
         bundle_at(folder)
 
 
@@ -71,7 +72,7 @@ def test_a_strangers_bundle_elsewhere_and_links_are_refused(tmp_path: Path) -> N
     other.mkdir()
     text = f"bundle: {other}\n"
     folder = tuning(tmp_path / "mine", config=text)
-    with pytest.raises(RunError, match=r"names the bundle .*other', outside of its folder") as caught:
+    with raises(RunError, "path-outside", saying=str(other)) as caught:
         bundle_at(folder)
     assert f"--bundle {other}" in caught.value.remedy
     write_settings(folder / "config.yaml", text)
@@ -79,5 +80,5 @@ def test_a_strangers_bundle_elsewhere_and_links_are_refused(tmp_path: Path) -> N
     for name, ask in (("run", run_at), ("bundle", bundle_at)):
         (folder / "config.yaml").write_text("bundle: null\n")
         (folder / name).symlink_to(other)
-        with pytest.raises(RunError, match=f"{name} is a link to a place outside"):
+        with raises(RunError, "link-outside", saying=name):
             ask(folder)

@@ -28,7 +28,7 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         need_landlock()
         monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     else:
-        monkeypatch.setattr("prge.host.children._enter_landlock", lambda: None)
+        monkeypatch.setattr("prge.host.children.enter_landlock", lambda: None)
     return str(request.param)
 
 

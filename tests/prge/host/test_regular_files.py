@@ -30,7 +30,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, mode: str) -> None:
     (tmp_path / "target").write_bytes(b"kept")
     OTHERS[kind](tmp_path / "name")
-    with pytest.raises(OSError, match=f"it is {kind}, not a file"):
+    with pytest.raises(OSError, match=kind):
         open_regular(tmp_path / "name", mode)
     assert (tmp_path / "target").read_bytes() == b"kept"
 
@@ -39,7 +39,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, mode: str
 def test_devices_are_refused_through_a_link_that_may_be_followed_too(tmp_path: Path, mode: str) -> None:
     (tmp_path / "name").symlink_to("/dev/zero")
     for path in (tmp_path / "name", Path("/dev/zero")):
-        with pytest.raises(OSError, match="it is a device, not a file"):
+        with pytest.raises(OSError, match="device"):
             open_regular(path, mode, follow=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from prge.errors import EngineError
 from prge.host.user_cache import NATIVE, user_cache
+from tests.refusals import raises
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 
@@ -63,7 +64,7 @@ def test_what_lies_in_one_that_others_could_write_to_is_made_again(cache: Path, 
 def test_another_users_is_refused(cache: Path, which: str) -> None:
     path = planted(cache, 0o755)
     os.chown(cache / which, 4711, 4711)
-    with pytest.raises(EngineError, match=r"other users may write to .* user 4711") as caught:
+    with raises(EngineError, "cache-not-private", saying="4711") as caught:
         user_cache(NATIVE)
     assert "XDG_CACHE_HOME" in caught.value.remedy
     assert path.exists()
@@ -74,7 +75,7 @@ def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.
     path = planted(cache, 0o777)
     make = os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda name, *_, **__: (make(name), os.chmod(name, 0o777)))
-    with pytest.raises(EngineError, match="mode 777"):
+    with raises(EngineError, "cache-not-private", saying="777"):
         user_cache(NATIVE)
     assert not path.exists()
 

@@ -26,6 +26,7 @@ from prge.learning.costs import (
 )
 from prge.model_spec import AdaptedModule
 from tests.bundles import make_small_chain, make_spec
+from tests.refusals import raises
 from tests.rows import completion, long_choice
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.
@@ -194,7 +195,7 @@ def test_a_manifest_keeps_the_outline() -> None:
     block = json.loads(json.dumps(outline.to_json()))
     assert Outline.from_json(block, chain) == outline
     for wrong in ({}, None, {**block, "width": 0}, {**block, "heads": "4"}, {**block, "head": {}}):
-        with pytest.raises(BundleError, match="outline can't be read"):
+        with raises(BundleError, "outline-unreadable"):
             Outline.from_json(wrong, chain)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prge.engine import Array
 from prge.learning.estimators import exact
 from prge.learning.estimators.differences import Antithetic, Differences
-from prge.learning.estimators.directions import Directions
+from prge.learning.estimators.directions import Directions, RankOneDirections
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
 from prge.learning.estimators.tangents import Tangents
@@ -82,7 +82,7 @@ def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]
 
     tangents = Tangents(2, shared=True)
     measured = tangents.measure(engine, step)
-    along = tangents._directions
+    along = RankOneDirections(SEED, STEP, 2, len(examples), tuple(adapter.modules), shared=True)
     expected = [float(gradient @ along(query).astype(float)) for query in range(2)]
     np.testing.assert_allclose(measured.scalars.mean(-1), expected, atol=1e-3)
 

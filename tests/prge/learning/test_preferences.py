@@ -35,6 +35,7 @@ from prge.learning.preferences import (
 from prge.learning.sampling import Sampler
 from prge.rows.scoring import displacement, evaluate
 from tests.numpy_engine import NumpyEngine
+from tests.refusals import raises
 from tests.rows import completion, long_choice
 
 OBJECTIVES: dict[str, Preference] = {
@@ -255,7 +256,7 @@ def test_what_is_said_of_chosen_rows_that_fell() -> None:
 
 def test_a_loss_without_its_reference_is_refused() -> None:
     row = replace(pairs(1)[0], reference=())
-    with pytest.raises(ValueError, match="row 1 has no reference"):
+    with pytest.raises(ValueError, match="row 1"):
         DPO(0.1).losses(np.zeros((1, 1, 2)), [row])
     assert ORPO(0.1).losses(np.full((1, 1, 2), -1.0), [row]).shape == (1, 1)
 
@@ -272,11 +273,9 @@ def test_objectives_by_name_with_their_defaults() -> None:
         "beta": 0.1,
         "label_smoothing": 0.0,
     }
-    with pytest.raises(
-        ConfigError, match="--label-smoothing belongs to --objective dpo, the objective is ipo"
-    ):
+    with raises(ConfigError, "setting-of-other-objective", saying="--label-smoothing"):
         make_objective("ipo", replace(flags, label_smoothing=0.1))
-    with pytest.raises(ConfigError, match="--beta belongs to --objective dpo or ipo or simpo or orpo or kto"):
+    with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
         make_objective("completion", replace(flags, beta=0.1))
 
 
@@ -288,7 +287,7 @@ def test_the_columns_choose_an_objective() -> None:
     ]
     assert settled_objective("kto", "pairs") == "kto"
     assert settled_objective("completion", "pairs") == "completion"
-    with pytest.raises(ValueError, match="--objective is dpo, which learns from pairs"):
+    with pytest.raises(ValueError, match="dpo"):
         settled_objective("dpo", "ratings")
-    with pytest.raises(ValueError, match="only a task has"):
+    with pytest.raises(ValueError, match="candidates"):
         settled_objective("candidates", "pairs")

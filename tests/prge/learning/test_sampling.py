@@ -49,7 +49,7 @@ def test_a_step_has_as_many_examples_as_asked_for(count: int) -> None:
 
 
 def test_a_step_has_an_example() -> None:
-    with pytest.raises(ValueError, match="a step has 0 examples, must be at least 1"):
+    with pytest.raises(ValueError, match=r"\b0\b"):
         Sampler(random_completions(12), 0, seed=0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Literal
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from prge.rows.encoding import encode
 from prge.rows.segments import Segment, SegmentedText, Segmenter
 from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
 BARE = Tokenizer(byte_level_backend())
@@ -108,5 +108,5 @@ def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
 
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
     segmenter = Segmenter(TOKENIZER)
-    with pytest.raises(RowError, match="its answer is empty: there is nothing to learn from"):
+    with raises(RowError, "answer-empty", saying="answer"):
         encode(segmenter.learnt(*segmenter.completed("the film", "", "answer")), TOKENIZER)

@@ -16,6 +16,7 @@ from prge.rows.tokenization import chat
 from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
@@ -102,9 +103,7 @@ def test_of_a_conversation_what_is_learnt_must_be_rendered(
     answered = Answered("a", "m", "", {"messages": HELLO}, answer, {})
     row = answered.judged("good" if correction is None else None, correction)
     if is_refused:
-        with pytest.raises(
-            UnlearnableError, match="can't be learnt: the chat template refuses the messages: no"
-        ):
+        with raises(UnlearnableError, "messages-refused"):
             shared_examples().of(row)
     else:
         assert shared_examples().of(row)
@@ -122,13 +121,13 @@ def test_of_a_conversation_what_is_learnt_must_be_rendered(
     ],
 )
 def test_a_template_that_renders_nothing_of_an_answer(template: str, rating: str) -> None:
-    with pytest.raises(UnlearnableError, match="and none to learn from"):
+    with raises(UnlearnableError, "nothing-to-learn"):
         make_examples(template).of({"messages": HELLO, "answer": "b", "rating": rating})
 
 
 def test_messages_without_a_template_and_a_bundle_without_room() -> None:
     row = Answered("1", "m", "", {"messages": HELLO}, "b", {}).judged("good")
-    with pytest.raises(UnlearnableError, match="no chat template"):
+    with raises(UnlearnableError, "chat-template-missing"):
         make_examples(None).of(row)
     # What is long loses its beginning.
     long = Answered("1", "m", "", {"prompt": "word " * 1000}, " end", {}).judged("good")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
 from prge.rows.segments import Candidates, Segment, SegmentedText, Segmenter, Texts
 from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
+from tests.refusals import raises
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
 ENCODER = Tokenizer(encoder_backend(), pad_id=0)
@@ -90,7 +90,7 @@ def test_what_fits_is_as_it_was(segments: tuple[Segment, ...], length: int) -> N
             (kept,) = fitter.fit(Texts((text,))).sequences
             assert kept.ids.tolist() == encoded.ids[: last + 1].tolist()
         elif overflow == "error":
-            with pytest.raises(RowError, match=f"has {last + 1} tokens, the bundle takes {length}"):
+            with raises(RowError, "row-too-long", saying=str(last + 1)):
                 fitter.fit(Texts((text,)))
 
 
@@ -102,7 +102,7 @@ def test_choices_are_whole_after_the_end_of_their_prompt(
     fitter = Fitter(TOKENIZER, length, "truncate")
     after = 0 if max(answers) == 1 else max(answers)
     if 1 + 1 + after > length:
-        with pytest.raises(RowError, match=f"has a candidate of {after} tokens, the bundle takes {length}"):
+        with raises(RowError, "candidate-too-long", saying=str(after)):
             fitter.fit(row)
         return
     fitted = fitter.fit(row)

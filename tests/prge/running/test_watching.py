@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prge.files.documents import read_json
 from prge.files.run_folder import LOG, SUMMARY
+from prge.learning.estimators.protocol import Measurement
 from prge.running.training_flags import TrainingFlags
 from prge.running.watching import Watcher, describe_changes, describe_prompt, graceful_stop
 
@@ -33,8 +35,11 @@ def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> Non
     assert told() == ("stopped early", None, 2.5)
 
 
-def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
+def test_the_best_step_is_named_by_what_it_is_judged_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A perplexity beside a loss is not to be taken for one; of equal values the lower loss is the best."""
+    found: dict[str, Any] = {}
     for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
         out = tmp_path / select
         settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
@@ -43,7 +48,9 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
                 value = -4.5 if select == "metric" else -loss
                 record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
                 watcher.on_evaluation(record, True)
-            found = watcher._shown({"loss": 3.0})
+            monkeypatch.setattr(watcher.progress, "update", lambda done, tokens, **given: found.update(given))
+            step_record = {"step": 6, "loss": 3.0, "tokens": 8, "rows": [1]}
+            watcher.on_step(step_record, Measurement(3.0, np.zeros(1), None, 0.0))
             assert found["loss"] == 3.0 and shown in found.items()
         assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
 

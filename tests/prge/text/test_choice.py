@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prge.engine import FloatArray
 from prge.errors import ConfigError, EngineError
 from prge.text.choice import Choice, ChoiceSettings
+from tests.refusals import raises
 
 VOCABULARY = 40
 # Few different values, so that many are equal.
@@ -147,7 +148,7 @@ def test_logits_stay_as_they_are() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
-        with pytest.raises(EngineError, match=f"largest logit is {bad}"):
+        with raises(EngineError, "logits-not-finite", saying=str(bad)):
             Choice(ChoiceSettings(temperature)).choose(logits_of(0, bad, 1), [])
 
 

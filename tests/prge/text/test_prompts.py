@@ -8,6 +8,7 @@ from prge.errors import DataError
 from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -54,5 +55,5 @@ def test_a_template_without_an_end_of_turn_has_none(template: str) -> None:
 def test_messages_need_a_template() -> None:
     prompts = Prompts(make_tokenizer())
     assert prompts.chat is None
-    with pytest.raises(DataError, match="the model has no chat template"):
+    with raises(DataError, "chat-template-missing"):
         prompts.of_messages(MESSAGES)

@@ -18,6 +18,7 @@ from prge.cli import VERBS
 from prge.errors import ConfigError
 from prge.verbs.bounds import BOUNDS, Range
 from prge.verbs.settings import parse_settings
+from tests.refusals import raises
 
 
 def settings_types() -> Iterator[type[Any]]:
@@ -92,7 +93,7 @@ def test_numbers_out_of_bounds(words: str, told: str) -> None:
 
 
 def test_settings_that_were_made_without_a_command_line() -> None:
-    with pytest.raises(ConfigError, match="--batch-size is 0, must be at least 1"):
+    with raises(ConfigError, "settings-unusable", saying="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 
 

@@ -12,6 +12,7 @@ from prge.errors import ConfigError
 from prge.verbs.combining import combined, values_of
 from prge.verbs.outputs import Output, OutputFile, outputs_of
 from prge.verbs.settings import parse_settings
+from tests.refusals import raises
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def test_what_types_and_classes_say_of_fields_still_holds() -> None:
         parsed("--port", "2")
     told = str(caught.value)
     assert "--port is no flag of this verb" in told and "--bundle is missing: a path" in told
-    with pytest.raises(ConfigError, match="--prompt or --data is missing"):
+    with raises(ConfigError, "settings-unusable", saying="--prompt"):
         parsed("--bundle", "b")
 
 

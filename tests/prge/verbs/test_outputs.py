@@ -11,6 +11,7 @@ import pytest
 from prge.errors import ConfigError, RunError
 from prge.verbs.outputs import Output, OutputFile, OutputFolder, check_outputs, outputs_of
 from prge.verbs.settings import parse_settings, settings_of
+from tests.refusals import raises
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     words = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
-    with pytest.raises(RunError, match="can't be written"):
+    with raises(RunError, "write-failed", "write-refused", saying=json):
         parse_settings(_Settings, words, "prge test")
-    with pytest.raises(RunError, match="can't be written"):
+    with raises(RunError, "write-failed", "write-refused", saying=json):
         settings_of(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
 
 
@@ -74,5 +75,5 @@ def test_a_file_is_not_written_over_another_of_the_same_settings(tmp_path: Path)
         (_Settings(tmp_path, task=str(task), json=task), "task"),
         (_Settings(tmp_path / "new", json=tmp_path / "new"), "out"),
     ):
-        with pytest.raises(ConfigError, match=f"--json and --{other} are the same file"):
+        with raises(ConfigError, "outputs-same-file", saying=f"--{other}"):
             check_outputs(settings)

@@ -22,6 +22,7 @@ from prge.learning.head import Classifier, CrossFittedHeads
 from prge.learning.preferences import KTO
 from prge.learning.sampling import Sampler
 from tests.numpy_engine import NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
+from tests.refusals import raises
 from tests.rows import KINDS_OF_ROWS, choice, classified, completion, long_choice, random_completions
 
 SEED, STEP = 3, 5
@@ -239,7 +240,7 @@ def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, f
 
 def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> None:
     check_single_sequences([*ROWS["candidates"], *CLASSES])
-    with pytest.raises(ConfigError, match=r"row 1 has 2 sequences(?s:.)*leave --clip-examples out"):
+    with raises(ConfigError, "clipping-several-sequences", saying="row 1"):
         check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 

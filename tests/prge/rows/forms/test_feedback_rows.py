@@ -12,6 +12,7 @@ from prge.errors import DataError
 from prge.rows.forms.form import find_form
 from prge.rows.readers.feedback import Answered, append_feedback
 from prge.rows.sources import read_source
+from tests.refusals import raises
 
 TEXT = Answered("1", "m", "", {"prompt": "It was"}, " great", {})
 MESSAGES = [
@@ -73,32 +74,32 @@ def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "code", "value"),
     [
-        ({"answer": 5}, "its answer is 5"),
-        ({"correction": " "}, "its correction is ' '"),
-        ({"prompt": ["a"]}, "its prompt is"),
-        ({"messages": [{"role": "user"}]}, "its messages must be a list"),
-        ({"messages": "a"}, "its messages is 'a', which is no list"),
+        ({"answer": 5}, "feedback-unsound", "5"),
+        ({"correction": " "}, "feedback-unsound", "' '"),
+        ({"prompt": ["a"]}, "feedback-unsound", "prompt"),
+        ({"messages": [{"role": "user"}]}, "feedback-unsound", "messages"),
+        ({"messages": "a"}, "rows-unreadable", "'a'"),
     ],
 )
-def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], told: str) -> None:
+def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], code: str, value: str) -> None:
     row = {**TEXT.judged(correction="bad"), **change}
     path.write_text(json.dumps(TEXT.judged("good")) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=f"row 2: {told}"):
+    with raises(DataError, code, saying="row 2"):
         read_source(path)
     broken: list[str] = []
-    assert len(read_source(path, broken=broken).rows) == 1 and told in broken[0]
+    assert len(read_source(path, broken=broken).rows) == 1 and value in broken[0]
 
 
 def test_an_unknown_rating_and_other_rows(path: Path) -> None:
     path.write_text(json.dumps({**TEXT.judged("good"), "rating": 5}) + "\n")
-    with pytest.raises(DataError, match="its rating is 5, must be good or bad"):
+    with raises(DataError, "feedback-unsound", saying="5"):
         read_source(path)
     append_feedback(path, [TEXT.judged("good")])
     with path.open("a") as stream:
         stream.write('{"text": "a"}\n')
-    with pytest.raises(DataError, match="mixes feedback with other rows"):
+    with raises(DataError, "forms-mixed"):
         read_source(path)
-    with pytest.raises(DataError, match="no row is left to learn from"):
+    with raises(DataError, "rows-empty"):
         made(path, TEXT.judged("bad"), objective="completion")

@@ -11,6 +11,7 @@ from prge.errors import DataError
 from prge.rows.columns import RowError, columns_text
 from prge.rows.forms.form import find_form
 from prge.rows.readers.files import Row
+from tests.refusals import raises
 
 
 def rows(*fields: Mapping[str, Any]) -> list[Row]:
@@ -55,7 +56,7 @@ def test_columns_that_the_user_names_choose_the_form() -> None:
     both = rows({"text": "a", "prompt": "b", "completion": "c"})
     assert find_form(both, "the data").name == "prompt and completion"
     assert find_form(both, "the data", ["text"]).name == "text"
-    with pytest.raises(DataError, match="its columns are text, prompt, completion"):
+    with raises(DataError, "form-unknown", saying="text, prompt, completion"):
         find_form(both, "the data", ["txt"])
 
 
@@ -73,7 +74,7 @@ def test_unknown_columns_are_told_with_the_forms_that_are_known() -> None:
 
 def test_a_file_has_one_form() -> None:
     mixed = rows({"text": "a"}, {"instruction": "a", "output": "b"})
-    with pytest.raises(DataError, match="mixes rows of several forms: Alpaca, text"):
+    with raises(DataError, "forms-mixed", saying="Alpaca, text"):
         find_form(mixed, "the data")
 
 
@@ -104,29 +105,30 @@ def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "code", "value"),
     [
-        ({"conversations": []}, "conversations must be a list of at least one turn"),
-        ({"conversations": "Hi"}, "conversations must be a list"),
-        ({"conversations": [turn("human", "a"), {"from": "gpt"}]}, "turn 2 is .* must have from and value"),
+        ({"conversations": []}, "turns-malformed", "conversations"),
+        ({"conversations": "Hi"}, "column-not-json", "'Hi'"),
+        ({"conversations": [turn("human", "a"), {"from": "gpt"}]}, "turns-malformed", "turn 2"),
         (
             {"conversations": [turn("observation", "a")]},
-            "turn 1 is from 'observation'; known are human, user",
+            "role-unknown",
+            "'observation'",
         ),
-        ({"instruction": " ", "output": "a"}, "its instruction is empty"),
-        ({"instruction": "a", "output": ""}, "its output is empty: there is nothing to learn from"),
-        ({"instruction": 3, "output": "a"}, "column 'instruction' is int, must be a text"),
-        ({"instruction": "a", "input": 3, "output": "a"}, "column 'input' is int, must be a text"),
+        ({"instruction": " ", "output": "a"}, "prompt-empty", "instruction"),
+        ({"instruction": "a", "output": ""}, "answer-empty", "output"),
+        ({"instruction": 3, "output": "a"}, "column-not-text", "'instruction'"),
+        ({"instruction": "a", "input": 3, "output": "a"}, "column-not-text", "'input'"),
     ],
 )
-def test_what_is_no_row_of_its_form_is_told(fields: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(RowError, match=told):
+def test_what_is_no_row_of_its_form_is_told(fields: Mapping[str, Any], code: str, value: str) -> None:
+    with raises(RowError, code, saying=value):
         plain(fields)
 
 
 def test_a_row_of_another_form_is_told() -> None:
     form = find_form(rows({"text": "a"}), "the data")
-    with pytest.raises(RowError, match="is no row of text: its columns are txt"):
+    with raises(RowError, "row-of-other-form", saying="txt"):
         form.row(Row(2, {"txt": "a"}), chat=False)
 
 

@@ -20,6 +20,7 @@ from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML, DATED, ENDS_WITH_EOS, OF_PARTS, TAGGED, THINKS
 from tests.prge.rows.published_templates import theirs
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -280,7 +281,7 @@ def test_tags_that_do_not_tell_which_message_they_enclose() -> None:
     messages = [*CHAT, ASKED, ANSWERED]
     [found] = ChatTemplate(source, SPECIAL).renderings(messages)
     assert len(found.spans) == 1
-    with pytest.raises(DataError, match="its generation tags don't tell which message they enclose"):
+    with raises(DataError, "turns-not-separable"):
         ChatTemplate(source, SPECIAL).renderings(messages, [3])
 
 

@@ -11,6 +11,7 @@ import pytest
 from prge.errors import ConfigError
 from prge.rows.columns import RowError
 from prge.rows.forms.task import Generate, Task, Template, load_task, parse_task, task_names
+from tests.refusals import raises
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 
@@ -186,28 +187,29 @@ def test_label_of_choices_by_index_or_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "code", "value"),
     [
-        ("sst2", {"label": "2"}, "column 'label' is '2', the task knows 0, 1"),
-        ("sst2", {"label": None}, "column 'label' is empty"),
-        ("sst2", {"sentence": ["a"]}, "column 'sentence' is a list, must be a text"),
-        ("copa", {"question": "why"}, "column 'question' is 'why', the task knows cause, effect"),
-        ("copa", {"label": 2}, "column 'label' is 2, the task knows 0, 1"),
-        ("record", {"entities": ["Ann"]}, "has 1 candidates, needs at least two"),
-        ("record", {"entities": "Ann"}, "column 'entities' must be a list of texts"),
-        ("record", {"answers": ["Carl"]}, "no answer is among the candidates: Carl"),
+        ("sst2", {"label": "2"}, "label-unknown", "'2'"),
+        ("sst2", {"label": None}, "column-empty", "'label'"),
+        ("sst2", {"sentence": ["a"]}, "column-not-text", "'sentence'"),
+        ("copa", {"question": "why"}, "value-unknown", "'why'"),
+        ("copa", {"label": 2}, "label-unknown", "2"),
+        ("record", {"entities": ["Ann"]}, "candidates-too-few", "1"),
+        ("record", {"entities": "Ann"}, "column-not-texts", "'entities'"),
+        ("record", {"answers": ["Carl"]}, "answer-not-a-candidate", "Carl"),
         (
             "squad",
             {"answers": {"text": []}},
-            "column 'answers' has no answer: there is nothing to learn from",
+            "answer-empty",
+            "'answers'",
         ),
-        ("squad", {"answers": 3}, "column 'answers' must be a text, a list of texts"),
+        ("squad", {"answers": 3}, "column-not-texts", "'answers'"),
     ],
 )
-def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], message: str) -> None:
+def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, value: str) -> None:
     row = {**GOLDEN[name][0], **change}
     task = load_task(name)
-    with pytest.raises(RowError, match=message):
+    with raises(RowError, code, saying=value):
         task.prompt(row)
         if task.is_completion:
             task.answers(row)
@@ -216,7 +218,7 @@ def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], message: str
 
 
 def test_missing_column() -> None:
-    with pytest.raises(RowError, match="column 'sentence' is missing"):
+    with raises(RowError, "column-missing", saying="sentence"):
         load_task("sst2").prompt({"text": "a"})
 
 
@@ -342,14 +344,14 @@ def test_how_answers_are_written() -> None:
 
 
 def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no task or task file 'sst-2'\n  - did you mean sst2"):
+    with raises(ConfigError, "task-unknown", saying="sst2"):
         load_task("sst-2")
     path = tmp_path / "a.yaml"
     path.write_text("name: [\n")
-    with pytest.raises(ConfigError, match="can't be read as a task"):
+    with raises(ConfigError, "task-unreadable"):
         load_task(path)
     path.write_text("name: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(ConfigError, match="can't be read as a task"):
+    with raises(ConfigError, "task-unreadable"):
         load_task(path)
 
 
@@ -359,21 +361,21 @@ def test_a_task_is_found_by_path(write: Callable[[str, str], Path]) -> None:
 
 
 HOSTILE = {
-    "depth": ("label_words: " + "[" * 50_000, "more than 32 levels"),
-    "size": ("name: " + "a" * 100_000 + "\n", "at most 65536 are read"),
-    "long value": ("name: [" + "a, " * 20_000 + "]\n", r"name is \['a', 'a', .*, must be a text"),
-    "long key": ("a" * 1_000 + ": 1\n", "unknown key 'aaaa"),
-    "many keys": ("".join(f"k{n}: 1\n" for n in range(6_000)), r"\.\.\. and \d+ more"),
-    "cursor": ('"\\e[2J": 1\n', r"unknown key '\\x1b\[2J'"),
+    "depth": ("label_words: " + "[" * 50_000, "task-unreadable", "32"),
+    "size": ("name: " + "a" * 100_000 + "\n", "task-unreadable", "65536"),
+    "long value": ("name: [" + "a, " * 20_000 + "]\n", "task-unusable", "['a', 'a'"),
+    "long key": ("a" * 1_000 + ": 1\n", "task-unusable", "'aaaa"),
+    "many keys": ("".join(f"k{n}: 1\n" for n in range(6_000)), "task-unusable", "k0"),
+    "cursor": ('"\\e[2J": 1\n', "task-unusable", r"'\x1b[2J'"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_task_file_is_refused_in_a_short_message(tmp_path: Path, name: str) -> None:
-    content, told = HOSTILE[name]
+    content, code, value = HOSTILE[name]
     path = tmp_path / "task.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with raises(ConfigError, code, saying=value) as caught:
         load_task(path)
     assert len(str(caught.value)) < 3000
 

@@ -22,6 +22,7 @@ from prge.rows.readers.feedback import (
     whole_lines,
 )
 from prge.rows.readers.files import read_rows
+from tests.refusals import raises
 
 ANSWERED = Answered("cmpl-1", "m", "0" * 16, {"prompt": "a"}, " b", {"seed": None})
 ROW = ANSWERED.judged("good")
@@ -63,7 +64,7 @@ def test_a_file_of_something_else_is_refused_as_it_is(tmp_path: Path, content: b
     path = tmp_path / "people.csv"
     path.write_bytes(content)
     path.chmod(0o644)
-    with pytest.raises(DataError, match="holds something else than feedback"):
+    with raises(DataError, "feedback-foreign", saying=str(path)):
         check_feedback(path)
     assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
@@ -87,7 +88,7 @@ def test_what_is_no_file_takes_no_feedback(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "link", tmp_path / "pipe", tmp_path / "none" / "feedback.jsonl"):
-        with pytest.raises(RunError, match="can't be written"):
+        with raises(RunError, "write-failed", saying=str(other)):
             check_feedback(other)
 
 
@@ -167,7 +168,7 @@ def test_a_file_that_is_replaced_while_rows_are_looked_at_is_looked_at_again(tmp
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for path in (tmp_path, tmp_path / "link", tmp_path / "none" / "feedback.jsonl"):
-        with pytest.raises(RunError, match="can't be written"):
+        with raises(RunError, "write-failed", saying=str(path)):
             append_feedback(path, [ROW])
     assert not (tmp_path / "target").exists()
 

@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from prge.errors import DataError
 from prge.rows.readers.files import read_rows
+from tests.refusals import raises
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 MOST_MEGABYTES = 300
@@ -108,7 +109,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
     text = pyarrow.StringArray.from_buffers(2, *content.buffers()[1:])
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": text}), path)
-    with pytest.raises(DataError, match="Invalid UTF8 sequence at string index 1"):
+    with raises(DataError, "parquet-damaged", saying=str(path)):
         read_rows(path)
 
 
@@ -116,7 +117,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"not parquet|decoding it"):
+    with raises(DataError, "parquet-damaged", saying=str(path)):
         read_rows(path)
 
 

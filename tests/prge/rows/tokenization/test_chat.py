@@ -17,6 +17,7 @@ from prge.rows.tokenization.chat import SECONDS, ChatTemplate, Rendering, check_
 from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.refusals import raises
 
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "turns": TURNS, "everything": EVERYTHING}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -46,7 +47,7 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
     messages = CONVERSATIONS[conversation]
     mine = ChatTemplate(TEMPLATES[name], SPECIAL)
     if (name, conversation) == ("turns", "system"):
-        with pytest.raises(DataError, match="the chat template refuses the messages\n  - no system role"):
+        with raises(DataError, "messages-refused", saying="no system role"):
             mine.render(messages, add_generation_prompt=add_generation_prompt)
         return
     theirs = tokenizer.apply_chat_template(
@@ -107,7 +108,7 @@ def test_template_is_kept_in_its_sandbox(attack: str) -> None:
 
 
 def test_template_that_is_none() -> None:
-    with pytest.raises(BundleError, match="the bundle's chat template can't be read"):
+    with raises(BundleError, "chat-template-damaged"):
         ChatTemplate("{% for %}", SPECIAL)
 
 
@@ -148,29 +149,31 @@ def test_same_tokens_as_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "values"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "of CPU time"),
-        ("{{ lipsum(100000) }}", "of CPU time|characters of a row"),
-        ("{{ messages | tojson(indent=10**9) }}", "of memory"),
-        ("{{ 'a' * 10**9 }}", "of memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ["seconds"]),
+        ("{{ lipsum(100000) }}", ["seconds", "characters"]),
+        ("{{ messages | tojson(indent=10**9) }}", ["MiB"]),
+        ("{{ 'a' * 10**9 }}", ["MiB"]),
         (
             "{% set n = namespace(t='a') %}{% for a in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-            "of memory",
+            ["MiB"],
         ),
-        ("{{ 'a' * 9000000 }}", "makes 9000000 characters of a row"),
-        ("{{ '%99999999d' % 1 }}", "characters of a row|of memory"),
-        ("{{ 9 ** (9 ** 9) }}", "of CPU time"),
-        ("{{ '\\ud800' }}", "writes half of a character"),
+        ("{{ 'a' * 9000000 }}", ["9000000"]),
+        ("{{ '%99999999d' % 1 }}", ["characters", "MiB"]),
+        ("{{ 9 ** (9 ** 9) }}", ["seconds"]),
     ],
 )
-def test_template_that_loops_or_grows_is_ended(source: str, told: str) -> None:
-    with (
-        measured_children() as took,
-        pytest.raises(BundleError, match=f"the bundle's chat template .*({told})"),
-    ):
+def test_template_that_loops_or_grows_is_ended(source: str, values: list[str]) -> None:
+    with measured_children() as took, raises(BundleError, "chat-template-unbounded") as caught:
         ChatTemplate(source, SPECIAL).render(CONVERSATIONS["answer"])
+    assert any(value in str(caught.value) for value in values)
     assert took.seconds < SECONDS + 2
+
+
+def test_template_that_writes_half_of_a_character() -> None:
+    with raises(BundleError, "half-character"):
+        ChatTemplate("{{ '\\ud800' }}", SPECIAL).render(CONVERSATIONS["answer"])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_template_that_loops_or_grows_is_ended(source: str, told: str) -> None:
     ],
 )
 def test_template_that_is_large_or_nests_is_refused(source: str) -> None:
-    with pytest.raises(BundleError, match="the bundle's chat template"):
+    with raises(BundleError, "chat-template-too-large", "chat-template-damaged", "chat-template-unbounded"):
         ChatTemplate(source, SPECIAL)
 
 

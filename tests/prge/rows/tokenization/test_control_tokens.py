@@ -33,6 +33,7 @@ from server_export.checkpoint.tokenization import on_device
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+from tests.refusals import raises
 
 MODEL = make_spec(sequence_length=4000, vocabulary_size=100_000)
 TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
@@ -270,9 +271,7 @@ def test_a_row_may_say_how_it_is_read() -> None:
         ours, row, {**row, "control_tokens": "text"}, {**row, "control_tokens": "prompt"}
     )
     assert [tokens_of(each).count(2) for each in (first, second, third)] == [3, 1, 2]
-    with pytest.raises(
-        DataError, match="its control_tokens is 'no', must be one of special, prompt, all, text"
-    ):
+    with raises(DataError, "control-tokens-unknown", saying="'no'"):
         built(ours, {**row, "control_tokens": "no"})
 
 
