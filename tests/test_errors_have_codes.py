@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ["prge"]
+PACKAGES = ["prge", "device_runner"]
 # Folders, and files directly in tests/, whose tests know errors by their codes.
-TESTS = ["tests/prge", "tests"]
+TESTS = ["tests/prge", "tests/device_runner", "tests"]
 # Errors that a caller makes a PrgeError of, and that keep their codes.
 SIGNALS = {"prge.rows.columns.RowError", "prge.files.documents.DocumentError"}
 PRGE_ERROR, REFUSAL = "prge.errors.PrgeError", "prge.errors.Refusal"
