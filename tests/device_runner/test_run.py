@@ -461,7 +461,7 @@ def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path)
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text"', '"review"'))
-    with raises(DataError, "column-missing", saying="review, label"):
+    with raises(DataError, "form-unknown", "column-missing", saying="review, label"):
         run(settings)
     run(replace(settings, columns=["text=review"]))
     log = (settings.out / "log.txt").read_text()

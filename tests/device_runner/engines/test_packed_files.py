@@ -253,6 +253,7 @@ def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
         (path,) = folder.glob("*.partial")
         path.write_bytes(b"half")
         os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
 
     process = os.fork()
     if process == 0:
