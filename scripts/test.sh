@@ -12,7 +12,7 @@ for word in "$@"; do
     case "$word" in --all | -k | tests | tests/*) tier=() ;; esac
     if [ "$word" = --all ]; then
         "$VENV/bin/python" scripts/smollm2.py >/dev/null || printf 'tests of SmolLM2 are skipped\n' >&2
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[docs]' >&2 ||
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[docs]' >/dev/null ||
             printf 'the site of the documents is not built\n' >&2
     else
         words+=("$word")

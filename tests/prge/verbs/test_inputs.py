@@ -60,8 +60,9 @@ def test_a_type_tells_what_is_read() -> None:
     }
 
 
-def test_an_input_is_given_as_a_path_or_a_text_is() -> None:
-    words = "--bundle b --train a.jsonl c.jsonl --dev d --out /tmp/x --adapter run --adapters n=p --task t"
+def test_an_input_is_given_as_a_path_or_a_text_is(tmp_path: Path) -> None:
+    words = "--bundle b --train a.jsonl c.jsonl --dev d --adapter run --adapters n=p --task t"
+    words += f" --out {tmp_path / 'x'}"
     settings = parse_settings(_Settings, [*words.split(), "--policy", "p.yaml", "--prompt", "-"], "prge test")
     assert settings.train == (Path("a.jsonl"), Path("c.jsonl")) and settings.dev == Path("d")
     assert (settings.adapters, settings.task, settings.prompt) == (("n=p",), "t", ("-",))
