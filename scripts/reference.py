@@ -79,7 +79,7 @@ def flags_page() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs calls this with the text of every page."""
+    """Insert the generated reference into its page; MkDocs calls this hook with the text of every page."""
     return markdown.replace(MARK, flags_page()) if page.file.src_uri == PAGE else markdown
 
 
@@ -124,7 +124,7 @@ def _first_paragraph(described: type[Any]) -> str:
 
 
 def _form(item: Field[Any], kind: Any) -> str:
-    """How a flag is written, with what stands for its value."""
+    """Return a flag with a placeholder for its value, such as `--rank N`."""
     if kind is bool:
         return f"{flag(item.name)}, {flag(f'no_{item.name}')}" if item.default else flag(item.name)
     return f"{flag(item.name)} {metavar(kind)}"

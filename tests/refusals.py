@@ -1,4 +1,4 @@
-"""Errors as tests expect them: by class and code, and not by their words."""
+"""Context managers by which tests expect an error of a class with a code, whatever its message says."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def is_prose(pattern: ast.expr) -> bool:
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    """The calls in a file."""
+    """Return every call expression of a Python file."""
     return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
 
 
