@@ -125,7 +125,7 @@ def _first_paragraph(settings: type[Any]) -> str:
 
 
 def _form(item: Field[Any], field_type: Any) -> str:
-    """Return the form of a flag with a placeholder for its value."""
+    """Return a flag with a placeholder for its value, such as `--rank N`."""
     if field_type is bool:
         return f"{flag(item.name)}, {flag(f'no_{item.name}')}" if item.default else flag(item.name)
     return f"{flag(item.name)} {metavar(field_type)}"
