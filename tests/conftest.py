@@ -109,7 +109,7 @@ def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chain, "MOST_WHOLE_TOKENS", 5)
-            patch.setattr(chain, "_SHORT", 5)
+            patch.setattr(chain, "_CHUNK", 5)
             return export(workshop / "model", folder / "pieces")
 
     return made_once("pieces", make) / "pieces"

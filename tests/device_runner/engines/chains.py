@@ -48,7 +48,7 @@ def export_chain(
         changes["n_positions" if architecture == "gpt2" else "max_position_embeddings"] = positions
     save_model(folder / "model", architecture, **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "_LARGEST_SHARD", 2048)
+        patch.setattr(vocabulary, "_MAX_SHARD_SIZE", 2048)
         export(
             ExportConfig(
                 model=str(folder / "model"),

@@ -278,7 +278,7 @@ def long_rows(made_once: FolderBuilder, monkeypatch: pytest.MonkeyPatch) -> Path
     from prge.formats import chain
 
     monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 128)
-    monkeypatch.setattr(chain, "_SHORT", 64)
+    monkeypatch.setattr(chain, "_CHUNK", 64)
     sizes = {"positions": 192, "sequence_length": 160, "context": 160}
 
     def make(folder: Path) -> object:
