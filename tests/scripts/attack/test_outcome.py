@@ -13,7 +13,7 @@ REFUSAL = "prge run: error: the bundle is damaged\n  copy it again\n"
 
 
 @pytest.mark.parametrize(
-    ("ended", "verdict"),
+    ("result", "verdict"),
     [
         (ProcessResult(("run",), 0, "run/final\n"), None),
         (ProcessResult(("run",), 2, REFUSAL), Verdict.REFUSED),
