@@ -57,7 +57,7 @@ class DoctorSettings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns 0 if `prge run` has all that it needs, otherwise 1."""
+    """Run the verb; return 0 if `prge run` has all that it needs, otherwise 1."""
     settings = parse_settings(DoctorSettings, argv, "prge doctor")
     checks: list[Check] = []
     for check in examine():

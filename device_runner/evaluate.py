@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
-    """Score the rows; returns `examples`, `loss` and the metric by its name.
+    """Score the rows; return `examples`, `loss` and the metric by its name.
 
     Raises:
         PrgeError: bad input.

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: RunSettings) -> Path:
-    """Train, and write everything into `settings.out`; returns its `final/` folder.
+    """Train, and write everything into `settings.out`; return its `final/` folder.
 
     Raises:
         PrgeError: bad input, before anything is changed; or a run that can't continue, with its state saved.
@@ -242,7 +242,7 @@ def _train(run: _OpenRun, session: Session, watcher: RunMonitor) -> Samples | No
 
 
 def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, watcher: RunMonitor) -> Path:
-    """Write and report the result, and suggest next steps; returns the `final/` folder."""
+    """Write and report the result, and suggest next steps; return the `final/` folder."""
     final, journal, trunk = run.store.write_result(state), run.store.journal, run.opened.store.trunk
     if samples is not None:
         samples.take()

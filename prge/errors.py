@@ -18,7 +18,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def shown(value: object) -> str:
-    """Returns the shortened repr of a value, for use in a message."""
+    """Return the shortened repr of a value, for use in a message."""
     try:
         return shortened(_REPR.repr(value), LONGEST_VALUE)
     except ValueError:  # Python doesn't convert integers of thousands of digits
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Returns the text, without its middle if it has more than `longest` characters."""
+    """Return the text, without its middle if it has more than `longest` characters."""
     if len(text) <= longest:
         return text
     remaining = longest - 3
@@ -34,18 +34,18 @@ def shortened(text: str, longest: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or the name of its class if it has none."""
+    """Return the first line of an exception's message, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def printable(text: str) -> str:
-    """Returns an untrusted text for a terminal, with long lines shortened and control characters escaped."""
+    """Return an untrusted text for a terminal, with long lines shortened and control characters escaped."""
     return visible("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
 
 
 def visible(text: str) -> str:
-    """Returns an untrusted text for a terminal or a log, with control characters escaped."""
+    """Return an untrusted text for a terminal or a log, with control characters escaped."""
     return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 

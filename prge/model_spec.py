@@ -85,13 +85,13 @@ class AdaptedModule:
         return self.matrices_of(self.name)
 
     def matrices_of(self, module: str) -> tuple[Matrix, ...]:
-        """Returns the trained matrices with `module` as the last part of their names, `lora_a` first."""
+        """Return the trained matrices with `module` as the last part of their names, `lora_a` first."""
         lora_b = Matrix("b", module, self.rank, self.out_features)
         return (Matrix("a", module, self.rank, self.in_features), lora_b) if self.trains_a else (lora_b,)
 
 
 def matrices(modules: Iterable[AdaptedModule]) -> tuple[Matrix, ...]:
-    """The trained matrices of modules, in the order of the adapter's values."""
+    """Return the trained matrices of modules, in the order of the adapter's values."""
     return tuple(matrix for module in modules for matrix in module.matrices)
 
 

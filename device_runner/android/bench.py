@@ -153,7 +153,7 @@ class _Record:
         return _Record(path, record)
 
     def has(self, name: str, key: str) -> bool:
-        """Whether a trial was measured with the same settings."""
+        """Return whether a trial was measured with the same settings."""
         trial = self.content["trials"].get(name, {})
         return trial.get("status") == MEASURED and trial.get("key") == key
 

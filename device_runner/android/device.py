@@ -103,7 +103,7 @@ class Phone:
         return "/".join((self.folder, *parts))
 
     def exists(self, path: str, test: str = "e") -> bool:
-        """Whether a path exists on the device.
+        """Return whether a path exists on the device.
 
         Args:
             path: the path.
@@ -539,7 +539,7 @@ class PhoneFlags:
 
 
 def is_name(name: str) -> bool:
-    """Whether a run can have this name."""
+    """Return whether a run can have this name."""
     return bool(name) and not name.startswith((".", "-")) and "/" not in name and _is_plain(name)
 
 
@@ -607,7 +607,7 @@ def _compare(copy: Path, hashes: Mapping[str, str]) -> None:
 
 
 def _grows(name: str) -> bool:
-    """Whether a running run may extend a file; each round of a learning server has its own journal."""
+    """Return whether a running run may extend a file; each round of a learning server has its own journal."""
     return name in GROWING or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
 
 

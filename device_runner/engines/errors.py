@@ -108,7 +108,7 @@ def quote_log(log: str) -> str:
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Any]:
-    """Capture what native code and Python write to standard error; yields a function that returns it."""
+    """Capture what native code and Python write to standard error; yield a function that returns it."""
     try:
         saved = os.dup(2)
     except OSError:  # a process without standard error

@@ -36,10 +36,10 @@ class Readout(ABC):
 
     @abstractmethod
     def _tokens_read(self, sequence: TokenSequence) -> int:
-        """The number of leading tokens that the outputs of a sequence depend on."""
+        """Return the number of leading tokens that the outputs of a sequence depend on."""
 
     def masks(self, rows: IntArray, length: int) -> Arrays:
-        """Attention masks of padded positions by input name, for sequences numbered by `rows`."""
+        """Return attention masks of padded positions by input name, for sequences numbered by `rows`."""
         return {}
 
     @abstractmethod

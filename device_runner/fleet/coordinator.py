@@ -165,7 +165,7 @@ def begin_fleet(
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a folder holds a fleet."""
+    """Return whether a folder holds a fleet."""
     return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
@@ -512,7 +512,7 @@ class Coordinator:
         return state, scores, ""
 
     def _is_due(self, rounds: int) -> bool:
-        """Whether an evaluation is due after this many rounds."""
+        """Return whether an evaluation is due after this many rounds."""
         every = self.flags.evaluate_every or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 

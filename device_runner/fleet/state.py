@@ -87,7 +87,7 @@ def replay_steps(
 
 
 def apply_steps(state: TrainingState, records: Iterable[Record], estimator: Estimator) -> str:
-    """Apply global steps to the state; returns what is no longer finite after them, or an empty string."""
+    """Apply global steps to the state; return what is no longer finite after them, or an empty string."""
     with np.errstate(over="ignore", invalid="ignore"):
         for record in records:
             gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)

@@ -48,7 +48,7 @@ def machine_names() -> frozenset[str]:
 
 
 def is_address(name: str) -> bool:
-    """Whether a host is the numeric address of one machine."""
+    """Return whether a host is the numeric address of one machine."""
     try:
         address = ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -57,7 +57,7 @@ def is_address(name: str) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host is this machine, by a name or address that no web page can have."""
+    """Return whether a host is this machine, by a name or address that no web page can have."""
     try:
         return name.lower() == "localhost" or ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -109,7 +109,7 @@ class Access:
                 raise RequestError(415, f"Content-Type is {description}, must be application/json")
 
     def accepts_host(self, name: str) -> bool:
-        """Whether requests may call the server by a lower-case name or address."""
+        """Return whether requests may call the server by a lower-case name or address."""
         return (
             is_local(name)
             or name in self.names
@@ -140,7 +140,7 @@ class AccessControl:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Pass a request on to the application, or refuse it."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":

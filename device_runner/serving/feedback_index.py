@@ -83,7 +83,7 @@ class FeedbackIndex:
         return IndexEntry(*facts, self._starts[number], self._lengths[number])
 
     def read_on(self) -> bool:
-        """Read what was appended, for about `SECONDS`; returns whether there is more to read."""
+        """Read what was appended, for about `SECONDS`; return whether there is more to read."""
         self._reopen()
         if self._stream is None:
             return False
@@ -117,7 +117,7 @@ class FeedbackIndex:
             raise
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether the file, as it is now, has all rows with these keys."""
+        """Return whether the file, as it is now, has all rows with these keys."""
         try:
             self.rows(keys)
         except ChangedError:

@@ -128,7 +128,7 @@ class Hours(Constraint):
 
     @staticmethod
     def parse(text: str, flag: str) -> Hours | None:
-        """Parse hours such as 22:00-07:00 or 22-7; returns None for any other text."""
+        """Parse hours such as 22:00-07:00 or 22-7; return None for any other text."""
         match = _HOURS.fullmatch(text)
         if match is None:
             return None

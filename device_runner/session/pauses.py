@@ -26,15 +26,15 @@ class PauseObserver(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Tell the user, and the log."""
+        """Print a text for the user, and log it."""
         ...
 
     def on_wait(self, why: str) -> None:
-        """Called when a pause begins, or its reason changes."""
+        """Handle the beginning of a pause, or a change of its reason."""
         ...
 
     def on_pause(self, seconds: float) -> None:
-        """Called when a pause of this length has ended."""
+        """Handle the end of a pause of this length."""
         ...
 
 
@@ -71,7 +71,7 @@ class Pauses:
             )
 
     def wait(self, watcher: PauseObserver) -> bool:
-        """Wait until all constraints are met; returns whether the work must stop."""
+        """Wait until all constraints are met; return whether the work must stop."""
         begin, reason = time.perf_counter(), ""
         while not watcher.stopped and (current := self.reason_to_wait(watcher.note)):
             if _reason_type(current) != _reason_type(reason):

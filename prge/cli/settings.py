@@ -143,7 +143,7 @@ def read_stored(
 
 
 def is_config_of(settings_type: type[Any], path: Path) -> bool:
-    """Whether a file holds valid settings of this class."""
+    """Return whether a file holds valid settings of this class."""
     try:
         read_settings(settings_type, path, "prge")
     except ConfigError:
@@ -543,5 +543,5 @@ def _instead_of(url: str, key: str) -> str:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
+    """Return whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")

@@ -250,7 +250,7 @@ def _with_parsed_lists(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parse_list(value: object) -> list[Any] | None:
-    """Parse a JSON list; returns None for any other value."""
+    """Parse a JSON list; return None for any other value."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return None
     try:
@@ -334,7 +334,7 @@ def sources_with_part(where: Paths, part: Part) -> Paths | None:
 
 
 def _has_list(path: Path, part: Part) -> bool:
-    """Whether a JSON file has lists of several parts, including this one."""
+    """Return whether a JSON file has lists of several parts, including this one."""
     if path.suffix.lower() not in (JSON, *LINES) or not path.is_file():
         return False
     lists = lists_of_parts(read_text(path), ALL_PART_NAMES)
@@ -342,7 +342,7 @@ def _has_list(path: Path, part: Part) -> bool:
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path doesn't exist and may be the name of a data set of the hub."""
+    """Return whether a path doesn't exist and may be the name of a data set of the hub."""
     return (
         not path.exists()
         and path.suffix.lower() not in FORMATS

@@ -73,7 +73,7 @@ class SequenceFitter:
         return self._fit_candidates(row)
 
     def _fits(self, text: EncodedText) -> bool:
-        """Whether a text fits up to its last token that is trained on."""
+        """Return whether a text fits up to its last token that is trained on."""
         return int(np.flatnonzero(text.is_trained).max(initial=-1)) < self.length
 
     def _fit_text(self, text: SegmentedText) -> FittedSequences:
@@ -198,7 +198,7 @@ class SequenceFitter:
 
 
 def shares_sequence(row: Candidates, texts: Sequence[EncodedText]) -> bool:
-    """Whether all candidates have one token and can share the sequence of their prompt."""
+    """Return whether all candidates have one token and can share the sequence of their prompt."""
     return row.comparison == "choices" and all(len(each.targets) == 1 for each in texts)
 
 

@@ -46,11 +46,11 @@ class Bundle:
     chain: Chain
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file of the manifest."""
+        """Return the path of a file of the manifest."""
         return self.folder / name
 
     def hash_of(self, name: str) -> str:
-        """Returns the SHA-256 of a file of the manifest."""
+        """Return the SHA-256 of a file of the manifest."""
         return str(self.manifest["files"][name]["sha256"])
 
     @property
@@ -98,7 +98,7 @@ class Bundle:
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file in lowercase hexadecimal."""
+    """Return the SHA-256 of a file in lowercase hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -107,7 +107,7 @@ def file_sha256(path: Path) -> str:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Returns the hash of a manifest without its own hash, independent of key order and white space."""
+    """Return the hash of a manifest without its own hash, independent of key order and white space."""
     content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -108,7 +108,7 @@ class Bounds:
     def for_rows(
         cls, tokens: int, context: int = 0, is_encoder: bool = False, recurs: bool = False
     ) -> Bounds:
-        """Returns the default bounds.
+        """Return the default bounds.
 
         Programs plan their memory for a call in which all sizes are at their bounds.
 
@@ -136,7 +136,7 @@ class Bounds:
         return replace(self, tokens=self.chunk)
 
     def chunks(self, length: int, heads: int) -> Iterator[slice]:
-        """Yields the chunks of a row; chunks get shorter as the number of earlier tokens grows.
+        """Yield the chunks of a row; chunks get shorter as the number of earlier tokens grows.
 
         Args:
             length: tokens of the row.
@@ -205,7 +205,7 @@ class Interface:
         return bool(self.input_specs or self.output_specs)
 
     def sizes(self, name: str, is_output: bool = False) -> tuple[int, ...]:
-        """Returns the sizes of an input or output; empty if the method has none of that name."""
+        """Return the sizes of an input or output; empty if the method has none of that name."""
         pairs = (self.outputs, self.output_specs) if is_output else (self.inputs, self.input_specs)
         return next((spec.sizes for port, spec in zip(*pairs, strict=False) if port == name), ())
 
@@ -226,7 +226,7 @@ class BlockProgram:
     experts: bool = False
 
     def method_name(self, role: str) -> str:
-        """Returns the name of the method for a role in the program."""
+        """Return the name of the method for a role in the program."""
         return self.methods[role].method or role
 
 
@@ -334,7 +334,7 @@ class Chain:
             yield from self._block_problems(number, block)
 
     def _size_problems(self) -> Iterator[str]:
-        """Yields problems of the number of blocks, their weights files, the output head, and the bounds."""
+        """Yield problems of the number of blocks, their weights files, the output head, and the bounds."""
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
         for number, first in enumerate(self.first_with_weights):
@@ -361,7 +361,7 @@ class Chain:
             yield f"rows have {shown(self.bounds.tokens)} tokens, but texts only {shown(self.bounds.context)}"
 
     def _part_problems(self) -> Iterator[str]:
-        """Yields problems of the tables, modules and programs of all blocks."""
+        """Yield problems of the tables, modules and programs of all blocks."""
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -383,7 +383,7 @@ class Chain:
             yield f"no block has the program {min(unused)}"
 
     def _block_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """Yields problems of a block; an invalid program, table or shared value hides its other problems."""
+        """Yield problems of a block; an invalid program, table or shared value hides its other problems."""
         if not 0 <= block.program < len(self.programs):
             yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
         elif any(not 0 <= table < len(self.tables) for table in block.tables):
@@ -401,7 +401,7 @@ class Chain:
             yield from self._interface_problems(number, block)
 
     def _sharing_problem(self, number: int, block: BlockSpec) -> str:
-        """Returns a problem of the shared values of a block, or an empty string."""
+        """Return a problem of the shared values of a block, or an empty string."""
         available = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
         if self.is_head(number) and (block.shared_in or number in self.shared):
             return f"block {number}, a head, shares values"
@@ -413,7 +413,7 @@ class Chain:
         return ""
 
     def _interface_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
-        """Yields differences between a block's methods and the signatures that an engine expects."""
+        """Yield differences between a block's methods and the signatures that an engine expects."""
         modules = len(block.modules)
         for role, method in self.programs[block.program].methods.items():
             if role not in ALL_ROLES:
@@ -434,11 +434,11 @@ class Chain:
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
-        """Returns the signature of a block's method, without tables."""
+        """Return the signature of a block's method, without tables."""
         return signature(self.ports(number), ROLE_OF[role])
 
     def ports(self, number: int) -> BlockPorts:
-        """Returns the ports of a block."""
+        """Return the ports of a block."""
         block, residuals = self.blocks[number], len(self._residuals(number))
         if self.is_head(number):
             return BlockPorts(is_head=True, residuals=residuals)
@@ -455,7 +455,7 @@ class Chain:
         )
 
     def recurrent_states(self, number: int) -> list[str]:
-        """Returns the names of a block's recurrent states."""
+        """Return the names of a block's recurrent states."""
         methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
@@ -463,16 +463,16 @@ class Chain:
         ]
 
     def shared_out(self, number: int) -> list[int]:
-        """Returns the indices of the shared values that a block computes."""
+        """Return the indices of the shared values that a block computes."""
         return [value for value, maker in enumerate(self.shared) if maker == number]
 
     def shared_inputs_from(self, number: int) -> list[int]:
-        """Returns the indices of earlier blocks' shared values that this block or a later one uses."""
+        """Return the indices of earlier blocks' shared values that this block or a later one uses."""
         needed = {value for block in self.blocks[number:] for value in block.shared_in}
         return [value for value in sorted(needed) if self.shared[value] < number]
 
     def residuals(self, number: int) -> list[str]:
-        """Returns the names of a block's residuals; empty if it can't save residuals."""
+        """Return the names of a block's residuals; empty if it can't save residuals."""
         return (
             self._residuals(number)
             if BACKWARD_SAVED in self.programs[self.blocks[number].program].methods
@@ -485,11 +485,11 @@ class Chain:
         return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
     def is_head(self, number: int) -> bool:
-        """Whether a block is a decoder's head."""
+        """Return whether a block is a decoder's head."""
         return number >= self.head_start
 
     def is_expert(self, number: int) -> bool:
-        """Whether a block is an expert of a layer."""
+        """Return whether a block is an expert of a layer."""
         return self.programs[self.blocks[number].program].experts
 
     def block_groups(self, numbers: Iterable[int]) -> list[range]:
@@ -517,7 +517,7 @@ class Chain:
         return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
 
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
-        """Returns the bytes that loading each block's weights takes; `size` returns the size of a file.
+        """Return the bytes that loading each block's weights takes; `size` returns the size of a file.
 
         The first block takes none, because the rows of its embedding table are read from the file. A block
         that shares the weights of an earlier one takes none, too.
@@ -565,16 +565,16 @@ class Chain:
         )
 
     def longest(self, role: str) -> int:
-        """Returns the most tokens of a row in a role of training."""
+        """Return the most tokens of a row in a role of training."""
         return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
     def causal_table(self, number: int) -> TableSpec | None:
-        """Returns the causal mask of a block's attention; None if it has none."""
+        """Return the causal mask of a block's attention; None if it has none."""
         tables = (self.tables[index] for index in self.blocks[number].tables)
         return next((table for table in tables if table.type == "causal"), None)
 
     def attends(self, number: int) -> bool:
-        """Whether a block has causal attention."""
+        """Return whether a block has causal attention."""
         return self.causal_table(number) is not None
 
     @cached_property
@@ -603,7 +603,7 @@ class Chain:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the `chain` block of a manifest."""
+        """Return the `chain` block of a manifest."""
         block = asdict(self)
         for program, written in zip(self.programs, block["programs"], strict=True):
             for role, method in program.methods.items():
@@ -628,7 +628,7 @@ class Chain:
 
 
 def _spec_problems(method: Interface, where: str) -> Iterator[str]:
-    """Yields problems of a method's specs; an engine compares them with the program later."""
+    """Yield problems of a method's specs; an engine compares them with the program later."""
     for what, names, specs in (
         ("inputs", method.inputs, method.input_specs),
         ("outputs", method.outputs, method.output_specs),
@@ -680,7 +680,7 @@ def _read(expected: Any, value: Any, name: str) -> Any:
 
 
 def _checked(name: str, value: Any, expected: type) -> Any:
-    """Returns a JSON value, with tuples as lists; raises BundleError if it has another type."""
+    """Return a JSON value, with tuples as lists; raises BundleError if it has another type."""
     value = [*value] if isinstance(value, tuple) else value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise _unreadable(name, value, f"must be {_TYPE_NAMES[expected]}")

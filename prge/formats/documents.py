@@ -134,7 +134,7 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Returns the value if it is a mapping, else an empty mapping."""
+    """Return the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -149,7 +149,7 @@ def _decoded(content: bytes | str) -> str:
 
 
 def _without_duplicate_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Returns a mapping of pairs; raises DocumentError for duplicate keys."""
+    """Return a mapping of pairs; raises DocumentError for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -196,7 +196,7 @@ _DECODER = _decoder(parse_constant=_refuse_constant)
 
 
 def _is_deep(value: object) -> bool:
-    """Whether a value is nested more than `DEEPEST` levels deep."""
+    """Return whether a value is nested more than `DEEPEST` levels deep."""
     level: list[object] = [value]
     for _ in range(DEEPEST):
         level = [
@@ -207,7 +207,7 @@ def _is_deep(value: object) -> bool:
 
 
 def _yaml_loader() -> type[Any]:
-    """Returns a YAML loader for the types of JSON only, in C if PyYAML has it."""
+    """Return a YAML loader for the types of JSON only, in C if PyYAML has it."""
     import yaml
 
     global _loader
@@ -230,7 +230,7 @@ def _yaml_loader() -> type[Any]:
 
 
 def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Returns YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
+    """Return YAML 1.1's pattern of numbers, without base 60 (1:30) and octal (010) numbers."""
     if not tag.endswith((":int", ":float")):
         return pattern
     return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)

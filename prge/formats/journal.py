@@ -64,15 +64,15 @@ class Journal:
         self._by_step = {(record["kind"], record.get("step")): record for record in self.records}
 
     def first(self, record_type: str) -> Record | None:
-        """Returns the first record of a type; None if there is none."""
+        """Return the first record of a type; None if there is none."""
         return next((record for record in self.records if record["kind"] == record_type), None)
 
     def step(self, step: int) -> Record | None:
-        """Returns the record of a step, counted from 0; None if the journal doesn't have it."""
+        """Return the record of a step, counted from 0; None if the journal doesn't have it."""
         return self._by_step.get(("step", step))
 
     def evaluation(self, step: int) -> Record | None:
-        """Returns the evaluation before a step; None if the journal doesn't have it."""
+        """Return the evaluation before a step; None if the journal doesn't have it."""
         return self._by_step.get(("evaluation", step))
 
     @property
@@ -187,7 +187,7 @@ def _line(record: Record) -> bytes:
 
 
 def _names(path: Path) -> set[str]:
-    """Returns the names of the other files in a file's folder; empty if the folder can't be read."""
+    """Return the names of the other files in a file's folder; empty if the folder can't be read."""
     try:
         return {*os.listdir(path.parent)} - {path.name}
     except OSError:
@@ -195,7 +195,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
-    """Returns the intact records of a journal file, and the length of the lines that hold them."""
+    """Return the intact records of a journal file, and the length of the lines that hold them."""
     records: list[Record] = []
     length = 0
     try:

@@ -45,7 +45,7 @@ class StoredLayer:
     shape: tuple[int, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the layer's entry in `layers.json`."""
+        """Return the layer's entry in `layers.json`."""
         return {**asdict(self), "shape": [*self.shape]}
 
     @classmethod
@@ -101,7 +101,7 @@ def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
-    """Returns the locations of a bundle's int4 layers by name; the bundle's files must have been checked.
+    """Return the locations of a bundle's int4 layers by name; the bundle's files must have been checked.
 
     Raises:
         BundleError: the file is invalid.

@@ -75,11 +75,11 @@ class PeftAdapter:
         return float(self.config["lora_alpha"])
 
     def alpha_of(self, module: str) -> float:
-        """Returns the alpha of a module."""
+        """Return the alpha of a module."""
         return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """Returns the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
+        """Return the scale of a module: alpha / rank; for rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
         return lora_scale(
             self.alpha_of(module), len(self.lora_a[module]), bool(self.config.get("use_rslora"))
         )
@@ -100,12 +100,12 @@ class PeftAdapter:
 
 
 def lora_scale(alpha: float, rank: int, by_root: bool) -> float:
-    """Returns the scale of an adapter: alpha / rank, or alpha / sqrt(rank)."""
+    """Return the scale of an adapter: alpha / rank, or alpha / sqrt(rank)."""
     return alpha / math.sqrt(rank) if by_root else alpha / rank
 
 
 def weight_name(module: str, letter: Literal["A", "B"]) -> str:
-    """Returns the name of a module's `lora_A` or `lora_B` in the weights file."""
+    """Return the name of a module's `lora_A` or `lora_B` in the weights file."""
     return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
@@ -125,7 +125,7 @@ class NamedBase:
 
 
 def named_base(config: Mapping[str, Any]) -> NamedBase | None:
-    """Returns the base model of an adapter's configuration; None if it names none.
+    """Return the base model of an adapter's configuration; None if it names none.
 
     The hash of a folder's content is in `revision` if the name is a path that can be loaded, else after the
     name.
@@ -141,7 +141,7 @@ def named_base(config: Mapping[str, Any]) -> NamedBase | None:
 
 
 def find_adapter(source: Path) -> Path:
-    """Returns the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
+    """Return the PEFT folder of a tuning, a run, a run's `final/`, a checkpoint, or a PEFT folder.
 
     Raises:
         RunError: the tuning or the run has no result yet.
@@ -167,7 +167,7 @@ def find_adapter(source: Path) -> Path:
 
 
 def find_run(folder: Path) -> Path | None:
-    """Returns the run folder of a PEFT folder that is a run's result or checkpoint; else None."""
+    """Return the run folder of a PEFT folder that is a run's result or checkpoint; else None."""
     absolute = folder.resolve()
     run = absolute.parent if absolute.name == FINAL else absolute.parent.parent
     return run if (run / JOURNAL).is_file() else None
@@ -337,7 +337,7 @@ def read_compatible_adapter(
 
 
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
-    """Returns `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
+    """Return `lora_A` times alpha / rank, f32 [rank, in] by module name; raises AdapterError."""
     adapter = read_lora(folder)
     return {name: matrix * np.float32(adapter.scale_of(name)) for name, matrix in adapter.lora_a.items()}
 
@@ -509,12 +509,12 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
 
 
 def head_weights(layer: str, head: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
+    """Return the arrays of a classification head by PEFT's names of a layer in `modules_to_save`."""
     return {f"{PREFIX}{layer}.{name}": array for name, array in head.items()}
 
 
 def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """Returns the tensor names of a classification head that is also stored as `head.safetensors`."""
+    """Return the tensor names of a classification head that is also stored as `head.safetensors`."""
     saved = config.get("modules_to_save")
     if not (folder / HEAD).is_file() or not isinstance(saved, list):
         return set()
@@ -522,7 +522,7 @@ def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 
 def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) -> list[str]:
-    """Returns problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
+    """Return problems of a configuration that isn't base(x) + alpha / rank * lora_b(lora_a(x)).
 
     `heads` are names of tensors in `modules_to_save` that are known to be classification heads.
     """
@@ -546,7 +546,7 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
 
 
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
-    """Returns a problem if, by hash or commit, an adapter was trained on another base model."""
+    """Return a problem if, by hash or commit, an adapter was trained on another base model."""
     named, expected = named_base(config), named_base(template)
     if named is None or expected is None:
         return []
@@ -564,7 +564,7 @@ def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> li
 
 
 def _number_problems(config: Mapping[str, Any]) -> list[str]:
-    """Returns problems of rank, alpha and target modules: missing or invalid values."""
+    """Return problems of rank, alpha and target modules: missing or invalid values."""
     problems = []
     rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -587,14 +587,14 @@ def _number_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, module: str, default: float) -> float:
-    """Returns a pattern's value for a module: the first whose key is the module's name or the end of it."""
+    """Return a pattern's value for a module: the first whose key is the module's name or the end of it."""
     values: Mapping[str, float] = config.get(pattern) or {}
     matching = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
     return next(matching, default)
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """Returns module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
+    """Return module and letter of a tensor's name; an empty letter if it isn't a matrix of LoRA."""
     plain = name.removeprefix(PREFIX).replace(".default.weight", ".weight")
     for letter in ("A", "B"):
         if plain.endswith(f".lora_{letter}.weight"):
@@ -603,7 +603,7 @@ def _module_of(name: str) -> tuple[str, str]:
 
 
 def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
-    """Returns a problem if the ranks of a configuration differ from the modules' ranks."""
+    """Return a problem if the ranks of a configuration differ from the modules' ranks."""
     ranks = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
     differing = [module for module, rank in ranks.items() if rank != module.rank]
     return [
@@ -616,7 +616,7 @@ def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) 
 def _pair_problems(
     config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Returns problems of modules that have one matrix only, or matrices of another rank than configured."""
+    """Return problems of modules that have one matrix only, or matrices of another rank than configured."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]
@@ -648,7 +648,7 @@ def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
 
 
 def _infinite(name: str, array: Array) -> list[str]:
-    """Returns a problem if an array has values that are not finite."""
+    """Return a problem if an array has values that are not finite."""
     count = int(array.size - np.count_nonzero(np.isfinite(array)))
     return [f"{name} {list(array.shape)} has {count} values that are not finite"] if count else []
 
@@ -656,7 +656,7 @@ def _infinite(name: str, array: Array) -> list[str]:
 def _tensor_problems(
     weights: Any, modules: Sequence[AdaptedModule], heads: Collection[str] = ()
 ) -> dict[str, str]:
-    """Returns the differences between a file's header and the tensors of the modules, by tensor name."""
+    """Return the differences between a file's header and the tensors of the modules, by tensor name."""
     expected: dict[str, list[int]] = {}
     for module in modules:
         expected[weight_name(module.name, "A")] = [module.rank, module.in_features]

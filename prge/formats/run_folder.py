@@ -117,7 +117,7 @@ class RunLog:
             _append(self._log, f"{now} {line}")
 
     def last(self, event: str) -> Record | None:
-        """Returns the newest record of an event, including records from before a resume."""
+        """Return the newest record of an event, including records from before a resume."""
         return next((record for record in reversed(self.records) if record.get("event") == event), None)
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class RunLog:
         self.close()
 
     def _kept_records(self, keep_through: int | None) -> list[Record]:
-        """Returns the records of metrics.jsonl up to a step, and removes all other lines from the file."""
+        """Return the records of metrics.jsonl up to a step, and removes all other lines from the file."""
         path = self.folder / METRICS
         if not os.path.lexists(path):
             return []
@@ -202,7 +202,7 @@ def write_summary(
 
 
 def environment() -> Record:
-    """Returns the block `meta` of run.json: versions, platform, processor, memory; imports no packages."""
+    """Return the block `meta` of run.json: versions, platform, processor, memory; imports no packages."""
     return {
         "prge": _versions().get("prge"),
         "python": platform.python_version(),
@@ -347,7 +347,7 @@ def _lock_after_end(stream: BinaryIO) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of a run folder; False if that can't be determined."""
+    """Return whether a process holds the lock of a run folder; False if that can't be determined."""
     try:
         with open_regular(folder / LOCK, "rb") as stream:
             return not _lock(stream)
@@ -391,7 +391,7 @@ def metrics_record(line: bytes) -> Record | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number of a plausible size, or None."""
+    """Return whether a value is a finite number of a plausible size, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         return False
     return value is None or abs(value) < _MAX_NUMBER
@@ -427,7 +427,7 @@ def _lock(stream: BinaryIO) -> bool:
 
 @lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
-    """Returns the versions of the installed packages; cached, because it reads their metadata."""
+    """Return the versions of the installed packages; cached, because it reads their metadata."""
     versions = {}
     for name in ("prge", *_PACKAGES):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -436,7 +436,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    """Returns the name of the processor; on a phone, of the chip."""
+    """Return the name of the processor; on a phone, of the chip."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

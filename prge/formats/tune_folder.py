@@ -94,18 +94,18 @@ def read_bundle_path(config: Path) -> Path | None:
 
 
 def find_tuning(folder: Path) -> Tuning | None:
-    """Returns the tuning of a folder; None if it isn't the folder of a tuning."""
+    """Return the tuning of a folder; None if it isn't the folder of a tuning."""
     is_run = any((folder / name).exists() for name in (JOURNAL, METRICS, SUMMARY))
     return Tuning(folder) if (folder / DECISIONS).is_file() and not is_run else None
 
 
 def resolve_bundle(folder: Path) -> Path:
-    """Returns the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
+    """Return the folder of a bundle or of a tuning's bundle; raises RunError if there is none."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.bundle
 
 
 def resolve_run(folder: Path) -> Path:
-    """Returns the run folder for a path to a run or to a tuning; raises RunError if that has no run."""
+    """Return the run folder for a path to a run or to a tuning; raises RunError if that has no run."""
     tuning = find_tuning(folder)
     return folder if tuning is None else tuning.run

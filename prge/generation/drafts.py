@@ -44,7 +44,7 @@ class Lookup:
         self._tokens.append(token)
 
     def draft(self, most: int) -> list[int]:
-        """Returns a draft of the next tokens, at most `most`; often an empty list."""
+        """Return a draft of the next tokens, at most `most`; often an empty list."""
         if self._pause_left:
             self._pause_left -= 1
             return []

@@ -35,7 +35,7 @@ class GenerationEngine(Protocol):
         ...
 
     def length(self, sequence: int) -> int:
-        """Returns the number of tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         ...
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

@@ -73,7 +73,7 @@ class GenerationSettings:
             raise ConfigError("invalid generation parameters:", problems, code="settings-unusable")
 
     def facts(self) -> dict[str, Any]:
-        """Returns the parameters by name, as a row of feedback stores them."""
+        """Return the parameters by name, as a row of feedback stores them."""
         return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.sampling)}
 
 
@@ -210,7 +210,7 @@ class _OpenSequence:
     text: str = ""
 
     def shared_length(self, tokens: Sequence[int], sharing: Sharing) -> int:
-        """Returns the length of the common prefix with another prompt, or 0 if the two may not share it."""
+        """Return the length of the common prefix with another prompt, or 0 if the two may not share it."""
         if self.group != sharing.group:
             return 0
         common = _common_prefix(self.tokens, tokens)
@@ -336,7 +336,7 @@ class Generator:
         self._idle = []
 
     def _prompt_tokens(self, request: Request) -> tuple[int, ...]:
-        """Returns the prompt's tokens, truncated if the settings say so; raises DataError, see `submit`."""
+        """Return the prompt's tokens, truncated if the settings say so; raises DataError, see `submit`."""
         context, what = self.engine.context, "the prompt can't be used"
         tokens = check_token_ids(request.prompt.tokens, self.engine.vocabulary_size)
         if not tokens:
@@ -393,7 +393,7 @@ class Generator:
             )
 
     def _open_sequence(self, ticket: Ticket) -> _OpenSequence:
-        """Returns a sequence for a request: the idle one with the longest shared prefix, or a new one."""
+        """Return a sequence for a request: the idle one with the longest shared prefix, or a new one."""
         adapter, tokens, sharing = ticket.request.adapter, ticket.tokens, ticket.request.sharing
         # The last token is always computed: the completion's first token is sampled from its logits.
         shared = [
@@ -450,7 +450,7 @@ class Generator:
             self._sample(active, logits[active.sequence.number])
 
     def _draft(self, decoding: Sequence[_ActiveRequest]) -> list[int]:
-        """Returns a draft of the next tokens if there is only one completion; else an empty list."""
+        """Return a draft of the next tokens if there is only one completion; else an empty list."""
         if len(decoding) != 1 or (active := decoding[0]).lookup is None:
             return []
         # Verifying n drafted tokens generates n + 1.
@@ -547,13 +547,13 @@ class Generator:
 
 
 def _repeats(text: str, completion: str) -> bool:
-    """Whether a text is a completion, or a sufficiently long end of it."""
+    """Return whether a text is a completion, or a sufficiently long end of it."""
     text, completion = text.strip(), completion.strip()
     is_end = len(text) >= _REPEATED_CHARACTERS and completion.endswith(text)
     return text != "" and (text == completion or is_end)
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -85,7 +85,7 @@ class TextStream:
         return self._decoded([*self._context, *self._held])[len(self._shown) :]
 
     def _released(self, text: str) -> str:
-        """Returns the part of pending and new text that can't belong to a stop word; sets `stopped`."""
+        """Return the part of pending and new text that can't belong to a stop word; sets `stopped`."""
         text = self._pending + text
         matches = [(start + len(word), start) for word in self._stop if (start := text.find(word)) >= 0]
         if matches:
@@ -105,7 +105,7 @@ class TextStream:
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the fewest last tokens that decode to whole characters; empty if there are too many."""
+        """Return the fewest last tokens that decode to whole characters; empty if there are too many."""
         special = self._tokenizer.special_ids
         last = [token for token in tokens[-4 * _MOST_CONTEXT :] if token not in special]
         for count in range(1, min(len(last), _MOST_CONTEXT) + 1):
@@ -118,6 +118,6 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Returns the length of the longest beginning of a word that the text ends with."""
+    """Return the length of the longest beginning of a word that the text ends with."""
     longest = min(len(word) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(word[:size])), 0)

@@ -26,7 +26,7 @@ _MAX_SHIFTS = 64
 
 
 def count_shards(vocabulary_size: int, width: int) -> int:
-    """Returns the number of equal shards of an output head.
+    """Return the number of equal shards of an output head.
 
     It is the smallest number for which a shard has at most 20 million elements; if no even division into at
     most 64 shards has that few, the largest number that divides the vocabulary.
@@ -76,7 +76,7 @@ class TargetLogProbs:
         return np.asarray(self._logit_tangents - self._log_total_tangents, np.float32)
 
     def local_targets(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
-        """Returns the targets as indices into a shard, and a mask that is 1 for targets in the shard.
+        """Return the targets as indices into a shard, and a mask that is 1 for targets in the shard.
 
         For targets of other shards, the index is 0 and the mask is 0.
         """

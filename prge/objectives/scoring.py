@@ -82,14 +82,14 @@ def with_reference_scores(
     examples: Sequence[Example],
     on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> list[Example]:
-    """Returns the examples with `reference` set to their scores by `adapter`, which a run starts from."""
+    """Return the examples with `reference` set to their scores by `adapter`, which a run starts from."""
     scores = score(engine, adapter, examples, on_progress=on_progress).scores
     pairs = zip(examples, scores, strict=True)
     return [replace(example, reference=tuple(values.tolist())) for example, values in pairs]
 
 
 def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example]) -> FloatArray:
-    """Returns an encoder's pooled states of the examples, f32 [examples, width]."""
+    """Return an encoder's pooled states of the examples, f32 [examples, width]."""
     batches = _outputs(engine, adapter, examples, lambda sequences: None)
     indexed = [
         (index, state)
@@ -102,7 +102,7 @@ def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Ex
 def _outputs(
     engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], on_progress: Callable[[int], object]
 ) -> Iterator[tuple[list[tuple[int, Example]], FloatArray]]:
-    """Yields batches of (index of the example, example with one sequence), and their outputs.
+    """Yield batches of (index of the example, example with one sequence), and their outputs.
 
     The longest sequences come first, so that each batch has sequences of similar length.
     """

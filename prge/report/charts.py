@@ -59,7 +59,7 @@ def line_chart(
     levels: Mapping[str, float] | None = None,
     x_names: Sequence[str] = (),
 ) -> str:
-    """Draw lines over one pair of axes as SVG; returns an empty text if no line has a point.
+    """Draw lines over one pair of axes as SVG; return an empty text if no line has a point.
 
     Values must be below 1e300. Equal lines give equal text.
 

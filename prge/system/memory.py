@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an exception, or a library's log message, was caused by a lack of memory."""
+    """Return whether an exception, or a library's log message, was caused by a lack of memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return _OUT_OF_MEMORY.search(str(error)) is not None

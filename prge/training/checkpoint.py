@@ -162,13 +162,13 @@ class TrainingState:
         self.progress.count_step(float(record["loss"]))
 
     def copy(self) -> TrainingState:
-        """Returns a copy with its own adapter, optimizer and progress; the head is shared."""
+        """Return a copy with its own adapter, optimizer and progress; the head is shared."""
         progress = replace(self.progress)
         optimizer = deepcopy(self.optimizer)
         return replace(self, adapter=self.adapter.copy(), optimizer=optimizer, progress=progress)
 
     def overflow(self) -> str:
-        """Returns a message about values that are no longer finite; an empty string if all are finite."""
+        """Return a message about values that are no longer finite; an empty string if all are finite."""
         arrays: dict[str, Array] = {"the adapter": self.adapter.values}
         if self.trained_head:
             arrays["the head"] = self.trained_head.values
@@ -185,12 +185,12 @@ class TrainingState:
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return checkpoints / f"step-{step:06d}"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Returns the steps that have a checkpoint, in ascending order; folders with other names are ignored."""
+    """Return the steps that have a checkpoint, in ascending order; folders with other names are ignored."""
     matches = (_NAME.fullmatch(folder.name) for folder in checkpoints.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -248,7 +248,7 @@ def keep_state(
 
 
 def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
-    """Returns the steps whose checkpoints are kept: the current, the last regular and the best one.
+    """Return the steps whose checkpoints are kept: the current, the last regular and the best one.
 
     The result doesn't depend on interruptions of the run.
     """
@@ -355,7 +355,7 @@ def _is_intact(folder: Path, state: TrainingState) -> bool:
 
 
 def head_arrays(head: Head) -> dict[str, Array]:
-    """Returns the arrays of a head by their names in `head.safetensors`."""
+    """Return the arrays of a head by their names in `head.safetensors`."""
     return {"weight": head.weight, "bias": head.bias}
 
 
@@ -392,7 +392,7 @@ def read_head(path: Path, head: Head) -> None:
 
 
 def optimizer_arrays(state: TrainingState) -> dict[str, Array]:
-    """Returns the arrays of a state's optimizers by name; `TrainingState.apply` changes them in place."""
+    """Return the arrays of a state's optimizers by name; `TrainingState.apply` changes them in place."""
     arrays = {f"adapter.{name}": array for name, array in state.optimizer.state.items()}
     if state.head_optimizer is not None:
         arrays.update({f"head.{name}": array for name, array in state.head_optimizer.state.items()})

@@ -25,7 +25,7 @@ class Heads:
     cross_fitted: CrossFittedHeads | None = None
 
     def to_record(self, digest: str = "") -> Record:
-        """Returns the journal record of the heads; `digest` identifies what they were fitted on."""
+        """Return the journal record of the heads; `digest` identifies what they were fitted on."""
         if self.head is None:
             raise ValueError("there is no head")
         folds = self.cross_fitted.heads if self.cross_fitted else ()
@@ -91,7 +91,7 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
 
 
 def heads_digest(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
-    """Returns a hash of everything that fitted heads depend on.
+    """Return a hash of everything that fitted heads depend on.
 
     Args:
         bundle: hash of the bundle.

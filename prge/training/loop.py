@@ -91,11 +91,11 @@ class Observer(Protocol):
     """Callbacks of the loop, such as those that log metrics."""
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """Called after every step; `measurement` is None if the step was replayed from the journal."""
+        """Handle the end of a step; `measurement` is None if the step was replayed from the journal."""
         ...
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Called after every evaluation; `fresh` is False if it was replayed from the journal."""
+        """Handle the result of an evaluation; `fresh` is False if it was replayed from the journal."""
         ...
 
 
@@ -197,7 +197,7 @@ class AdapterLearner:
         return record, measurement if replayed is None else None
 
     def _measure(self) -> tuple[Record, Measurement]:
-        """Measure the step's examples on the engine; returns the step's record and the measurement."""
+        """Measure the step's examples on the engine; return the step's record and the measurement."""
         state, seed = self.state, self.settings.seed
         examples = self.sampler.batch(state.step)
         step = Step(
@@ -242,7 +242,7 @@ class AdapterLearner:
 
 
 def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
-    """Returns a message if the smoothed loss exceeds `ratio` times the first loss (or 1, if that is larger).
+    """Return a message if the smoothed loss exceeds `ratio` times the first loss (or 1, if that is larger).
 
     The message is empty if the loss hasn't risen that far.
     """
@@ -253,13 +253,13 @@ def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
 
 
 def _is_evaluation_due(step: int, settings: TrainingSettings) -> bool:
-    """Whether to evaluate after this many steps; True after the last step."""
+    """Return whether to evaluate after this many steps; True after the last step."""
     every = settings.evaluate_every
     return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
 
 
 def _describe_not_finite(measurement: Measurement, step: int) -> str:
-    """Returns a message if the loss or a derivative of a step is not finite; else an empty string."""
+    """Return a message if the loss or a derivative of a step is not finite; else an empty string."""
     loss, derivatives = measurement.loss, measurement.derivatives
     count = int(derivatives.size - np.isfinite(derivatives).sum())
     if count or not math.isfinite(loss):

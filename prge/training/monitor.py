@@ -151,7 +151,7 @@ class RunMonitor:
         self._last_time = time.perf_counter()
 
     def on_samples(self) -> None:
-        """Called after prompts were completed; their time counts as evaluation time."""
+        """Count the time of completing prompts, which just ended, as evaluation time."""
         now = time.perf_counter()
         self._evaluation_seconds += now - self._last_time
         self.progress.exclude(now - self._last_time)
@@ -179,7 +179,7 @@ class RunMonitor:
             self._best = record
 
     def _bar_values(self, record: Record) -> dict[str, float | str | None]:
-        """Returns the values that the progress bar shows for a step."""
+        """Return the values that the progress bar shows for a step."""
         figures: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
             # The best step may have been chosen by its loss instead of the metric.
@@ -214,7 +214,7 @@ class RunMonitor:
             self.log.metric({"event": event, "step": step, **figures, **counts})
 
     def _engine_metrics(self, measurement: Measurement | None) -> Record:
-        """Returns the seconds of a step inside and outside of the engine, and the largest tangent, if any."""
+        """Return the seconds of a step inside and outside of the engine, and the largest tangent, if any."""
         if measurement is None:
             return {"engine_seconds": None, "host_seconds": None}
         tangent, inside = measurement.largest_tangent, measurement.engine_seconds
@@ -268,12 +268,12 @@ def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
 
 
 def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns a prompt in one line: its text, or the content of its last message."""
+    """Return a prompt in one line: its text, or the content of its last message."""
     return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
-    """Returns a sentence on how many sampled answers training changed; empty if there are none to compare."""
+    """Return a sentence on how many sampled answers training changed; empty if there are none to compare."""
     pairs = list(zip(before, after, strict=False))
     changed = sum(first != second for first, second in pairs)
     if not pairs:
@@ -302,18 +302,18 @@ def _figures_text(record: Record) -> str:
 
 
 def _evaluation(record: Record) -> Record:
-    """Returns the step, the loss and the metrics of a record."""
+    """Return the step, the loss and the metrics of a record."""
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
 
 
 def _figures(record: Record, measurement: Measurement | None) -> Record:
-    """Returns the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
+    """Return the metrics of a step: loss, learning rate, tokens, and the size of its gradient."""
     figures = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
     return {**figures, **_gradient_size(record, measurement)}
 
 
 def _gradient_size(record: Record, measurement: Measurement | None) -> Record:
-    """Returns the norm of a step's gradient, or the deviation of its projected gradients."""
+    """Return the norm of a step's gradient, or the deviation of its projected gradients."""
     if "gradient" in record:
         # Decoding the record's gradient, megabytes of text for a large adapter, takes time.
         gradient = None if measurement is None else measurement.gradient

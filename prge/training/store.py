@@ -35,11 +35,11 @@ class Store(Protocol):
         ...
 
     def estimator(self, recipe: Recipe) -> Estimator:
-        """Returns the estimator of the session's steps."""
+        """Return the estimator of the session's steps."""
         ...
 
     def resume(self, first: TrainingState) -> TrainingState:
-        """Returns the state to continue from; `first` is the recipe's state before the first step."""
+        """Return the state to continue from; `first` is the recipe's state before the first step."""
         ...
 
     def save(self, state: TrainingState) -> None:
@@ -139,12 +139,12 @@ class RunStore:
 
 
 def settings_records(journal: Journal) -> list[Record]:
-    """Returns the records of a journal that hold settings: the start and all changes."""
+    """Return the records of a journal that hold settings: the start and all changes."""
     return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
 
 
 def load_estimator(journal: Journal) -> Estimator:
-    """Returns the estimator of a journal's run, which uses the estimator of the time for each step."""
+    """Return the estimator of a journal's run, which uses the estimator of the time for each step."""
     since = []
     for record in settings_records(journal):
         with journal.reading(record):

@@ -166,5 +166,5 @@ def unshare_quantizations(graph: Graph) -> None:
 
 
 def is_dequantization(node: Node) -> bool:
-    """Returns whether a node dequantizes a weight."""
+    """Return whether a node dequantizes a weight."""
     return str(node.target) == "torchao.dequantize_affine.default"

@@ -36,7 +36,7 @@ _STACK = "nn_module_stack"
 
 
 def functional_graph(program: ExportedProgram) -> GraphModule:
-    """Returns the functional graph of a traced program; its nodes have `meta["val"]` and their module."""
+    """Return the functional graph of a traced program; its nodes have `meta["val"]` and their module."""
     changes_values = any(_mutates(node) for node in program.graph.nodes)
     if changes_values:
         with warnings.catch_warnings():

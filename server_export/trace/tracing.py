@@ -109,7 +109,7 @@ class _WithKnownScalars(TorchFunctionMode):
 
 
 def _as_slice(index: Any) -> Any:
-    """Returns a list of one integer as a slice, for which PyTorch creates no tensor."""
+    """Return a list of one integer as a slice, for which PyTorch creates no tensor."""
     if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
         return slice(index[0], index[0] + 1 or None)
     return index
@@ -171,7 +171,7 @@ def trace(
 def _export_reading_masks(
     traced: TracedModel, exported: Callable[[Call], ExportedProgram], call: Call, changes: Changes | None
 ) -> ExportedProgram:
-    """Returns a program that reads the model's masks, traced again with a pattern if necessary."""
+    """Return a program that reads the model's masks, traced again with a pattern if necessary."""
     program, failure = None, None
     try:
         program = exported(call)
@@ -217,7 +217,7 @@ def _refuse_data_dependence() -> Iterator[None]:
 
 
 def _reads_masks(program: ExportedProgram, traced: TracedModel) -> bool:
-    """Returns whether a decoder's attention reads causal masks, or an encoder only adds its padding."""
+    """Return whether a decoder's attention reads causal masks, or an encoder only adds its padding."""
     return (
         _only_adds_padding(program)
         if not traced.is_decoder
@@ -240,13 +240,13 @@ def refuse_complex_values(graph: ModelGraph) -> None:
 
 
 def _has_no_causal_mask(exported: ExportedProgram, tables: ModelTables) -> bool:
-    """Returns whether a traced decoder has attention, but none that reads a causal mask."""
+    """Return whether a traced decoder has attention, but none that reads a causal mask."""
     has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
     return has_attention and not any(table.type == "causal" for table in tables.all)
 
 
 def _only_adds_padding(exported: ExportedProgram) -> bool:
-    """Returns whether a traced encoder adds its padding to scores and uses it for nothing else.
+    """Return whether a traced encoder adds its padding to scores and uses it for nothing else.
 
     A classification head may count the tokens of a row by comparing the padding.
     """

@@ -68,7 +68,7 @@ def join(
 
 
 def _answer(client: FleetClient, offer: TaskOffer, answer: Callable[[bytes], bytes]) -> str:
-    """Answer a task; returns a line for the device's terminal only, because errors may name rows."""
+    """Answer a task; return a line for the device's terminal only, because errors may name rows."""
     begin = time.monotonic()
     task = _retry(lambda: client.fetch(offer))
     try:

@@ -214,7 +214,7 @@ class FleetClient:
         self._client.RegisterNode(RegisterNodeFleetRequest(public_key=self._public))
 
     def activate(self) -> int:
-        """Become available for tasks; returns the number of the device's node."""
+        """Become available for tasks; return the number of the device's node."""
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_SECONDS)
         self._node = Node(node_id=self._client.ActivateNode(request).node_id)
         return self._node.node_id
@@ -350,7 +350,7 @@ class FleetState:
                 state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
     def is_running(self) -> bool:
-        """Whether Flower still considers the run alive; it gives up a run that is silent for a minute."""
+        """Return whether Flower considers the run alive, which it does until a minute without messages."""
         (run,) = self._state.get_run_info(run_ids=[self._run])
         return bool(run.status.status == Status.RUNNING)
 

@@ -170,7 +170,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
 def _certify(
     server: Path, authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, hosts: Iterable[str]
 ) -> datetime:
-    """Create the server's certificate; returns the end of its validity."""
+    """Create the server's certificate; return the end of its validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     names = [name for host in dict.fromkeys([*hosts, *LOCAL]) if (name := _general_name(host))]
     certificate = (

@@ -121,7 +121,7 @@ class Mailbox:
             return []
 
     def allows(self, change: Receipt | Push) -> bool:
-        """Whether a device may make a change: it may only answer its own tasks, each once."""
+        """Return whether a device may make a change: it may only answer its own tasks, each once."""
         sent = self._out.get(change.task)
         if sent is None:
             return False

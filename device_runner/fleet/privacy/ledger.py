@@ -57,7 +57,7 @@ class Ledger:
         return newest
 
     def is_answered(self, line: Record) -> bool:
-        """Whether the result of a round may have been sent."""
+        """Return whether the result of a round may have been sent."""
         return line["kind"] == _LEGACY_ROUND or _answered(line) in self._journal.records
 
     def begin(self, line: Record) -> None:

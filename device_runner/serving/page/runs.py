@@ -226,7 +226,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, and none of its files is a link, which could lead elsewhere."""
+    """Return whether a folder is a run's, and none of its files is a link, which could lead elsewhere."""
     is_linked = any((folder / name).is_symlink() for name in (*_MARKS, CONFIG, LOCK, SAMPLES))
     return not is_linked and any((folder / name).is_file() for name in _MARKS)
 

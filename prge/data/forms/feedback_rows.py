@@ -46,7 +46,7 @@ def rows_from_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -
 
 
 def has_positive_answer(row: Fields) -> bool:
-    """Whether a row has an answer to learn, and not only one to avoid."""
+    """Return whether a row has an answer to learn, and not only one to avoid."""
     return "correction" in row or row["rating"] == GOOD
 
 

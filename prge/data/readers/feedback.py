@@ -100,7 +100,7 @@ def with_leading_space(correction: str, answer: str) -> str:
 
 
 def is_feedback(fields: Fields) -> bool:
-    """Whether a row has the columns of feedback."""
+    """Return whether a row has the columns of feedback."""
     has_prompt = "prompt" in fields or "messages" in fields
     return has_prompt and "answer" in fields and ("rating" in fields or "correction" in fields)
 
@@ -257,7 +257,7 @@ def read_feedback(path: Path) -> list[Fields]:
 
 
 def parse_feedback_line(line: bytes) -> Fields | None:
-    """Parse a line of feedback; returns None if it is invalid or something else."""
+    """Parse a line of feedback; return None if it is invalid or something else."""
     fields = _parse_object(line)
     return (
         fields if fields is not None and is_feedback(fields) and not find_feedback_problem(fields) else None
@@ -303,13 +303,13 @@ def _locked(
 
 
 def _starts_with_feedback(line: bytes) -> bool:
-    """Whether the first line of a file is a row of feedback, or an incomplete first row."""
+    """Return whether the first line of a file is a row of feedback, or an incomplete first row."""
     fields = _parse_object(line)
     return _is_incomplete_first(line) if fields is None else is_feedback(fields)
 
 
 def _is_incomplete_first(content: bytes) -> bool:
-    """Whether a file holds only the beginning of its first row of feedback."""
+    """Return whether a file holds only the beginning of its first row of feedback."""
     begins = content[: len(_ROW_START)] == _ROW_START[: len(content)]
     return begins and b"\n" not in content and _parse_object(content) is None
 

@@ -28,17 +28,17 @@ _DIGITS = 6
 
 
 def in_prompts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a prompt are read as such."""
+    """Return whether control tokens that are written in a prompt are read as such."""
     return control_tokens != "text"
 
 
 def in_texts(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in a text or a completion are read as such."""
+    """Return whether control tokens that are written in a text or a completion are read as such."""
     return control_tokens in ("special", "all")
 
 
 def in_messages(control_tokens: ControlTokens) -> bool:
-    """Whether control tokens that are written in messages are read as such."""
+    """Return whether control tokens that are written in messages are read as such."""
     return control_tokens == "all"
 
 

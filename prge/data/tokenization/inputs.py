@@ -50,7 +50,7 @@ def read_input_text(stream: TextIO) -> str:
 
 
 def is_valid_unicode(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8: it has no unpaired surrogate."""
+    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogate."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 

@@ -243,7 +243,7 @@ class Tokenizer:
         return self.ids(text, control=control)
 
     def _is_doubled(self, ids: Ids, begin: Sequence[int]) -> bool:
-        """Whether ids begin with these control tokens twice, because the text itself began with them."""
+        """Return whether ids begin with these control tokens twice, because the text already had them."""
         count = len(begin)
         return (
             bool(count) and self.special_ids.issuperset(begin) and ids[count : 2 * count].tolist() == [*begin]
@@ -565,7 +565,7 @@ def read_chat_template(path: Path) -> str:
 
 
 def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate | None:
-    """Compile the chat template of a tokenizer; returns None if it has none.
+    """Compile the chat template of a tokenizer; return None if it has none.
 
     Args:
         tokenizer: The model's tokenizer.

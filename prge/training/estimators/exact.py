@@ -63,7 +63,7 @@ class Exact:
         )
 
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
-        """Yields the examples of each microbatch.
+        """Yield the examples of each microbatch.
 
         Each example is alone if its gradient is clipped; all are together if the loss compares them.
         """
@@ -78,7 +78,7 @@ class Exact:
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns the gradient that a record holds, f32 [size].
+        """Return the gradient that a record holds, f32 [size].
 
         Raises:
             RunError: the record's gradient was dropped from the journal.
@@ -93,7 +93,7 @@ class Exact:
 
 
 def clip_by_norm(gradient: Float64Array, limit: float) -> Float64Array:
-    """Returns the gradient, scaled down so that its norm is at most `limit`; 0: no clipping."""
+    """Return the gradient, scaled down so that its norm is at most `limit`; 0: no clipping."""
     return gradient * (limit / max(float(np.linalg.norm(gradient)), limit)) if limit else gradient
 
 

@@ -54,12 +54,12 @@ class Step:
     objective: Objective = CROSS_ENTROPY
 
     def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
-        """Returns the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
+        """Return the loss of the step's examples, or of `examples`, for outputs [copies, ...]."""
         examples = self.examples if examples is None else examples
         return Loss(examples, outputs, self.objective, self.classifier)
 
     def head_gradient(self, losses: Sequence[Loss]) -> FloatArray | None:
-        """Returns the gradient of the mean loss with respect to the trained head, f32 [size].
+        """Return the gradient of the mean loss with respect to the trained head, f32 [size].
 
         Returns None if no head is trained.
         """
@@ -121,7 +121,7 @@ class Estimator(Protocol):
     def gradient(
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """Returns the gradient with respect to the adapter's values, f32 [size].
+        """Return the gradient with respect to the adapter's values, f32 [size].
 
         Args:
             record: a step's record, with the fields of `Measurement.journal_fields`; new or from a journal.
@@ -157,7 +157,7 @@ class EstimatorSequence:
 
 
 def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array:
-    """Returns projected gradients, scaled so that their RMS over queries is at most `limit`.
+    """Return projected gradients, scaled so that their RMS over queries is at most `limit`.
 
     For directions of random signs, the root mean square estimates the norm of the gradient. So this is
     clipping by

@@ -47,7 +47,7 @@ ONES = "ones"
 def differentiate(
     graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, ones: Mapping[str, int]
 ) -> GraphModule:
-    """Returns a graph that computes a block's outputs and their derivatives along several directions.
+    """Return a graph that computes a block's outputs and their derivatives along several directions.
 
         seeds = {"hidden_states": Dense(), "lora_b": RankOne(rows=8)}
         graph = differentiate(block, seeds, queries=2, ones={"ones": 128})
@@ -192,7 +192,7 @@ def _check_dual(dual: Any) -> Dual:
 
 
 def _module_of_node(node: Node) -> str:
-    """Returns the path of the module that a node was traced in."""
+    """Return the path of the module that a node was traced in."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values() if entry[0]]
     return paths[-1] if paths else "the program"

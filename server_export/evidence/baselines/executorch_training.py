@@ -45,7 +45,7 @@ class AdaptedLinear(nn.Module):
         self.lora_b = nn.Parameter(lora_b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 

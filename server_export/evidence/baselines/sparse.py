@@ -123,7 +123,7 @@ class SparseLinear(nn.Module):
         self.register_buffer("channels", channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Apply the layer to x [..., in]; return [..., out]."""
         product = _SparseProduct.apply(x, self.trained, self.frozen, self.channels)
         return product if self.bias is None else product + self.bias
 

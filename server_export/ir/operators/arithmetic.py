@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def primal_of(value: Any, rank: int) -> Any:
-    """Returns the primal of a dual, aligned to the rank of a result; other values are returned unchanged."""
+    """Return the primal of a dual, aligned to the rank of a result; other values are returned unchanged."""
     return value.aligned(rank).primal if isinstance(value, Dual) else value
 
 
@@ -115,7 +115,7 @@ def _masked_fill(t: GraphTangents, node: Node, source: Dual, mask: Node, value: 
 
 
 def _compare(t: GraphTangents, node: Node, left: Any, right: Any) -> Node:
-    """Booleans have no tangents."""
+    """Write a comparison of the primals; booleans have no tangents."""
     sides = (primal_of(side, _rank(node)) for side in (left, right))
     return t.reshape(t.call(node.target, *sides), shape_of(node))
 
@@ -129,7 +129,7 @@ def _extremum(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
 
 
 def _filled(t: GraphTangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
-    """The result depends on the shape of the source only, so it has no tangents."""
+    """Write the call without tangents, because the result depends on the shape of the source only."""
     return t.call(node.target, source.value, value, **named)
 
 

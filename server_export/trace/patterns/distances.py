@@ -33,7 +33,7 @@ def write_distances(graph: ModelGraph) -> None:
 
 
 def _by_distance(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values [2 length - 1] of a square matrix by distance, or None if distance isn't enough."""
+    """Return the values [2 length - 1] of a square matrix by distance, or None if distance isn't enough."""
     length = value.shape[-1]
     if value.numel() != length**2 or value.dtype not in (torch.float32, torch.long, torch.bool):
         return None

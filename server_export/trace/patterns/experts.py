@@ -45,13 +45,13 @@ def _prepare(traced: TracedModel) -> None:
 def _call_experts(
     module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Returns the output of the experts of a module, as an operator of the graph."""
+    """Return the output of the experts of a module, as an operator of the graph."""
     output: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, width_of(module))
     return output
 
 
 def width_of(module: Any) -> int:
-    """Returns the output width of an expert."""
+    """Return the output width of an expert."""
     return int(module.down_proj.shape[-1 if module.is_transposed else -2])
 
 
@@ -104,7 +104,7 @@ class _Expert(nn.Module):
 
 
 def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[ModelBlock]:
-    """Yields the blocks of a layer's experts in order; all have the same graph.
+    """Yield the blocks of a layer's experts in order; all have the same graph.
 
     Args:
         name: the name of the module in graphs.

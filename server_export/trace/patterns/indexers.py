@@ -19,7 +19,7 @@ _ATTENTION = "prge_indexed"
 
 
 def indexers(model: nn.Module) -> dict[str, int]:
-    """Returns how many tokens each indexer of a model selects, by the name of the module."""
+    """Return how many tokens each indexer of a model selects, by the name of the module."""
     return {
         name: int(getattr(module, count))
         for name, module in model.named_modules()
