@@ -125,7 +125,7 @@ def refused_as(
     """Convert exceptions of a library inside the block into a Refusal, which quotes their first line.
 
     The block should contain calls of that library only: all other exceptions are defects and aren't
-        converted.
+    converted.
 
     Args:
         code: code of the refusal.

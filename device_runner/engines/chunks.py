@@ -61,8 +61,8 @@ class Chunks:
 
         Returns:
             `hidden_states` [1, tokens, width] and shared outputs, and what the backward pass needs: `keys`
-                and `values` of attention [heads, tokens, width], and the recurrent states that entered each
-                chunk, [chunks, height, width].
+            and `values` of attention [heads, tokens, width], and the recurrent states that entered each
+            chunk, [chunks, height, width].
         """
         entering_name = "hidden_states" if number else "tokens"
         entering = inputs[entering_name][0]

@@ -1,8 +1,7 @@
 """Makes the token sequences of texts and candidates fit a bundle, by cutting or splitting them.
 
 texts        depending on `overflow`: divided between turns, then between any two tokens; a prompt is cut at
-its
-             beginning, as in MeZO (arXiv 2305.17333)
+             its beginning, as in MeZO (arXiv 2305.17333)
 choices      the prompt is cut at its beginning; a choice is never cut
 answers      the prompt is cut at its beginning, down to half of the bundle, then the answers at their ends
 classes      the text is cut at its end

@@ -258,16 +258,15 @@ class TableSpec:
 
     Types of tables:
 
-    `causal`: a mask f32 [members, tokens, tokens], once for each query head of a group, with which a token
-        attends to
-    itself and the `window` - 1 tokens before it.
-    `rotary`: f32 [1, tokens, width], rows of the table's tensor in the tables file.
-    `positions`: i64 [1, tokens], counted from `first`.
-    `zeros`: i64 [1, tokens].
-    `relative`: f32 or i64 [members, tokens, tokens], a value for the distance of two tokens. The table's
-        tensor in the
-    tables file has the values of all distances, from the farthest earlier token to the farthest later one.
-    The types of prge.formats.relations: f32.
+    - `causal`: a mask f32 [members, tokens, tokens], once for each query head of a group, with which a token
+      attends to itself and the `window` - 1 tokens before it.
+    - `rotary`: f32 [1, tokens, width], rows of the table's tensor in the tables file.
+    - `positions`: i64 [1, tokens], counted from `first`.
+    - `zeros`: i64 [1, tokens].
+    - `relative`: f32 or i64 [members, tokens, tokens], a value for the distance of two tokens. The table's
+      tensor in the tables file has the values of all distances, from the farthest earlier token to the
+      farthest later one.
+    - the types of prge.formats.relations: f32.
     """
 
     type: str

@@ -74,8 +74,7 @@ class RunLog:
     """The files metrics.jsonl and log.txt of a run folder, opened for appending.
 
     Every line is passed to the operating system before the call returns: a killed run loses at most the line
-        that it
-    was writing.
+    that it was writing.
 
     Attributes:
         folder: the run folder.

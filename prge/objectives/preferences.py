@@ -222,13 +222,11 @@ class ObjectiveFlags:
 
     objective: ObjectiveName = "auto"
     """Loss to minimize. completion, candidates: cross-entropy; dpo, ipo, simpo, orpo: for pairs of answers;
-    kto: for
-    answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
+    kto: for answers that are rated true or false. auto: chosen by the columns of the rows: dpo, kto or
     cross-entropy."""
     beta: float | None = None
     """Strength of the preference loss: larger values keep the model closer to its start. orpo: weight of the
-    odds
-    ratio loss. Default: 0.1; simpo: 2."""
+    odds ratio loss. Default: 0.1; simpo: 2."""
     label_smoothing: float = 0.0
     """dpo: assumed share of pairs whose answers are swapped."""
     gamma: float = 1.0

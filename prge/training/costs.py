@@ -720,9 +720,8 @@ def memory_table(
 
     Returns:
         Two rows for each estimator. `loaded_bytes`: most bytes of loaded weights, None for all;
-            `anonymous_bytes`:
-        memory without pages of files; `resident_bytes`: the peak with pages of files, which `--memory`
-        limits.
+        `anonymous_bytes`: memory without pages of files; `resident_bytes`: the peak with pages of files,
+        which `--memory` limits.
     """
     rows = []
     for estimator, shape in shapes.items():
@@ -750,8 +749,7 @@ def estimate_export_memory(
     """Estimate the peak memory of an export, in bytes.
 
     It is reached while blocks are verified: the engine's arena holds the largest call of a block, and the
-        embedding
-    table, the largest tensor, exists several times.
+    embedding table, the largest tensor, exists several times.
 
     Args:
         outline: sizes of the model.

@@ -16,9 +16,8 @@ from server_export.quantize.quantization import GROUP_SIZE, Int4Weight
 
 # Share of the mean of a second moment's diagonal that is added to the diagonal, as in the paper's code.
 _DAMPING = 0.01
-# Inputs per second moment. Wider layers have several moments: errors are compensated within each, and
-# memory grows
-# linearly with the width.
+# Inputs per second moment. Wider layers have several moments: errors are compensated within each, and memory
+# grows linearly with the width.
 MOST_INPUTS = 4096
 # Columns that are rounded before their errors are applied to all later columns at once.
 _COLUMNS = 128

@@ -65,6 +65,7 @@ def grouped_attention(
     """Compute attention of queries [rows, heads, length, width] over keys [rows, groups, length, width].
 
     Args:
+        key, value: [rows, groups, length, width].
         s_aux: sinks [heads], if the attention has any; see `_share_beside_sink`.
         is_causal: whether a token only sees tokens before it; None: as `module` says.
         position_bias: [1, heads, length, length], depending on the distance of tokens.

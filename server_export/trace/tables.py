@@ -41,13 +41,14 @@ TABLE = torch.ops.prge.table.default
 class ModelTable:
     """The contents of a table for sequences of any length.
 
-    `type` is one of
-        `causal`: a mask f32 [members, length, length]: a token sees itself and `window` - 1 tokens before it;
-        `rotary`: the first rows of `values` f32 [longest, width], as [1, length, width];
-        `positions`: i64 [1, length], counted from `first`;
-        `zeros`: i64 [1, length];
-        `relative`: [members, length, length] of `values` [2 longest - 1], one per distance of tokens;
-        a type of prge.formats.relations.
+    Types of tables; see also prge.formats.chain.TableSpec:
+
+    - `causal`: a mask f32 [members, length, length]; a token sees itself and `window` - 1 tokens before it.
+    - `rotary`: the first rows of `values` f32 [longest, width], as [1, length, width].
+    - `positions`: i64 [1, length], counted from `first`.
+    - `zeros`: i64 [1, length].
+    - `relative`: [members, length, length] of `values` [2 longest - 1], one per distance of tokens.
+    - a type of prge.formats.relations.
     """
 
     type: str

@@ -109,7 +109,7 @@ class RankOneDirections:
         """Return the mean of projected_gradient * u v^T over queries and examples, f32 [adapter size].
 
         The result has the same bits on every machine: multiples of one power of two have exact sums in any
-            order.
+        order.
 
         Args:
             projected_gradients: f64 [queries, examples]; this method applies `truncate_to_grid` to them.
@@ -147,8 +147,7 @@ def truncate_to_grid(values: Float64Array, axis: int | None = None) -> Float64Ar
     """Return values truncated to multiples of a power of two, of which none is larger than 2^30 multiples.
 
     Sums of up to 2^23 such values are exact in float64, whatever their signs and order. Values are rounded
-    towards
-    zero, which keeps the exponent of the largest one: truncating twice changes nothing.
+    towards zero, which keeps the exponent of the largest one: truncating twice changes nothing.
 
     Args:
         values: f64 of any shape; values that are not finite stay as they are.

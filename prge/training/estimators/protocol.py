@@ -160,10 +160,9 @@ def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array
     """Return projected gradients, scaled so that their RMS over queries is at most `limit`.
 
     For directions of random signs, the root mean square estimates the norm of the gradient. So this is
-    clipping by
-    norm: of the step's gradient for an array [queries], of each example's gradient for [queries, examples].
-        Norms
-    of single examples have heavy tails: without clipping, a few examples would dominate a step.
+    clipping by norm: of the step's gradient for an array [queries], of each example's gradient for [queries,
+    examples]. Norms of single examples have heavy tails: without clipping, a few examples would dominate a
+    step.
 
     Args:
         projected_gradients: f64 [queries] or [queries, examples].

@@ -13,8 +13,7 @@ from server_export.checkpoint.gguf.header import TOKENS, GgufHeader
 _MODEL, _SPLIT, _PREFIX = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_space_prefix"))
 _REMEDY = "Use the model's original folder, with its tokenizer.json."
 # llama.cpp's names of pre-tokenizers: those that split as GPT-2 does, and those that also split off every
-# digit.
-# transformers treats unknown names as GPT-2's.
+# digit. transformers treats unknown names as GPT-2's.
 _AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "trillion", "granite-docling")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _CONTROL = 3
