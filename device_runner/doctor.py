@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     for check in examine():
         checks.append(check)
         if not settings.json:
-            print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.found}", flush=True)
+            print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.detail}", flush=True)
             if check.remedy:
                 print(f"{'':<25}{check.remedy}", flush=True)
     lacking = run_lacks(checks)

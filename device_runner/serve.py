@@ -164,7 +164,7 @@ def _open_learning(
         adapters[name],
         tokenizer,
         serve=partial(models.replace, name),
-        tell=print_note,
+        log=print_note,
         begin=partial(RoundProcess, lock=lock),
         storage=storage,
         loaded=loaded,

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says what happened, the value seen, and what to do."""
+"""Errors that a user can act on: messages contain the fact, the value seen, and a remedy."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _doctor(phone: Phone, settings: AndroidDoctorSettings) -> int:
     for check in examine(phone):
         checks.append(check)
         if not settings.json:
-            print(f"{check.state:<8} {check.name:<12} {check.found}", flush=True)
+            print(f"{check.state:<8} {check.name:<12} {check.detail}", flush=True)
             if check.remedy:
                 print(f"{'':<21} {check.remedy}", flush=True)
     if settings.json:

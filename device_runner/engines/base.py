@@ -37,9 +37,9 @@ _DTYPES = {
 }
 
 
-def tensor_spec(scalar_type: int, sizes: Sequence[int]) -> TensorSpec:
+def tensor_spec(dtype_code: int, sizes: Sequence[int]) -> TensorSpec:
     """Return the spec of a tensor from ExecuTorch's metadata."""
-    return TensorSpec(_DTYPES.get(scalar_type, f"ScalarType {scalar_type}"), tuple(sizes))
+    return TensorSpec(_DTYPES.get(dtype_code, f"ScalarType {dtype_code}"), tuple(sizes))
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def aggregate(table: FloatArray, plan: Plan) -> FloatArray:
     return result.reshape(table.shape[1:])
 
 
-def aggregate_projected_gradients(scalars: FloatArray, plan: Plan) -> FloatArray:
+def aggregate_projected_gradients(projected_gradients: FloatArray, plan: Plan) -> FloatArray:
     """Aggregate projected gradients [devices, n] to f32 [n].
 
     A projected gradient is mostly noise of its rows, and each has a direction of its own. The influence of a
@@ -160,7 +160,7 @@ def aggregate_projected_gradients(scalars: FloatArray, plan: Plan) -> FloatArray
     Clipping around zero: Karimireddy et al. 2021, arXiv 2012.10333.
     """
     if plan.combine != "trimmed":
-        return aggregate(scalars, plan)
-    lengths = np.linalg.norm(scalars.astype(np.float64), axis=1)
+        return aggregate(projected_gradients, plan)
+    lengths = np.linalg.norm(projected_gradients.astype(np.float64), axis=1)
     shares = np.minimum(1.0, np.median(lengths) / np.maximum(lengths, np.finfo(np.float32).tiny))
-    return np.asarray((scalars * shares[:, None]).mean(0), np.float32)
+    return np.asarray((projected_gradients * shares[:, None]).mean(0), np.float32)

@@ -338,8 +338,8 @@ class _Round:
     def _make_stopped(self) -> Callable[[], bool]:
         """Return a function that waits for the owner's conditions and says if the round's time is over."""
         held = _RoundWait(self.began + self.seconds)
-        gates = Pauses(self.policy.constraints())
-        return lambda: gates.wait(held)
+        pauses = Pauses(self.policy.constraints())
+        return lambda: pauses.wait(held)
 
 
 class _RoundWait:

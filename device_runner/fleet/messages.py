@@ -102,11 +102,11 @@ class RoundSteps:
     @classmethod
     def of_records(cls, records: Sequence[Record]) -> RoundSteps:
         """Return the steps of one round from the journal's records; inverse of `records`."""
-        rates, losses, scalars = (
+        rates, losses, gradients = (
             np.array([record[name] for record in records], np.float32)
             for name in ("learning_rate", "loss", "scalars")
         )
-        return cls(records[0]["step"], rates, losses, scalars.reshape(len(records), -1))
+        return cls(records[0]["step"], rates, losses, gradients.reshape(len(records), -1))
 
 
 @dataclass(frozen=True)

@@ -174,15 +174,15 @@ class Simulation:
         """Run one round: simulate its devices, and hand their results to the server."""
         begin = time.perf_counter()
         tasks = fleet.tasks(range(len(self.seeds)))
-        asked_at, number = time.perf_counter(), fleet.round
+        tasks_at, number = time.perf_counter(), fleet.round
         answers = {
             device: message for device in tasks if (message := self._answer(fleet, device)) is not None
         }
-        answered_at = time.perf_counter()
+        answers_at = time.perf_counter()
         report = fleet.receive(answers)
         self.seconds[number] = {
-            "device_seconds": (answered_at - asked_at) / len(tasks),
-            "server_seconds": time.perf_counter() - answered_at + asked_at - begin,
+            "device_seconds": (answers_at - tasks_at) / len(tasks),
+            "server_seconds": time.perf_counter() - answers_at + tasks_at - begin,
         }
         return report
 

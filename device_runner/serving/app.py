@@ -48,11 +48,11 @@ from device_runner.session.pauses import Pauses
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Completion, Reason, Sharing
 
-# Limits on a body: for everything but the prompts, per token of the context, and in total.
-BYTES_BESIDE = 64 << 10
-BYTES_A_TOKEN = 256
+# Limits on the bytes of a body: for everything but the prompts, per token of the context, and in total.
+BYTES_BESIDES_PROMPTS = 64 << 10
+BYTES_PER_TOKEN = 256
 MOST_BYTES = 4 << 20
-# Limit on all bodies together; each may always have `BYTES_BESIDE`.
+# Limit on all bodies together; each may always have `BYTES_BESIDES_PROMPTS`.
 MOST_HELD = 16 * MOST_BYTES
 # Seconds for a client to send its body.
 SECONDS = 60.0
@@ -66,7 +66,7 @@ def make_app(
     learning: OnlineLearner | None = None,
     runs: Runs | None = None,
     about: Json | None = None,
-    gates: Pauses | None = None,
+    pauses: Pauses | None = None,
 ) -> Starlette:
     """Return the server as an ASGI application.
 
@@ -78,9 +78,9 @@ def make_app(
         learning: trains on the feedback.
         runs: to show on the page.
         about: what the page shows about the models.
-        gates: conditions; while they are not met, no completion is begun.
+        pauses: the conditions for work; no completion is begun while they are not met.
     """
-    server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Pauses(()))
+    server = _Server(models, worker, access, feedback or Feedback(), learning, pauses or Pauses(()))
     description = {**(about or {}), **server.description, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -164,15 +164,15 @@ class _Server:
         access: Access,
         feedback: Feedback,
         learning: OnlineLearner | None,
-        gates: Pauses,
+        pauses: Pauses,
     ) -> None:
         self.models = models
         self.worker = worker
         self.access = access
         self.feedback = feedback
         self._learning = learning
-        self.gates = gates
-        self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
+        self.pauses = pauses
+        self.most_bytes = min(MOST_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
@@ -268,7 +268,7 @@ class _Server:
                 self.held += len(part)
                 if len(body) > self.most_bytes:
                     raise too_large
-                if self.held > MOST_HELD and len(body) > BYTES_BESIDE:
+                if self.held > MOST_HELD and len(body) > BYTES_BESIDES_PROMPTS:
                     raise _busy("there are too many large requests: try again later")
 
         too_large = RequestError(413, f"the body has more than {self.most_bytes} bytes")
@@ -312,7 +312,7 @@ class _Server:
 
     async def _answer(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> Response:
         # Reading sensors may take a moment.
-        if why := await asyncio.to_thread(self.gates.reason_to_wait, print_note):
+        if why := await asyncio.to_thread(self.pauses.reason_to_wait, print_note):
             raise RequestError(503, f"paused, {why}", error_type="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)

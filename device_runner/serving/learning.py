@@ -73,7 +73,7 @@ class OnlineLearner:
         start: the initial adapter.
         tokenizer: used by this object only.
         serve: replaces the adapter that is served.
-        tell: called with messages for the user.
+        log: called with messages for the user.
         begin: starts the process of a round.
         storage: executor with the one thread that reads and writes files of feedback and of adapters.
         loaded: bytes of weights that the process of a round may keep loaded; None: all.
@@ -92,7 +92,7 @@ class OnlineLearner:
         tokenizer: Tokenizer,
         *,
         serve: Callable[[Adapter], object],
-        tell: Callable[[str], object],
+        log: Callable[[str], object],
         begin: Callable[[Round], RoundProcess],
         storage: Executor,
         loaded: int | None = None,
@@ -103,7 +103,7 @@ class OnlineLearner:
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
         """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
         self._chat_template = tokenizer.chat_template
-        self._serve, self._log, self._begin = serve, tell, begin
+        self._serve, self._log, self._begin = serve, log, begin
         self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
@@ -121,7 +121,7 @@ class OnlineLearner:
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
-        self._gates = Pauses(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
+        self._pauses = Pauses(flags.learning_conditions(), sensors, seconds=SECONDS_TO_LOOK)
         # Guards the process and the reasons why it is paused.
         self._lock = threading.Lock()
         self._answering, self._must_wait = 0, False
@@ -165,7 +165,7 @@ class OnlineLearner:
         if time.monotonic() < self._retry_at:
             return False
         # Reading sensors may take a moment.
-        must_wait = bool(self._gates.reason_to_wait(lambda text: self._log(f"learning: {text}")))
+        must_wait = bool(self._pauses.reason_to_wait(lambda text: self._log(f"learning: {text}")))
         if must_wait and self._process is None:
             return False
         with self._lock:

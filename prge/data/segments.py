@@ -73,7 +73,7 @@ class Texts:
 class Candidates:
     """Texts with a common beginning whose trained segments are compared, or a text with classes.
 
-    `comparison` says what is compared:
+    `comparison` is the type of the candidates:
 
     - `choices`: Choices of a task's row, which are never cut; choices of one token share a sequence.
     - `answers`: Answers of a preference, which are cut if they need more than half of the bundle's length.

@@ -129,7 +129,7 @@ def parse_yaml(content: bytes | str) -> Any:
         raise DocumentError(
             "it has a number that is none, or one of thousands of digits", code="number-unreadable"
         ) from None
-    _check_scalars(value)
+    _check_numbers_and_texts(value)
     return value
 
 
@@ -260,15 +260,15 @@ def _check_events(text: str, loader: type[Any]) -> None:
             depth -= 1
 
 
-def _check_scalars(value: object) -> None:
+def _check_numbers_and_texts(value: object) -> None:
     """Raise DocumentError for numbers that are infinite or too long, and strings that can't be encoded."""
     if isinstance(value, dict):
         for key, each in value.items():
-            _check_scalars(key)
-            _check_scalars(each)
+            _check_numbers_and_texts(key)
+            _check_numbers_and_texts(each)
     elif isinstance(value, list):
         for each in value:
-            _check_scalars(each)
+            _check_numbers_and_texts(each)
     elif isinstance(value, float):
         _finite(value, value)
     elif isinstance(value, int) and value.bit_length() > 4 * LONGEST_NUMBER:

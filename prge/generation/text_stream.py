@@ -48,14 +48,14 @@ class TextStream:
         self._shown = self._decoded(self._context)
         self._held: list[int] = []
         self._pending = ""
-        self._pieces: list[str] = []
+        self._parts: list[str] = []
         self._begun = before is not None
         self.stopped = False
 
     @property
     def text(self) -> str:
         """The text so far, without what is held back."""
-        return "".join(self._pieces)
+        return "".join(self._parts)
 
     def push(self, token: int) -> str:
         """Add a token; return the new text that can be shown, which may be empty."""
@@ -89,7 +89,7 @@ class TextStream:
         text = self._pending + text
         matches = [(start + len(word), start) for word in self._stop if (start := text.find(word)) >= 0]
         if matches:
-            # The stop word that is complete first, so that the division into pieces doesn't matter.
+            # The stop word that is complete first, however the text is divided into tokens.
             self.stopped, end = True, min(matches)[1]
         else:
             end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
@@ -101,7 +101,7 @@ class TextStream:
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
-        self._pieces.append(text)
+        self._parts.append(text)
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:

@@ -71,7 +71,7 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 with (Path(directory) / name).open("rb") as stream:
                     os.fsync(stream.fileno())
             flush_folder(Path(directory))
-        _put_in_place(partial, folder, overwrite)
+        _rename_or_exchange(partial, folder, overwrite)
         flush_folder(folder.parent)
     except OSError as error:
         if error.errno is None:  # libraries raise OSError without an errno for reasons of their own
@@ -213,7 +213,7 @@ def _usual_modes() -> tuple[int, int]:
     return 0o666 & ~mask, 0o777 & ~mask
 
 
-def _put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
+def _rename_or_exchange(partial: Path, folder: Path, overwrite: bool) -> None:
     """Rename `partial` to `folder`; exchange it with an existing folder in one system call if possible."""
     if not folder.exists():
         os.rename(partial, folder)

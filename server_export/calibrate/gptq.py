@@ -34,7 +34,7 @@ class SecondMoment:
     """
 
     def __init__(self, inputs: int) -> None:
-        self._pieces = [
+        self._moments = [
             torch.zeros(len(range_of_inputs), len(range_of_inputs))
             for range_of_inputs in _input_ranges(inputs)
         ]
@@ -43,18 +43,18 @@ class SecondMoment:
     @property
     def is_known(self) -> bool:
         """Whether there were at least as many states as inputs, so that every direction is measured."""
-        return self._tokens >= max(map(len, self._pieces))
+        return self._tokens >= max(map(len, self._moments))
 
     def add(self, states: torch.Tensor) -> None:
         """Add states f32 [tokens, inputs]."""
         self._tokens += len(states)
-        for range_of_inputs, total in zip(_input_ranges(states.shape[1]), self._pieces, strict=True):
+        for range_of_inputs, total in zip(_input_ranges(states.shape[1]), self._moments, strict=True):
             selected = states[:, range_of_inputs.start : range_of_inputs.stop]
             total.addmm_(selected.T, selected)
 
     def factors(self) -> Iterator[torch.Tensor]:
         """Yield the upper Cholesky factor f32 of the damped inverse for each range of inputs."""
-        for total in self._pieces:
+        for total in self._moments:
             damped = total / max(self._tokens, 1)
             diagonal = damped.diagonal()
             # A column whose input was always zero is rounded to the nearest.

@@ -66,7 +66,7 @@ def grouped_attention(
 
     Args:
         key, value: [rows, groups, length, width].
-        s_aux: sinks [heads], if the attention has any; see `_share_beside_sink`.
+        s_aux: sinks [heads], if the attention has any; see `_share_without_sink`.
         is_causal: whether a token only sees tokens before it; None: as `module` says.
         position_bias: [1, heads, length, length], depending on the distance of tokens.
 
@@ -95,7 +95,7 @@ def grouped_attention(
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     mixed = mixed.reshape(rows, heads, length, value_width)
     if s_aux is not None:
-        mixed = mixed * _share_beside_sink(scores, s_aux, (rows, heads, length))
+        mixed = mixed * _share_without_sink(scores, s_aux, (rows, heads, length))
     # The memory layout of transformers' own attention, which some models rely on in a view.
     return mixed.transpose(1, 2).contiguous(), None
 
@@ -138,11 +138,11 @@ def cached_attention(
     mixed = torch.bmm(torch.softmax(scores, dim=-1), value.reshape(groups, cached, value.shape[-1]))
     mixed = mixed.reshape(1, heads, length, value.shape[-1])
     if s_aux is not None:
-        mixed = mixed * _share_beside_sink(scores, s_aux, (1, heads, length))
+        mixed = mixed * _share_without_sink(scores, s_aux, (1, heads, length))
     return mixed.transpose(1, 2), None
 
 
-def _share_beside_sink(
+def _share_without_sink(
     scores: torch.Tensor, sinks: torch.Tensor, shape: tuple[int, int, int]
 ) -> torch.Tensor:
     """Return the share of attention that a head's sink, a score without a value, leaves to the tokens.

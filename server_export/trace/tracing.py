@@ -98,14 +98,14 @@ class _ModelWithReadout(nn.Module):
         return hidden_states_of(output, length)
 
 
-class _WithKnownScalars(TorchFunctionMode):
+class _NumbersOnCpu(TorchFunctionMode):
     """Keeps tensors that a model creates from numbers on the CPU, so that their values are known."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(index) for index in args[1]))
-        is_scalar = function is torch.tensor and isinstance(args[0], bool | int | float)
-        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_scalar else {})})
+        is_number = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_number else {})})
 
 
 def _as_slice(index: Any) -> Any:
@@ -158,7 +158,7 @@ def trace(
 
         def exported(call: Call) -> ExportedProgram:
             model_with_readout = _ModelWithReadout(traced, inputs, adapter, first_position, call).eval()
-            with _WithKnownScalars():
+            with _NumbersOnCpu():
                 return torch.export.export(model_with_readout, example_inputs, strict=False)
 
         with patterns.tracing(traced, call_model, changes) as call:

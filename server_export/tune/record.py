@@ -56,7 +56,7 @@ class Record:
         if not self._path.is_file():
             return
         content = _read(self._path)
-        self._check_places(content)
+        self._check_paths(content)
         # Settings that an earlier version lacked had their default values.
         defaults = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
         before = json.loads(json.dumps(defaults, default=str)) | content["settings"]
@@ -92,7 +92,7 @@ class Record:
             self._correct(current, done)
         self._write()
 
-    def _check_places(self, content: dict[str, Any]) -> None:
+    def _check_paths(self, content: dict[str, Any]) -> None:
         """Raise RunError if the record, which may come from a stranger, names paths outside of its folder."""
         own = {
             str(getattr(each, name, None))

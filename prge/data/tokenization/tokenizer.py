@@ -397,8 +397,8 @@ class _Aliases:
         for known in self._ids.keys() & set(ids.tolist()):
             ids[ids == known] = self._ids[known]
         width = len(self._mark)
-        places = np.array(marks) + width * np.arange(len(marks))
-        tokens[:, 1:] -= width * np.searchsorted(places, tokens[:, 1:])
+        starts = np.array(marks) + width * np.arange(len(marks))
+        tokens[:, 1:] -= width * np.searchsorted(starts, tokens[:, 1:])
         return tokens
 
 

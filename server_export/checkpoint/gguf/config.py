@@ -126,8 +126,8 @@ def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
         for key, field in header.fields.items():
             is_kept = field.element is None or (isinstance(field.value, list) and field.value)
             if is_kept and not key.startswith(("general.architecture", "general.alignment", "split.")):
-                kinds = (each and gguf.GGUFValueType(each) for each in (field.type_id, field.element))
-                writer.add_key_value(key, field.value, *kinds)
+                types = (each and gguf.GGUFValueType(each) for each in (field.type_id, field.element))
+                writer.add_key_value(key, field.value, *types)
         for name in header.tensors:
             writer.add_tensor(name, np.zeros(1, np.float32))
         writer.write_header_to_file()

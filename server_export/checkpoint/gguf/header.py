@@ -46,7 +46,7 @@ _MOST_BYTES = 64 << 20
 _MOST_KEPT = 1 << 10
 _MOST_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALAR_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INTEGER_TYPES = (0, 1, 2, 3, 4, 5, 10, 11)
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _REMEDY = "Download the file again, or use another one."
@@ -235,8 +235,8 @@ class _Reader:
 
     def _value(self, key: str, value_type: int) -> GgufValue:
         name = shown(key)
-        if value_type in _SCALARS:
-            value = self._number(_SCALARS[value_type], name)
+        if value_type in _SCALAR_TYPES:
+            value = self._number(_SCALAR_TYPES[value_type], name)
             if isinstance(value, float) and not math.isfinite(value):
                 self._refuse(f"{name} is {value}")
             return GgufValue(value_type, value)
@@ -245,7 +245,7 @@ class _Reader:
         if value_type != _ARRAY:
             self._refuse(f"{name} has the type {value_type}, which GGUF does not define")
         element_type = int(self._number("I", f"the type of {name}"))
-        if element_type != _STRING and element_type not in _SCALARS:
+        if element_type != _STRING and element_type not in _SCALAR_TYPES:
             # Models have no arrays of arrays, whose size would have no bound.
             self._refuse(f"{name} is an array of type {element_type} but must contain numbers or strings")
         count = self._count(f"values of {name}", _MOST_ELEMENTS)
@@ -255,7 +255,7 @@ class _Reader:
             for _ in range(count):
                 self._text(f"a string of {name}", _LONGEST_TOKEN, may_be_empty=True)
             return GgufValue(value_type, count, element_type)
-        letter = _SCALARS[element_type]
+        letter = _SCALAR_TYPES[element_type]
         content = self._take(count * struct.calcsize(f"<{letter}"), name)
         if count > _MOST_KEPT:
             return GgufValue(value_type, count, element_type)

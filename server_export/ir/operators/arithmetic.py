@@ -154,7 +154,7 @@ def _bounded(writer: GraphWriter, node: Node, source: Node, least: Any = None, m
     return above if most is None else writer.call(aten.minimum.default, above, most)
 
 
-def _out_of_place(target: Any) -> Any:
+def _functional(target: Any) -> Any:
     """Replace an in-place operator of autograd, because programs don't modify values."""
     return lambda writer, node, *arguments: writer.call(target, *arguments)
 
@@ -183,5 +183,5 @@ row(aten.minimum.default, aten.maximum.default, category=COMPARE, jvp=_extremum)
 row(aten.masked_fill.Scalar, category=COMPARE, jvp=_masked_fill)
 row(aten.full_like.default, category=COMPARE, jvp=_filled)
 
-row(aten.logical_and_.default, category=Category.GRADIENT, backward=_out_of_place(aten.logical_and.default))
-row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_out_of_place(aten.masked_fill.Scalar))
+row(aten.logical_and_.default, category=Category.GRADIENT, backward=_functional(aten.logical_and.default))
+row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_functional(aten.masked_fill.Scalar))

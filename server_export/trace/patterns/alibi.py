@@ -54,7 +54,7 @@ def write_alibi(graph: ModelGraph) -> None:
             continue
         slopes, key_positions = factors
         table = ModelTable("rotary", values=key_positions.reshape(-1, 1))
-        key = ("places", key_positions.numpy().tobytes())
+        key = ("positions of keys", key_positions.numpy().tobytes())
 
         def positions_before(before: Node, key: Any = key, table: ModelTable = table) -> Node:
             return insert_table(before, tables, key, table, [1, TOKENS, 1], torch.float32)

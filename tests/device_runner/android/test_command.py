@@ -88,7 +88,7 @@ def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
 def folder_check(phone: Phone) -> tuple[str, str, str]:
     """Return state, finding and remedy of the doctor's check of prge's folder."""
     check = next(check for check in examine(phone) if check.name == "folder")
-    return check.state, check.found, check.remedy
+    return check.state, check.detail, check.remedy
 
 
 def test_the_doctor_runs_a_file_of_the_folder(tmp_path: Path, phone: Phone) -> None:

@@ -116,7 +116,7 @@ class Place:
             start or Adapter.zeros(bundle.chain.modules),
             tokenizer,
             serve=self.served.append,
-            tell=self.told.append,
+            log=self.told.append,
             begin=self.begin,
             storage=ThreadPoolExecutor(1),
         )

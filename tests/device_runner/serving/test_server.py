@@ -20,7 +20,7 @@ from typing import Any
 import openai
 import pytest
 
-from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
+from device_runner.serving.app import BYTES_BESIDES_PROMPTS, BYTES_PER_TOKEN, MOST_HELD
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
@@ -28,7 +28,7 @@ from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SLOW = 0.01
-MOST_BYTES = BYTES_BESIDE + BYTES_A_TOKEN * CONTEXT
+MOST_BYTES = BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * CONTEXT
 
 
 class Child:
