@@ -36,7 +36,7 @@ from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.system.terminal import write_text
 
-MOST_AT_ONCE = 8
+MAX_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def generate(settings: GenerateSettings) -> None:
         print_note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
     count = len(prompts) * len(adapters)
-    generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
+    generator = open_generator(bundle, tokenizer, settings, min(count, MAX_AT_ONCE))
     settings_of_generation = settings.generation()
     names, requests = [], []
     for each in prompts:

@@ -11,8 +11,8 @@ from prge.errors import ConfigError, shown
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model: sizes from a manifest are checked before anything of that size is allocated.
 LARGEST_SIZE = 1 << 24
-MOST_MODULES = 10_000
-MOST_TRAINED = 1 << 32
+MAX_MODULES = 10_000
+MAX_TRAINED = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class ModelSpec:
             problems.append(f"width is {self.width}, a pooled readout needs at least 1")
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
-        if len(self.modules) > MOST_MODULES or len({m.name for m in self.modules}) < len(self.modules):
-            problems.append(f"modules are {len(self.modules)}, must be at most {MOST_MODULES} different ones")
+        if len(self.modules) > MAX_MODULES or len({m.name for m in self.modules}) < len(self.modules):
+            problems.append(f"modules are {len(self.modules)}, must be at most {MAX_MODULES} different ones")
         problems += [
             f"the module {shown(module.name)} has rank {shown(module.rank)} and features "
             f"{shown(module.in_features)} to {shown(module.out_features)}, must be 1 to {LARGEST_SIZE}"
@@ -138,8 +138,8 @@ class ModelSpec:
             if not all(1 <= n <= LARGEST_SIZE for n in (module.rank, module.in_features, module.out_features))
         ]
         trained = sum(matrix.size for matrix in matrices(self.modules))
-        if not problems and trained > MOST_TRAINED:
-            problems.append(f"the adapter has {trained} numbers, must have at most {MOST_TRAINED}")
+        if not problems and trained > MAX_TRAINED:
+            problems.append(f"the adapter has {trained} numbers, must have at most {MAX_TRAINED}")
         if problems:
             raise ConfigError("the sizes of the model can't be used:", problems, code="model-sizes")
 

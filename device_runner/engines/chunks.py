@@ -18,7 +18,7 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from prge.engine import Array, FloatArray
-from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
+from prge.formats.chain import MASKED, MIN_TOKENS, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.signatures import (
     CAUSAL_MASK,
     KEYS,
@@ -254,7 +254,7 @@ class Chunks:
         if mask is None:
             return inputs
         first = self._first_seen(number, chunk.start)
-        past = max(chunk.start - first, FEWEST_TOKENS)
+        past = max(chunk.start - first, MIN_TOKENS)
         names = {PAST_KEYS: KEYS, PAST_VALUES: VALUES}
         names |= {
             f"tangent_{past}": f"tangent_{name}" for past, name in names.items() if f"tangent_{name}" in known

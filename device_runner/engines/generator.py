@@ -29,7 +29,7 @@ from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
+from prge.formats.chain import MASKED, MIN_TOKENS, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK, PAST_VALUES, PREFILL, VALUES
 
@@ -174,11 +174,11 @@ class ChainGenerationEngine:
         self._reserve(end := self.length(sequence) + len(tokens))
         state, rest = None, list(tokens)
         while rest:
-            if len(rest) < FEWEST_TOKENS:
+            if len(rest) < MIN_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
             chunk = _CHUNK if end <= LONG else CHUNK_OF_LONG
             size = min(len(rest), chunk, self._chain.bounds.chunk)
-            if len(rest) - size == 1 and size > FEWEST_TOKENS:
+            if len(rest) - size == 1 and size > MIN_TOKENS:
                 # A single remaining token would need a step of its own, which reads all weights once more.
                 size -= 1
             state = self._prefill(self._sequences[sequence], rest[:size])

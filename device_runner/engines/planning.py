@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from prge.engine import STATES_AT_ONCE, Array, IntArray
-from prge.formats.chain import FEWEST_TOKENS, Bounds
+from prge.formats.chain import MIN_TOKENS, Bounds
 
 # Sequences are padded to multiples of this, so that more of them have the same length.
 _MULTIPLE = 8
@@ -31,7 +31,7 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
     """
     if tokens > bounds.chunk:
         return tokens
-    return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
+    return min(max(MIN_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
 
 
 def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
@@ -93,6 +93,6 @@ def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:
 
 def at_least_two(rows: Array, axis: int = 0) -> Array:
     """Return contiguous rows of a matrix with at least two rows: a single row is repeated."""
-    if rows.shape[axis] < FEWEST_TOKENS:
-        rows = np.repeat(rows, FEWEST_TOKENS, axis)
+    if rows.shape[axis] < MIN_TOKENS:
+        rows = np.repeat(rows, MIN_TOKENS, axis)
     return np.ascontiguousarray(rows)

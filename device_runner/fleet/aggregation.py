@@ -21,7 +21,7 @@ _COLUMNS = 1 << 16
 # A result whose negative cosine exceeds _OPPOSITION_SHARE times the median cosine lowers the device's trust,
 # measured in standard deviations of chance. Earlier rounds decay by _TRUST_DECAY; chance alone gives a
 # deviation of 1.7.
-_OPPOSITION_SHARE, _LARGEST_CHANGE, _TRUST_DECAY, _LEAST_TRUST = 0.25, 4.0, 0.8, -3.5
+_OPPOSITION_SHARE, _LARGEST_CHANGE, _TRUST_DECAY, _MIN_TRUST = 0.25, 4.0, 0.8, -3.5
 
 
 def count_values(plan: Plan, size: int) -> int:
@@ -133,7 +133,7 @@ def find_opposed_results(
         for node, chance in zip(results, chances.clip(-_LARGEST_CHANGE, _LARGEST_CHANGE), strict=True)
     }
     worst = sorted(trust, key=lambda node: trust[node])[: (len(results) - 1) // 3]
-    return [node for node in worst if trust[node] < _LEAST_TRUST], trust
+    return [node for node in worst if trust[node] < _MIN_TRUST], trust
 
 
 def aggregate(table: FloatArray, plan: Plan) -> FloatArray:

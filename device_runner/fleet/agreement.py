@@ -29,7 +29,7 @@ from prge.training.optimizers import OptimizerName, ScheduleName
 from prge.training.recipe import Recipe
 from prge.training.settings import LearningRateFlags, OptimizerFlags
 
-MOST_AGREEMENT_BYTES = 1 << 16
+MAX_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
 # Within these bounds, grid values fit 64-bit integers and their products fit float32.
 _WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
@@ -215,7 +215,7 @@ class Agreement:
             ConfigError: the bytes are not an agreement, or its settings cannot be used.
         """
         try:
-            if len(content) > MOST_AGREEMENT_BYTES:
+            if len(content) > MAX_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
             fields = parse_json(content)
             plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan")

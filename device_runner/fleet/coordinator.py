@@ -57,7 +57,7 @@ from prge.training.loop import loss_has_risen
 
 AGREEMENT = "agreement.json"
 # Stop after this many consecutive rounds without enough results.
-MOST_SILENT_ROUNDS = 3
+MAX_SILENT_ROUNDS = 3
 _PICK_STREAM = 2**64 - 2
 # The step of a device whose state is unknown: its next task carries the full state.
 _NO_STATE = -1
@@ -562,7 +562,7 @@ class Coordinator:
         """
         self._silent_rounds += 1
         # After several rounds, any device that could continue has been asked.
-        patient = self._silent_rounds < MOST_SILENT_ROUNDS
+        patient = self._silent_rounds < MAX_SILENT_ROUNDS
         nodes = self._devices if patient else self._task_sizes
         self.privacy_is_spent = bool(nodes) and all(self._device(node).is_spent for node in nodes)
         if patient or self.privacy_is_spent:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.fleet.agreement import MOST_AGREEMENT_BYTES
+from device_runner.fleet.agreement import MAX_AGREEMENT_BYTES
 from prge.engine import FloatArray
 from prge.errors import PrgeError, printable, shortened
 from prge.formats.journal import Record
 
 FORM = 2
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 _LONGEST_TEXT = 500
 _TASK, _DONE, _REFUSED = range(3)
 _STEPS_HEAD, _TASK_HEAD, _ANSWER_HEAD = "<III", "<16sIIfIII", "<16sIIIfII"
@@ -154,7 +154,7 @@ class RoundTask:
         if (message_type := reader.read_type()) != _TASK:
             raise MessageError(f"a message of type {message_type}, not a task", code="message-of-other-type")
         sha256, number, step, seconds, *sizes = reader.unpack(_TASK_HEAD)
-        if sizes[0] > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
+        if sizes[0] > MAX_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
             raise MessageError("a task with values out of bounds", code="message-damaged")
         task = cls(sha256, number, step, seconds, *map(reader.read_bytes, sizes))
         reader.expect_end()
@@ -236,7 +236,7 @@ class MessageReader:
     """Decodes a message from its first byte; raises MessageError if the message is too short or too long."""
 
     def __init__(self, content: bytes) -> None:
-        if not isinstance(content, bytes) or len(content) > MOST_BYTES:
+        if not isinstance(content, bytes) or len(content) > MAX_BYTES:
             raise MessageError("a message that is not bytes, or is too large", code="message-damaged")
         self._content = memoryview(content)
         self._offset = 0

@@ -26,7 +26,7 @@ from prge.training.recipe import Recipe
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 # Floats hardly compress, so that a higher level only costs time.
 _LEVEL = 1
-_MOST_HEADER = 1 << 16
+_MAX_HEADER = 1 << 16
 
 
 def global_recipe(plan: Plan) -> Recipe:
@@ -126,7 +126,7 @@ def unpack_state(
     try:
         state = initial_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
         expected = _arrays(state)
-        content = _unpacked(content, most=sum(array.nbytes for array in expected.values()) + _MOST_HEADER)
+        content = _unpacked(content, most=sum(array.nbytes for array in expected.values()) + _MAX_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         progress = json.loads(header["__metadata__"][PROGRESS])

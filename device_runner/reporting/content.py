@@ -24,7 +24,7 @@ from prge.training.monitor import describe_changes
 
 NONE = "–"
 SMOOTHING = 0.9
-MOST_SAMPLES = 20
+MAX_SAMPLES = 20
 LONGEST_VALUE = 2000
 AXES = {"step": "steps", "rows": "rows computed", "seconds": "seconds"}
 _STATUS = {
@@ -185,7 +185,7 @@ def _samples(run: RunFacts) -> Iterator[Block]:
     ]
     if changes := describe_changes([first for first, _ in pairs], [last for _, last in pairs]):
         yield Paragraph(f"{changes.removeprefix('note: ').capitalize()}.")
-    for by_step in list(by_prompt.values())[:MOST_SAMPLES]:
+    for by_step in list(by_prompt.values())[:MAX_SAMPLES]:
         yield Paragraph("Prompt:")
         yield Quote(prompt_text(next(iter(by_step.values()))["prompt"]))
         for step in sorted({0, after if after in by_step else max(by_step)} & by_step.keys()):
@@ -194,8 +194,8 @@ def _samples(run: RunFacts) -> Iterator[Block]:
         if "right" in (first := next(iter(by_step.values()))):
             yield Paragraph("Reference:")
             yield Quote(shortened(first["right"], LONGEST_VALUE))
-    if len(by_prompt) > MOST_SAMPLES:
-        yield Paragraph(f"{len(by_prompt) - MOST_SAMPLES} more prompts are in samples.jsonl.")
+    if len(by_prompt) > MAX_SAMPLES:
+        yield Paragraph(f"{len(by_prompt) - MAX_SAMPLES} more prompts are in samples.jsonl.")
 
 
 def prompt_text(prompt: Any) -> str:

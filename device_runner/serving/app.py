@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, AccessControl, refusal
 from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import OnlineLearner
-from device_runner.serving.models import MOST_CHARACTERS, Models
+from device_runner.serving.models import MAX_CHARACTERS, Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import INDEX, page_file
 from device_runner.serving.protocol import (
@@ -51,9 +51,9 @@ from prge.generation.loop import Completion, Reason, Sharing
 # Limits on the bytes of a body: for everything but the prompts, per token of the context, and in total.
 BYTES_BESIDES_PROMPTS = 64 << 10
 BYTES_PER_TOKEN = 256
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 # Limit on all bodies together; each may always have `BYTES_BESIDES_PROMPTS`.
-MOST_HELD = 16 * MOST_BYTES
+MAX_HELD = 16 * MAX_BYTES
 # Seconds for a client to send its body.
 SECONDS = 60.0
 
@@ -172,7 +172,7 @@ class _Server:
         self.feedback = feedback
         self._learning = learning
         self.pauses = pauses
-        self.most_bytes = min(MOST_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
+        self.most_bytes = min(MAX_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
@@ -224,7 +224,7 @@ class _Server:
     async def judge(self, request: Request) -> Response:
         """Store a client's feedback on a completion."""
         async with self._body(request) as body:
-            most = MOST_CHARACTERS * self.worker.context
+            most = MAX_CHARACTERS * self.worker.context
             feedback_request = await self.models.run_in_parser(lambda: read_feedback_request(body, most))
         client = request.client.host if request.client is not None else ""
         await self.feedback.store(feedback_request, client)
@@ -268,7 +268,7 @@ class _Server:
                 self.held += len(part)
                 if len(body) > self.most_bytes:
                     raise too_large
-                if self.held > MOST_HELD and len(body) > BYTES_BESIDES_PROMPTS:
+                if self.held > MAX_HELD and len(body) > BYTES_BESIDES_PROMPTS:
                     raise _busy("there are too many large requests: try again later")
 
         too_large = RequestError(413, f"the body has more than {self.most_bytes} bytes")

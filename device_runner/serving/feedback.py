@@ -17,12 +17,12 @@ from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, ro
 from prge.errors import RunError
 
 # Limits of the memory of completions: their number, and characters of them and their prompts together.
-MOST_ANSWERS = 1000
-MOST_CHARACTERS = 4 << 20
+MAX_ANSWERS = 1000
+MAX_CHARACTERS = 4 << 20
 # Overhead of a completion or a message, counted as characters.
 _CHARACTERS_EACH = 400
 # Bytes of feedback that a client may send per hour.
-MOST_OF_CLIENT = 16 << 20
+MAX_OF_CLIENT = 16 << 20
 _HOUR = 3600.0
 # Seconds to wait for another process to release the file's lock, and between two attempts.
 SECONDS_TO_LOCK = 5.0
@@ -104,7 +104,7 @@ class Feedback:
             raise RequestError(
                 404,
                 f"there is no completion {feedback_request.id!r} with index {feedback_request.index} in the "
-                f"newest {MOST_ANSWERS} of text or message prompts",
+                f"newest {MAX_ANSWERS} of text or message prompts",
                 param="id",
                 code="answer_not_found",
             )
@@ -191,11 +191,11 @@ class Feedback:
         now = time.monotonic()
         if now - self._hour > _HOUR:
             self._hour, self._bytes = now, Counter()
-        if self._bytes[client] + size > MOST_OF_CLIENT:
+        if self._bytes[client] + size > MAX_OF_CLIENT:
             seconds = int(self._hour + _HOUR - now) + 1
             raise RequestError(
                 429,
-                f"a client may send {MOST_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
+                f"a client may send {MAX_OF_CLIENT} bytes of feedback per hour: wait {seconds} seconds",
                 error_type="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,
@@ -204,7 +204,7 @@ class Feedback:
     def _put(self, key: _Key, answer_record: AnswerRecord | None, size: int) -> None:
         self._characters += size - self._answers.pop(key, (None, 0))[1]
         self._answers[key] = answer_record, size
-        while len(self._answers) > MOST_ANSWERS or self._characters > MOST_CHARACTERS:
+        while len(self._answers) > MAX_ANSWERS or self._characters > MAX_CHARACTERS:
             self._characters -= self._answers.popitem(last=False)[1][1]
 
 

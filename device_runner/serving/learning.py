@@ -50,7 +50,7 @@ from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
 
 # Most rows of refused rounds that the next round learns again.
-_MOST_OPEN = 256
+_MAX_OPEN = 256
 _ANY_LOSS = 1e6
 # Seconds between two checks for something to learn, and of the sensors.
 SECONDS_TO_LOOK = 5.0
@@ -365,7 +365,7 @@ class OnlineLearner:
             adapter=self._adapter(parent),
             start=self._start,
             feedback=self._folder / FEEDBACK,
-            learnt=[*unlearnt[-_MOST_OPEN:], *learning],
+            learnt=[*unlearnt[-_MAX_OPEN:], *learning],
             held=held,
             learnt_before=learnt,
             replay=self._flags.replay,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KEY = "PRGE_API_KEY"
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+", re.IGNORECASE)
-MOST_KEY_BYTES = 4096
+MAX_KEY_BYTES = 4096
 _REMEDY = f"give --api-key-file FILE, or set {KEY}"
 
 
@@ -109,7 +109,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
         where, remedy = str(path), f"(umask 077; {command} > {path})"
         warn_if_key_is_shared(path)
         try:
-            key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
+            key = read_document(path, MAX_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:
             why = getattr(error, "strerror", None) or error
             remedy = f"give a file, or set {KEY}"

@@ -19,7 +19,7 @@ from prge.generation.loop import GenerationSettings, Request
 from prge.generation.prompts import Prompt, Prompts
 
 # Characters of a prompt per token of the context; longer prompts do not reach the template or the tokenizer.
-MOST_CHARACTERS = 32
+MAX_CHARACTERS = 32
 
 _T = TypeVar("_T")
 
@@ -124,7 +124,7 @@ class Models:
         texts = [str(message["content"]) for message in parsed.messages]
         sizes = [len(each) if isinstance(each, str) else 0 for each in parsed.prompts]
         longest = max([sum(map(len, texts)), *sizes])
-        if longest > MOST_CHARACTERS * context:
+        if longest > MAX_CHARACTERS * context:
             raise _too_long(parsed, f"{longest} characters", context)
         if len(texts) > context:
             raise _too_long(parsed, f"{len(texts)} messages", context)

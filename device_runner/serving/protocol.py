@@ -23,8 +23,8 @@ from prge.generation.sampling import SamplingSettings
 Json = dict[str, Any]
 Finish = Literal["stop", "length"]
 
-MOST_CHOICES = 8
-MOST_STOPS = 16
+MAX_CHOICES = 8
+MAX_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 # Fields that change no response; and unsupported fields with the values that ask for the default behaviour.
@@ -226,14 +226,14 @@ def _parse_common(
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise _wrong("stop", content["stop"], "a string or a list of strings")
-    if len(stop) > MOST_STOPS:
+    if len(stop) > MAX_STOPS:
         raise RequestError(
-            400, f"stop has {len(stop)} strings, at most {MOST_STOPS} are allowed", param="stop"
+            400, f"stop has {len(stop)} strings, at most {MAX_STOPS} are allowed", param="stop"
         )
     count = _whole(content, "n", 1) if "n" in content else 1
-    if (answers := count * max(len(prompts), 1)) > MOST_CHOICES:
+    if (answers := count * max(len(prompts), 1)) > MAX_CHOICES:
         raise RequestError(
-            400, f"{answers} completions in one request, at most {MOST_CHOICES} are allowed", param="n"
+            400, f"{answers} completions in one request, at most {MAX_CHOICES} are allowed", param="n"
         )
     options = content.get("stream_options", {})
     if not isinstance(options, dict):

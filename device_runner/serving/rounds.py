@@ -54,7 +54,7 @@ from prge.training.store import RunStore
 # Hold out every fifth prompt, starting with the third.
 _HELD_OUT_EVERY, _FIRST_HELD_OUT = 5, 2
 # Limits on rows that must not be forgotten: candidates for replay, and rows to judge by.
-_MOST_REPLAYED, _MOST_JUDGED = 2000, 64
+_MAX_REPLAYED, _MAX_JUDGED = 2000, 64
 _LONGEST_ID = 100
 
 
@@ -91,8 +91,8 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
         options = build_options(settings, task)
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
-    judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return RetainedExamples(some(train, _MOST_REPLAYED, True), judged, task, train.sha256)
+    judged = some(dev, _MAX_JUDGED, False) if dev.rows else []
+    return RetainedExamples(some(train, _MAX_REPLAYED, True), judged, task, train.sha256)
 
 
 def _well_rated(source: RowSource) -> list[Row]:

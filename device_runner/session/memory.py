@@ -32,7 +32,7 @@ from prge.training.costs import (
 _LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
 _LESS_TEXT = "give more, or take a smaller --context"
 # Shortest useful context in tokens.
-_FEWEST_TOKENS, _STEP = 64, 64
+_MIN_TOKENS, _STEP = 64, 64
 
 
 def step_budget(
@@ -128,8 +128,8 @@ def generation_budget(
     if context is None:
         # The context comes first: weights can be mapped on demand, but a truncated text is lost.
         context = most
-        while context > _FEWEST_TOKENS and needed(context)(weights.largest) > limit:
-            context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
+        while context > _MIN_TOKENS and needed(context)(weights.largest) > limit:
+            context = max(context // 2 // _STEP * _STEP, _MIN_TOKENS)
     context = min(context, most)
     process = "this process" if steps is None else "a server that learns"
     return context, fit_budget(limit, needed(context), weights, process, _LESS_TEXT)

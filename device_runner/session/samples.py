@@ -34,7 +34,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.estimators.protocol import Measurement
 from prge.training.monitor import RunMonitor, describe_prompt
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TextAnswerer:
         """See Answerer."""
         # Training changes the adapter in place, and a generator's adapter must not change.
         adapter = state.adapter.copy()
-        settings = GenerationSettings(MOST_TOKENS, overflow="truncate")
+        settings = GenerationSettings(MAX_TOKENS, overflow="truncate")
         answers = self._generator.generate([Request(each, adapter, settings) for each in self._prompts])
         self._generator.close()
         return [answer.text for answer in answers]

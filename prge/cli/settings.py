@@ -59,7 +59,7 @@ from prge.cli.help import field_help, is_required, print_settings_help
 from prge.cli.hints import closest_match, suggest_setting
 from prge.cli.outputs import check_outputs, output_settings
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
-from prge.formats.documents import MOST_YAML_BYTES, DocumentError, parse_yaml, read_document
+from prge.formats.documents import MAX_YAML_BYTES, DocumentError, parse_yaml, read_document
 from prge.formats.stored_settings import check_links, is_outside, is_own
 from prge.system.terminal import best_effort
 
@@ -357,7 +357,7 @@ def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> lis
 
 def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
     try:
-        return read_document(path, MOST_YAML_BYTES)
+        return read_document(path, MAX_YAML_BYTES)
     except (OSError, DocumentError) as error:
         problems.append(f"{path} can't be read: {getattr(error, 'strerror', None) or error}")
         return None

@@ -51,20 +51,20 @@ OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
 TABLE, SHARED_IN, SHARED_OUT = "table.", "shared_in.", "shared_out."
 _PAST = (PAST_KEYS, PAST_VALUES)
-_MOST_BLOCKS = 1 << 14
-_MOST_SHARED = 4096
+_MAX_BLOCKS = 1 << 14
+_MAX_SHARED = 4096
 # Residuals of a block: a few for the block itself, and one for each adapted module.
-_MOST_RESIDUALS = 256
+_MAX_RESIDUALS = 256
 # Recurrent states of a block: two per layer, of which a block may have several.
-_MOST_RECURRENT_STATES = 64
-_MOST_AXES = 8
+_MAX_RECURRENT_STATES = 64
+_MAX_AXES = 8
 _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 # Most problems that an error lists: one mistake can cause a problem in every block.
 _MAX_PROBLEMS = 8
 # torch.export specializes programs for a size of 1.
-FEWEST_TOKENS = 2
+MIN_TOKENS = 2
 # Most tokens of a batch in one call; and the chunk size of longer rows, up to which all queries fit.
-MOST_WHOLE_TOKENS, _CHUNK = 512, 256
+MAX_WHOLE_TOKENS, _CHUNK = 512, 256
 # Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the chunk.
 RECURRENT_CHUNK = 128
 # Most attention scores of a chunk, all heads together: 8 MB, of which a backward pass holds several tensors.
@@ -119,11 +119,11 @@ class Bounds:
                 later ones.
             recurs: whether blocks have a recurrence, which needs shorter chunks.
         """
-        chunk = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _CHUNK
+        chunk = tokens if is_encoder or tokens <= MAX_WHOLE_TOKENS else _CHUNK
         chunk = min(chunk, RECURRENT_CHUNK) if recurs else chunk
         return cls(
             # Programs are traced and verified with 2 rows.
-            batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // chunk)),
+            batch=max(2, min(cls.batch, MAX_WHOLE_TOKENS // chunk)),
             queries=cls.queries if chunk <= _CHUNK else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
@@ -325,7 +325,7 @@ class Chain:
     def _problems(self) -> Iterator[str]:
         yield from self._size_problems()
         makers = len(self.shared)
-        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
+        if makers > _MAX_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
             yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
             return
         yield from self._part_problems()
@@ -334,8 +334,8 @@ class Chain:
 
     def _size_problems(self) -> Iterator[str]:
         """Yield problems of the number of blocks, their weights files, the output head, and the bounds."""
-        if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
-            yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
+        if not 2 <= len(self.blocks) <= _MAX_BLOCKS:
+            yield f"it has {len(self.blocks)} blocks, must be 2 to {_MAX_BLOCKS}"
         for number, first in enumerate(self.first_with_weights):
             one, other = self.blocks[first], self.blocks[number]
             is_layer = 0 < first < self.head_start and number < self.head_start
@@ -351,7 +351,7 @@ class Chain:
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
-            least = FEWEST_TOKENS if name in ("tokens", "states", "chunk") else 1
+            least = MIN_TOKENS if name in ("tokens", "states", "chunk") else 1
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.chunk > self.bounds.tokens:
@@ -366,7 +366,7 @@ class Chain:
             if (
                 table.type not in TABLES
                 or not 0 <= table.first <= LARGEST_SIZE
-                or not 1 <= table.members <= _MOST_BLOCKS
+                or not 1 <= table.members <= _MAX_BLOCKS
                 or window < 1
             ):
                 yield f"a table is {shown(table)}"
@@ -418,7 +418,7 @@ class Chain:
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
-            if len(method.outputs) > _MOST_RESIDUALS + modules + 2 * len(self.shared):
+            if len(method.outputs) > _MAX_RESIDUALS + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             expected, inputs = self.signature(number, role), {*method.inputs}
@@ -458,7 +458,7 @@ class Chain:
         methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
-            : _MOST_RECURRENT_STATES + 1
+            : _MAX_RECURRENT_STATES + 1
         ]
 
     def shared_out(self, number: int) -> list[int]:
@@ -480,7 +480,7 @@ class Chain:
 
     def _residuals(self, number: int) -> list[str]:
         method = self.programs[self.blocks[number].program].methods.get(FORWARD_SAVE)
-        outputs = method.outputs[: _MOST_RESIDUALS + 1 + len(self.shared)] if method else ()
+        outputs = method.outputs[: _MAX_RESIDUALS + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
     def is_head(self, number: int) -> bool:
@@ -635,7 +635,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
         if method.has_specs and len(specs) != len(names):
             yield f"{len(names)} {what} {where} have {len(specs)} specs"
         for spec in specs:
-            if len(spec.sizes) > _MOST_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
+            if len(spec.sizes) > _MAX_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
                 yield f"one of the {what} {where} is {shown(spec)}"
 
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from prge.errors import shown
 from prge.system.regular_files import open_regular
 
-MOST_JSON_BYTES = 2 << 20
-MOST_YAML_BYTES = 64 << 10
+MAX_JSON_BYTES = 2 << 20
+MAX_YAML_BYTES = 64 << 10
 DEEPEST = 32
 _TOO_DEEP = f"it has more than {DEEPEST} levels of lists and mappings"
 LONGEST_NUMBER = 100
@@ -38,14 +38,14 @@ class DocumentError(ValueError):
         self.code = code
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
     """Read a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
     return parse_json(read_document(path, most_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file; raises OSError or DocumentError."""
-    return parse_yaml(read_document(path, MOST_YAML_BYTES))
+    return parse_yaml(read_document(path, MAX_YAML_BYTES))
 
 
 def read_document(path: Path, most_bytes: int) -> bytes:

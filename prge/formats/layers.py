@@ -25,7 +25,7 @@ from prge.formats.documents import DocumentError, mapping, read_json
 
 LAYERS = "layers.json"
 _GROUP, _ZERO = 32, 8
-_MOST_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str
     except (OSError, DocumentError) as error:
         raise _unusable(folder, str(error)) from None
     entries = mapping(table)
-    if len(entries) > _MOST_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
+    if len(entries) > _MAX_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
         raise _unusable(folder, "it has something else than layers")
     return {str(name): dict(entry) for name, entry in entries.items()}
 

@@ -25,7 +25,7 @@ from prge.engine import Array, FloatArray
 from prge.errors import AdapterError, RunError, shown
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import file_sha256
-from prge.formats.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document
+from prge.formats.documents import MAX_JSON_BYTES, DocumentError, parse_json, read_document
 from prge.formats.run_folder import FINAL, JOURNAL
 from prge.formats.tune_folder import find_tuning
 from prge.model_spec import AdaptedModule
@@ -443,7 +443,7 @@ def _damaged(path: Path, problem: object) -> AdapterError:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return read_document(path, MOST_JSON_BYTES)
+        return read_document(path, MAX_JSON_BYTES)
     except (OSError, DocumentError) as error:
         raise _no_adapter(path, f": {getattr(error, 'strerror', None) or error}") from None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prge.errors import RunError, shown
-from prge.formats.documents import MOST_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
+from prge.formats.documents import MAX_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
 from prge.formats.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL, METRICS, SUMMARY
 from prge.formats.stored_settings import is_outside, is_own
 
@@ -77,7 +77,7 @@ def read_bundle_path(config: Path) -> Path | None:
         RunError: the settings aren't the user's own, and the bundle is outside of their folder; see
             `prge.formats.stored_settings`.
     """
-    content = read_document(config, MOST_YAML_BYTES)
+    content = read_document(config, MAX_YAML_BYTES)
     bundle = mapping(parse_yaml(content)).get("bundle")
     if not bundle:
         return None

@@ -17,8 +17,8 @@ from prge.data.tokenization.tokenizer import Tokenizer
 # The character that decoders write for bytes that aren't a whole character.
 REPLACEMENT = "\ufffd"
 # Most tokens that are held back while they don't form a whole character, which has at most four bytes.
-MOST_HELD = 16
-_MOST_CONTEXT = 8
+MAX_HELD = 16
+_MAX_CONTEXT = 8
 
 
 class TextStream:
@@ -64,7 +64,7 @@ class TextStream:
         self._held.append(token)
         text = self._new_text()
         whole = not text.endswith(REPLACEMENT)
-        if not whole and len(self._held) < MOST_HELD:
+        if not whole and len(self._held) < MAX_HELD:
             return ""
         if whole:
             self._context = self._held
@@ -107,8 +107,8 @@ class TextStream:
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
         """Return the fewest last tokens that decode to whole characters; empty if there are too many."""
         special = self._tokenizer.special_ids
-        last = [token for token in tokens[-4 * _MOST_CONTEXT :] if token not in special]
-        for count in range(1, min(len(last), _MOST_CONTEXT) + 1):
+        last = [token for token in tokens[-4 * _MAX_CONTEXT :] if token not in special]
+        for count in range(1, min(len(last), _MAX_CONTEXT) + 1):
             if REPLACEMENT not in self._decoded(last[-count:]):
                 return last[-count:]
         return []

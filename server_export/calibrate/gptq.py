@@ -18,7 +18,7 @@ from server_export.quantize.quantization import GROUP_SIZE, Int4Weight
 _DAMPING = 0.01
 # Inputs per second moment. Wider layers have several moments: errors are compensated within each, and memory
 # grows linearly with the width.
-MOST_INPUTS = 4096
+MAX_INPUTS = 4096
 # Columns that are rounded before their errors are applied to all later columns at once.
 _COLUMNS = 128
 # Candidates for a group's scale, relative to the smallest scale that covers all of its weights.
@@ -27,7 +27,7 @@ _LOWEST, _HIGHEST = -8, 7
 
 
 class SecondMoment:
-    """The second moment of a layer's inputs, in ranges of at most `MOST_INPUTS` inputs.
+    """The second moment of a layer's inputs, in ranges of at most `MAX_INPUTS` inputs.
 
     Args:
         inputs: the width of the layer's inputs, a multiple of GROUP_SIZE.
@@ -67,7 +67,7 @@ class SecondMoment:
 def _input_ranges(inputs: int) -> list[range]:
     """Return ranges of inputs of nearly equal size, each a multiple of GROUP_SIZE."""
     groups = inputs // GROUP_SIZE
-    count = -(-inputs // MOST_INPUTS)
+    count = -(-inputs // MAX_INPUTS)
     ends = [GROUP_SIZE * (groups * number // count) for number in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 

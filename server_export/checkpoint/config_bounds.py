@@ -20,11 +20,11 @@ from prge.system.sandbox import BoundedChild, LimitError
 # The largest int64.
 _LARGEST = (1 << 63) - 1
 # Lists and names of this many entries take a second or two at most.
-_MOST_UNBOUNDED = 1 << 18
+_MAX_UNBOUNDED = 1 << 18
 _SECONDS, _MEMORY = 3.0, 256 << 20
 # Published models have thousands of modules.
-MOST_MODULES = 1 << 16
-_MOST_PROBLEMS = 5
+MAX_MODULES = 1 << 16
+_MAX_PROBLEMS = 5
 _ARCHITECTURES = "architectures"
 # Sizes that are positive in every model.
 _SIZES = re.compile(
@@ -40,7 +40,7 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
         *(_names_problem(value) for value in _values_of(_ARCHITECTURES, config)),
         *(_value_problem(name, value) for name, value in _leaves(config)),
     )
-    return [*filter(None, problems)][:_MOST_PROBLEMS]
+    return [*filter(None, problems)][:_MAX_PROBLEMS]
 
 
 def check_cost(config: Mapping[str, Any], path: str) -> None:
@@ -56,14 +56,14 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
     from transformers import CONFIG_MAPPING
 
     large = {
-        name: value for name, value in _leaves(config) if _is_number(value) and abs(value) > _MOST_UNBOUNDED
+        name: value for name, value in _leaves(config) if _is_number(value) and abs(value) > _MAX_UNBOUNDED
     }
     if not large:
         return
     for inner_type in {str(value) for name, value in _leaves(config) if name == "model_type"}:
         if inner_type in CONFIG_MAPPING:
             CONFIG_MAPPING[inner_type]  # imports the class, which the child process can't
-    largest = sorted(large.items(), key=lambda item: -abs(item[1]))[:_MOST_PROBLEMS]
+    largest = sorted(large.items(), key=lambda item: -abs(item[1]))[:_MAX_PROBLEMS]
     numbers = ", ".join(f"{name} = {value}" for name, value in largest)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -97,10 +97,10 @@ def limit_modules(path: str) -> Iterator[None]:
     def count_module(module: object, name: str, inner: object) -> None:
         nonlocal count
         count += 1
-        if count > MOST_MODULES:
+        if count > MAX_MODULES:
             raise Refusal(
                 "config-out-of-bounds",
-                f"{path} describes a model with more than {MOST_MODULES:,} modules, more than any model has.",
+                f"{path} describes a model with more than {MAX_MODULES:,} modules, more than any model has.",
                 remedy="Correct its numbers of layers and experts.",
             )
 

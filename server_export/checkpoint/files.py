@@ -18,10 +18,10 @@ from typing import Any
 
 import safetensors
 
-from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
+from prge.data.tokenization.tokenizer import MAX_TOKENIZER_BYTES
 from prge.errors import Refusal, first_line, shown
 from prge.formats.bundle import file_sha256
-from prge.formats.documents import MOST_JSON_BYTES, DocumentError, read_json
+from prge.formats.documents import MAX_JSON_BYTES, DocumentError, read_json
 from prge.formats.peft import CONFIG as ADAPTER_CONFIG
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
@@ -122,10 +122,10 @@ class ConfigOnlyFiles(ModelFiles):
 def _check_documents(folder: Path) -> None:
     """Refuse a folder with a configuration or tokenizer file that is too large to be read."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MOST_TOKENIZER_BYTES:
+        if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise Refusal(
                 "file-too-large",
-                f"{path} has {path.stat().st_size:,} bytes; the maximum is {MOST_TOKENIZER_BYTES:,}.",
+                f"{path} has {path.stat().st_size:,} bytes; the maximum is {MAX_TOKENIZER_BYTES:,}.",
                 remedy="Download the model again, or save it again with `save_pretrained`.",
             )
 
@@ -372,7 +372,7 @@ def stored_numel(files: ModelFiles, names: Collection[str] | None = None) -> int
     return total
 
 
-def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+def _json_of(path: Path, most_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
     try:
         return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:

@@ -43,8 +43,8 @@ _HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|p
 _POOLER = "pooler."
 _OTHER_PARTS = ("vision_config", "audio_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MOST_BUFFER_BYTES = 1 << 30
-_MOST_NAMES = 5
+_MAX_BUFFER_BYTES = 1 << 30
+_MAX_NAMES = 5
 _RESCALE = "rescale_every"
 # The number of next tokens that ProphetNet predicts, each from hidden states of its own.
 _STREAMS = "ngram"
@@ -395,10 +395,10 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
             f"{needed:,} parameters, the weights hold {stored:,}.",
             remedy="Copy or download the model again.",
         )
-    if buffers > _MOST_BUFFER_BYTES:
+    if buffers > _MAX_BUFFER_BYTES:
         raise Refusal(
             "tables-too-large",
-            f"The buffers of {files.name} take {buffers:,} bytes; the maximum is {_MOST_BUFFER_BYTES:,}.",
+            f"The buffers of {files.name} take {buffers:,} bytes; the maximum is {_MAX_BUFFER_BYTES:,}.",
             remedy="Correct its config.json.",
         )
 
@@ -467,8 +467,8 @@ def _other_weights(name: str, what: str) -> Refusal:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + rest
+    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + rest
 
 
 def _check_is_text_model(config: Any, whole: Any, name: str) -> None:

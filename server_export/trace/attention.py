@@ -17,7 +17,7 @@ from prge.formats.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
 # The smallest value of the additive mask at a token; at padding it is smaller.
-LEAST_SEEN = -1
+MIN_SEEN = -1
 
 
 def register() -> None:
@@ -45,7 +45,7 @@ def padding_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def seen_tokens(padding: torch.Tensor) -> torch.Tensor:
     """Return the tokens that an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
-    return (padding >= LEAST_SEEN).reshape(padding.shape[0], padding.shape[-1])
+    return (padding >= MIN_SEEN).reshape(padding.shape[0], padding.shape[-1])
 
 
 def grouped_attention(

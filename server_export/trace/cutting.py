@@ -50,7 +50,7 @@ from server_export.trace.layers import Stretch, Values, ends_of_layers, stretche
 
 _STATE_DIMENSIONS = 3
 # An embedding, one block and a head.
-_FEWEST_BLOCKS = 3
+_MIN_BLOCKS = 3
 aten = torch.ops.aten
 
 
@@ -95,7 +95,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     stretches = stretches_of_layers(nodes, flow, result) or _cut_at_single_values(
         nodes, flow, source, result, adapter
     )
-    if len(stretches) < _FEWEST_BLOCKS:
+    if len(stretches) < _MIN_BLOCKS:
         stretches = stretches_of_layers([*graph_module.graph.nodes], flow, result, all_read=True) or stretches
     stretches = [*split_at_experts(list(graph_module.graph.nodes), flow, stretches)]
     shared_values = [value for stretch in stretches for value in stretch.shared_out]

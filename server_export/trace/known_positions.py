@@ -24,7 +24,7 @@ _LAYOUTS = members(
     *(Category.SQUEEZE, Category.PERMUTE, Category.EXPAND, Category.EXPAND_LIKE),
 )
 # The most positions that a table may have before those of a row.
-_MOST_EXTRA = 8
+_MAX_EXTRA = 8
 
 
 class Positions:
@@ -95,7 +95,7 @@ class Positions:
             return self.tables.all[node.args[0]].of(length)
         is_arange = str(node.target).startswith("aten.arange")
         # A size in a change of layout may be a width, unless it is only slightly larger than the marker.
-        extra = TOKENS if is_arange else _MOST_EXTRA if node.target in _LAYOUTS else 0
+        extra = TOKENS if is_arange else _MAX_EXTRA if node.target in _LAYOUTS else 0
 
         def sized(value: Any) -> Any:
             if type(value) is int and TOKENS < value < TOKENS + extra:

@@ -22,7 +22,7 @@ ALL = "all models"
 _STACK = "nn_module_stack"
 # Prefix of module paths in a traced graph.
 _WHOLE = "model."
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Change:
         elif self.added:
             parts.append(f"adds {_format_counts(self.added)}")
         names = [*self.modules]
-        ellipsis = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
-        location = f" [{', '.join(names[:_MOST_NAMES])}{ellipsis}]" if names else ""
+        ellipsis = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMES else ""
+        location = f" [{', '.join(names[:_MAX_NAMES])}{ellipsis}]" if names else ""
         return f"{self.name}: {'; '.join(parts)}{location}"
 
 

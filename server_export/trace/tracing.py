@@ -256,6 +256,6 @@ def _only_adds_padding(exported: ExportedProgram) -> bool:
     return all(
         user.op == "output"
         or user.target in (aten.add.Tensor, aten.add_.Tensor)
-        or (user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN)
+        or (user.target is aten.ge.Scalar and user.args[1] == attention.MIN_SEEN)
         for user in readers(mask_or_targets, _LAYOUTS)
     )

@@ -32,7 +32,7 @@ from prge.formats.chain import TensorSpec
 from prge.system.memory import OUT_OF_MEMORY_REMEDY, is_out_of_memory
 
 _TEXT_BYTES = 1 << 14
-_MOST_AXES = 16
+_MAX_AXES = 16
 _FAULT = -1
 # From <malloc.h>: larger allocations are mapped on their own and returned to the system when freed.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
@@ -92,15 +92,15 @@ class Program:
         return [self._tensor(method, outputs, index) for index in range(count.value)]
 
     def _tensor(self, method: str, outputs: int, index: int) -> TensorSpec | None:
-        dtype, rank, sizes = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int64 * _MOST_AXES)()
+        dtype, rank, sizes = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int64 * _MAX_AXES)()
         try:
             call(
                 "prge_tensor", self._handle, method.encode(), outputs, index,
-                ctypes.byref(dtype), ctypes.byref(rank), sizes, _MOST_AXES,
+                ctypes.byref(dtype), ctypes.byref(rank), sizes, _MAX_AXES,
             )  # fmt: skip
         except EngineRefusalError:
             return None
-        return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MOST_AXES else None
+        return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MAX_AXES else None
 
 
 class WeightsFile:

@@ -27,8 +27,8 @@ from device_runner.fleet.network.flower import FLEET_PATHS, PUSH_OBJECT, authent
 # Bodies of all requests except PushObject; and what PushObject adds to the object.
 SMALL_BYTES = 1 << 16
 # Each connection takes a third of a megabyte with TLS.
-MOST_STRANGERS = 64
-MOST_CONNECTIONS_OF_A_KEY = 8
+MAX_STRANGERS = 64
+MAX_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
 SECONDS_TO_ASK = 60.0
 _SLOWEST = 20_000  # bytes per second
@@ -52,9 +52,9 @@ class Listener(socket):
         # A closed connection is a reference cycle of a third of a megabyte, which the default thresholds
         # collect late.
         self._accepted += 1
-        if self._accepted % (MOST_STRANGERS // 4) == 0:
+        if self._accepted % (MAX_STRANGERS // 4) == 0:
             gc.collect()
-        self._strangers = _bounded({**self._strangers, address[:2]: connection}, MOST_STRANGERS)
+        self._strangers = _bounded({**self._strangers, address[:2]: connection}, MAX_STRANGERS)
         if sum(map(len, self._known.values())) > self._most:
             self._known = defaultdict(dict, {key: _bounded(mine) for key, mine in self._known.items()})
             if sum(map(len, self._known.values())) > self._most:
@@ -65,7 +65,7 @@ class Listener(socket):
     def mark_known(self, client: Client, key: bytes) -> None:
         """Count a connection as one of a key's, which stays open."""
         if (connection := self._strangers.pop(client, None)) is not None:
-            self._known[key] = _bounded({**self._known[key], client: connection}, MOST_CONNECTIONS_OF_A_KEY)
+            self._known[key] = _bounded({**self._known[key], client: connection}, MAX_CONNECTIONS_OF_A_KEY)
 
 
 def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict[Client, socket]:

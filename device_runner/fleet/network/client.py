@@ -26,7 +26,7 @@ from prge.system.atomic import write_file
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_LOOK = 3.0
-_MOST_SECONDS_TO_RETRY = 20.0
+_MAX_SECONDS_TO_RETRY = 20.0
 T = TypeVar("T")
 
 
@@ -126,7 +126,7 @@ def _retry(call: Callable[[], T]) -> T:
             if "certificate" in str(error).lower():
                 raise
         time.sleep(random.uniform(0, seconds))  # spreads the reconnections of a fleet's devices
-        seconds = min(2 * seconds, _MOST_SECONDS_TO_RETRY)
+        seconds = min(2 * seconds, _MAX_SECONDS_TO_RETRY)
 
 
 def _send_heartbeat(client: FleetClient) -> None:

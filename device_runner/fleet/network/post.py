@@ -16,7 +16,7 @@ from prge.errors import RunError, shown
 # For a reply that is being computed when its round ends: it still counts if the round is asked for again.
 _LATE_SECONDS = 600.0
 # Objects of a message with its records; retries of Flower after a lost connection.
-_MOST_OBJECTS, _MOST_TRIES = 3, 8
+_MAX_OBJECTS, _MAX_TRIES = 3, 8
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Mailbox:
         sent.tries += sent.node == change.node
         return (
             sent.node == change.source == change.node
-            and sent.tries <= _MOST_TRIES
+            and sent.tries <= _MAX_TRIES
             and change.is_sound
-            and change.objects <= _MOST_OBJECTS
+            and change.objects <= _MAX_OBJECTS
         )

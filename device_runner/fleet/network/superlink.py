@@ -27,9 +27,9 @@ from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_END = 5.0
-_MOST_HEAD_BYTES = 1 << 14
+_MAX_HEAD_BYTES = 1 << 14
 # Open files and sockets of this process; at most half of them are connections.
-_MOST_FILES = 1 << 13
+_MAX_FILES = 1 << 13
 
 
 class SuperLink:
@@ -90,7 +90,7 @@ def superlink(
 def _most_connections() -> int:
     """Return how many connections devices may have, so that files remain for the fleet itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted // 2
@@ -106,7 +106,7 @@ def _serving(
             app,
             http=make_connection_class(most_bytes),
             loop="asyncio",  # it accepts connections through Python's socket class, which Listener extends
-            h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -35,8 +35,8 @@ from prge.formats.run_folder import (
     Record,
 )
 
-MOST_RUNS, MOST_ENTRIES, DEEPEST = 200, 10_000, 5
-MOST_STREAMS = 16
+MAX_RUNS, MAX_ENTRIES, DEEPEST = 200, 10_000, 5
+MAX_STREAMS = 16
 SECONDS, SECONDS_TO_CATCH_UP = 1.0, 0.2
 # Longest silence of a stream: a line that cannot be sent shows that the client is gone.
 SECONDS_OF_SILENCE = 10.0
@@ -119,10 +119,10 @@ class Runs:
             RequestError: there is no such run, or there are too many streams.
         """
         folder = await self._run_in_thread(lambda: self.folder_of(name))
-        if sum(users for _, users in self._followed.values()) >= MOST_STREAMS:
+        if sum(users for _, users in self._followed.values()) >= MAX_STREAMS:
             raise RequestError(
                 429,
-                f"at most {MOST_STREAMS} pages can watch runs at once: close one",
+                f"at most {MAX_STREAMS} pages can watch runs at once: close one",
                 error_type="rate_limit_error",
             )
         followed, users = self._followed.get(folder) or (RunFollower(folder, self._celsius), 0)
@@ -175,11 +175,11 @@ class Runs:
         return value
 
     def _list(self) -> Json:
-        entries = [MOST_ENTRIES]
+        entries = [MAX_ENTRIES]
         folders = sorted(_runs_in(self._root, DEEPEST, entries), key=_written, reverse=True)
-        listed_runs = [self._describe(folder) for folder in folders[:MOST_RUNS]]
-        self._statuses = {folder: self._statuses[folder] for folder in folders[:MOST_RUNS]}
-        is_cut = len(folders) > MOST_RUNS or entries[0] <= 0
+        listed_runs = [self._describe(folder) for folder in folders[:MAX_RUNS]]
+        self._statuses = {folder: self._statuses[folder] for folder in folders[:MAX_RUNS]}
+        is_cut = len(folders) > MAX_RUNS or entries[0] <= 0
         return {"object": "list", "data": listed_runs, "cut": is_cut}
 
     def _describe(self, folder: Path) -> Record:

@@ -22,7 +22,7 @@ from prge.system.sandbox import BoundedChild, LimitError
 
 # Limit of the rows' size in Python's memory: a constant, and bytes for each byte of the file. Ordinary rows
 # take less than a tenth of it.
-LEAST_BYTES = 128 << 20
+MIN_BYTES = 128 << 20
 BYTES_PER_BYTE = 128
 # Memory that Python takes for a row and for each value, besides the bytes of texts and numbers.
 ROW_BYTES, VALUE_BYTES = 400, 100
@@ -105,7 +105,7 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
         file_bytes: Size of the file.
         row_bytes: Memory of its rows, or of those read so far.
     """
-    limit = LEAST_BYTES + BYTES_PER_BYTE * file_bytes
+    limit = MIN_BYTES + BYTES_PER_BYTE * file_bytes
     if row_bytes > limit:
         raise DataError(
             f"{path} can't be read as data",

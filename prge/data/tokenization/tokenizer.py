@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 REMEDY = "copy or export the bundle again"
-MOST_TEMPLATE_BYTES = 4_000_000
-MOST_TOKENIZER_BYTES = 256 << 20
+MAX_TEMPLATE_BYTES = 4_000_000
+MAX_TOKENIZER_BYTES = 256 << 20
 
 WINDOW = 1 << 14
 OVERLAP = 1 << 11
@@ -493,7 +493,7 @@ def read_backend(path: Path) -> Backend:
     with _library_errors(
         lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY, code="tokenizer-damaged")
     ):
-        return read_tokenizer(read_document(path, MOST_TOKENIZER_BYTES), path)
+        return read_tokenizer(read_document(path, MAX_TOKENIZER_BYTES), path)
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
@@ -557,7 +557,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
 def read_chat_template(path: Path) -> str:
     """Read the source of a chat template that a user names; raises ConfigError."""
     try:
-        return read_document(path, MOST_TEMPLATE_BYTES).decode()
+        return read_document(path, MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} can't be read as a chat template:", [str(error)], code="chat-template-unreadable"

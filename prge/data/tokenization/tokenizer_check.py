@@ -23,7 +23,7 @@ SECONDS = 10.0
 MEMORY = 256 << 20
 # Length of each part of the tokenizer that is encoded as a trial, since it contains what its rules match.
 _LONGEST_PART = 2000
-_MOST_TOKENS = 4000
+_MAX_TOKENS = 4000
 # Content that may abort the process while a file is read: a normalization table, or an escape that may hide
 # one; and so many added tokens that the library needs gigabytes for them.
 _TABLE = re.compile(rb"Precompiled|\\u00[4-7]")
@@ -101,4 +101,4 @@ def _use(backend: Backend) -> None:
             backend.decode(backend.encode(text).ids, skip_special_tokens=False)
     size = backend.get_vocab_size()
     with suppress(Exception):
-        backend.decode(list(range(0, size, 1 + size // _MOST_TOKENS)))
+        backend.decode(list(range(0, size, 1 + size // _MAX_TOKENS)))

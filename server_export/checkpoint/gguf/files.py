@@ -35,7 +35,7 @@ from server_export.checkpoint.gguf.header import (
 from server_export.checkpoint.gguf.tokenizer import eos_token_ids, load_gguf_tokenizer
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 # Tensors that become part of the configuration instead of parameters.
 IN_CONFIGURATION = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 
@@ -103,10 +103,10 @@ def _parts(path: Path) -> tuple[Path, ...]:
     if match is None:
         return (path,)
     count = int(match[3])
-    if not 1 <= count <= _MOST_PARTS:
+    if not 1 <= count <= _MAX_PARTS:
         raise Refusal(
             "gguf-too-many-parts",
-            f"{path} is one of {count} parts; the maximum is {_MOST_PARTS}.",
+            f"{path} is one of {count} parts; the maximum is {_MAX_PARTS}.",
             remedy="Use a file of fewer parts.",
         )
     paths = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))

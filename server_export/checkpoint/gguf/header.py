@@ -35,16 +35,16 @@ TEMPLATE = "tokenizer.chat_template"
 EMBEDDING = "token_embd.weight"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT, _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = "general.alignment", 32, 1 << 16
+_ALIGNMENT, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 16
 _FILE_TYPE = "general.type"
 # Far beyond every published file, which have dozens of keys, thousands of tensors, and 300,000 tokens.
-_MOST_KEYS, _MOST_TENSORS = 1 << 12, 1 << 16
+_MAX_KEYS, _MAX_TENSORS = 1 << 12, 1 << 16
 _LONGEST_KEY, _LONGEST_NAME, _LONGEST_TOKEN, _LONGEST_TEXT = 1 << 10, 1 << 8, 1 << 10, 1 << 20
-_MOST_ELEMENTS, _MOST_TOKENS = 1 << 22, 1 << 20
-_MOST_BYTES = 64 << 20
+_MAX_ELEMENTS, _MAX_TOKENS = 1 << 22, 1 << 20
+_MAX_BYTES = 64 << 20
 # Longer arrays describe tokens and are only counted; arrays of layers are kept.
-_MOST_KEPT = 1 << 10
-_MOST_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
+_MAX_KEPT = 1 << 10
+_MAX_DIMENSIONS, _LARGEST_DIMENSION = 4, 1 << 31
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALAR_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INTEGER_TYPES = (0, 1, 2, 3, 4, 5, 10, 11)
@@ -178,8 +178,8 @@ class _Reader:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
                 self._refuse("it was written for big-endian machines")
             self._refuse(f"its version is {version} but must be {' or '.join(map(str, _VERSIONS))}")
-        tensors = self._count("tensors", _MOST_TENSORS)
-        keys = self._count("keys", _MOST_KEYS)
+        tensors = self._count("tensors", _MAX_TENSORS)
+        keys = self._count("keys", _MAX_KEYS)
         fields: dict[str, GgufValue] = {}
         for _ in range(keys):
             key = self._text("a key", _LONGEST_KEY)
@@ -205,8 +205,8 @@ class _Reader:
         """Return the next bytes, which must be inside the file and the bound of a header."""
         if count > self._size - self._at:
             self._refuse(f"{what} would end after the end of the file, which has {self._size:,} bytes")
-        if self._at + count > _MOST_BYTES:
-            self._refuse(f"its header has more than {_MOST_BYTES:,} bytes")
+        if self._at + count > _MAX_BYTES:
+            self._refuse(f"its header has more than {_MAX_BYTES:,} bytes")
         content = self._stream.read(count)
         if len(content) < count:
             self._refuse(f"{what} is missing")
@@ -248,7 +248,7 @@ class _Reader:
         if element_type != _STRING and element_type not in _SCALAR_TYPES:
             # Models have no arrays of arrays, whose size would have no bound.
             self._refuse(f"{name} is an array of type {element_type} but must contain numbers or strings")
-        count = self._count(f"values of {name}", _MOST_ELEMENTS)
+        count = self._count(f"values of {name}", _MAX_ELEMENTS)
         if element_type == _STRING:
             # Each string has at least its length of 8 bytes.
             self._fits(count * 8, name)
@@ -257,7 +257,7 @@ class _Reader:
             return GgufValue(value_type, count, element_type)
         letter = _SCALAR_TYPES[element_type]
         content = self._take(count * struct.calcsize(f"<{letter}"), name)
-        if count > _MOST_KEPT:
+        if count > _MAX_KEPT:
             return GgufValue(value_type, count, element_type)
         values = list(struct.unpack(f"<{count}{letter}", content))
         if not all(math.isfinite(value) for value in values):
@@ -271,8 +271,8 @@ class _Reader:
     def _tensor(self) -> GgufTensor:
         name = self._text("the name of a tensor", _LONGEST_NAME)
         dimensions = int(self._number("I", f"the dimensions of {shown(name)}"))
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            self._refuse(f"{shown(name)} has {dimensions} dimensions but must have 1 to {_MOST_DIMENSIONS}")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            self._refuse(f"{shown(name)} has {dimensions} dimensions but must have 1 to {_MAX_DIMENSIONS}")
         shape = tuple(int(self._number("Q", f"the shape of {shown(name)}")) for _ in range(dimensions))[::-1]
         ggml_type, offset = (int(self._number(letter, shown(name))) for letter in "IQ")
         if not all(1 <= size <= _LARGEST_DIMENSION for size in shape):
@@ -300,9 +300,9 @@ class _Reader:
             return _DEFAULT_ALIGNMENT
         field = fields[_ALIGNMENT]
         is_power = field.type_id == 4 and field.value and not field.value & (field.value - 1)
-        if not is_power or field.value > _MOST_ALIGNMENT:
+        if not is_power or field.value > _MAX_ALIGNMENT:
             self._refuse(
-                f"{_ALIGNMENT} is {shown(field.value)} but must be a power of 2 up to {_MOST_ALIGNMENT}"
+                f"{_ALIGNMENT} is {shown(field.value)} but must be a power of 2 up to {_MAX_ALIGNMENT}"
             )
         return int(field.value)
 
@@ -346,8 +346,8 @@ class _Reader:
             if (fields[name].type_id, fields[name].element) != (_ARRAY, _STRING):
                 self._refuse(f"{name} is not an array of strings")
         count = int(tokens.value)
-        if not 1 <= count <= _MOST_TOKENS:
-            self._refuse(f"it has {count:,} tokens but must have 1 to {_MOST_TOKENS:,}")
+        if not 1 <= count <= _MAX_TOKENS:
+            self._refuse(f"it has {count:,} tokens but must have 1 to {_MAX_TOKENS:,}")
         for name in (TOKEN_TYPES, SCORES):
             if name in fields and (length := _length(fields[name])) != count:
                 self._refuse(f"{name} has {length:,} values for {count:,} tokens")

@@ -152,7 +152,7 @@ def difference(result: Array, expected: Array) -> float:
 @contextmanager
 def short_chunks() -> Iterator[None]:
     """Compute rows of more than two calls' tokens in chunks, later ones in shorter chunks."""
-    numbers = {"MOST_WHOLE_TOKENS": 2 * CHUNK, "_CHUNK": CHUNK, "_MAX_SCORES": 4 * CHUNK * 20}
+    numbers = {"MAX_WHOLE_TOKENS": 2 * CHUNK, "_CHUNK": CHUNK, "_MAX_SCORES": 4 * CHUNK * 20}
     with pytest.MonkeyPatch.context() as patch:
         for name, number in {**numbers, "_MIN_CHUNK": 2}.items():
             patch.setattr(chain, name, number)

@@ -90,7 +90,7 @@ def test_a_client_has_an_hourly_quota_of_its_own(
     make: Make, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feedback = make(*[" b"] * 20, prompt="word " * 100)
-    monkeypatch.setattr(module, "MOST_OF_CLIENT", 1500)
+    monkeypatch.setattr(module, "MAX_OF_CLIENT", 1500)
     result = [store(feedback, str(number), rating="good") for number in range(5)]
     assert [status for status, _ in result] == [200, 200, 429, 429, 429] and "wait 3600 seconds" in result[2][
         1

@@ -30,9 +30,9 @@ from prge.errors import PrgeError
 from prge.formats.bundle import file_sha256
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import (
+    MAX_TOKENS,
     METHODS,
     MOST_ROWS,
-    MOST_TOKENS,
     WIDTH,
     LoweredBlocks,
     compute_outputs,
@@ -197,7 +197,7 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
     """The engine writes directly into memory for the largest output; otherwise the output is copied."""
     method = loaded(dynamic)[0]["score"]
     inputs = example("score", 2, 5)
-    large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
+    large = np.full(MOST_ROWS * MAX_TOKENS * WIDTH, np.nan, np.float32)
     small = np.full(2 * 5 * WIDTH, np.nan, np.float32)
     assert method.run(inputs, [large]) == method.run(inputs, [small]) == [(2, 5, WIDTH)]
     assert large[: small.size].tobytes() == small.tobytes()
