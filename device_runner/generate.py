@@ -30,7 +30,7 @@ from prge.data.readers.files import Row, row_location, select_rows
 from prge.data.sources import describe_paths, read_source
 from prge.data.tokenization.inputs import read_input_text
 from prge.data.tokenization.tokenizer import load_bundle_tokenizer
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.documents import DocumentError, read_json
 from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
@@ -183,7 +183,7 @@ def _text_of(row: Row) -> str:
     for column in ("prompt", "text"):
         if column in row.fields:
             if not isinstance(row.fields[column], str):
-                problem = f"column {column!r} is {shown(row.fields[column])}, must be a text"
+                problem = f"column {column!r} is {format_value(row.fields[column])}, must be a text"
                 raise RowError(problem, code="column-not-text")
             return str(row.fields[column])
     raise AssertionError("a form without a prompt")

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return the shortened repr of a value, for use in a message."""
     try:
         return shortened(_REPR.repr(value), LONGEST_VALUE)
@@ -41,10 +41,10 @@ def first_line(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """Return an untrusted text for a terminal, with long lines shortened and control characters escaped."""
-    return visible("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
+    return escape_control("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     """Return an untrusted text for a terminal or a log, with control characters escaped."""
     return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model: sizes from a manifest are checked before anything of that size is allocated.
@@ -119,12 +119,12 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+            f"{name} is {format_value(size)}, must be {least} to {LARGEST_SIZE}"
             for name, least in (("width", 0), ("vocabulary_size", 1), ("sequence_length", 1))
             if not least <= (size := getattr(self, name)) <= LARGEST_SIZE
         ]
         if self.readout not in READOUTS:
-            problems.append(f"readout is {shown(self.readout)}, must be one of {', '.join(READOUTS)}")
+            problems.append(f"readout is {format_value(self.readout)}, must be one of {', '.join(READOUTS)}")
         if self.is_encoder and self.width < 1:
             problems.append(f"width is {self.width}, a pooled readout needs at least 1")
         if not self.modules:
@@ -132,8 +132,9 @@ class ModelSpec:
         if len(self.modules) > MAX_MODULES or len({m.name for m in self.modules}) < len(self.modules):
             problems.append(f"modules are {len(self.modules)}, must be at most {MAX_MODULES} different ones")
         problems += [
-            f"the module {shown(module.name)} has rank {shown(module.rank)} and features "
-            f"{shown(module.in_features)} to {shown(module.out_features)}, must be 1 to {LARGEST_SIZE}"
+            f"the module {format_value(module.name)} has rank {format_value(module.rank)} and features "
+            f"{format_value(module.in_features)} to {format_value(module.out_features)}, must be 1 to "
+            f"{LARGEST_SIZE}"
             for module in self.modules
             if not all(1 <= n <= LARGEST_SIZE for n in (module.rank, module.in_features, module.out_features))
         ]

@@ -33,7 +33,7 @@ class Backend:
         return torch_runtime
 
 
-def choose(engine: EngineName = "auto") -> Backend:
+def choose_backend(engine: EngineName = "auto") -> Backend:
     """Return the engine of this name; `auto` prefers the native one if it is built or can be built.
 
     Raises:

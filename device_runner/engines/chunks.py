@@ -184,8 +184,10 @@ class Chunks:
     def checkpoint_sizes(self, number: int, length: int) -> list[int]:
         """Return the number of elements of each array that a backward pass needs next to hidden states."""
         heads, chunks = self._blocks.heads(number), len([*self._chunks(number, length)])
-        is_own = not self._chain.blocks[number].past
-        keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
+        computes_keys = not self._chain.blocks[number].past
+        keys = [
+            computes_keys * length * heads.count * width for width in (heads.key_width, heads.value_width)
+        ]
         return [
             *keys,
             *(chunks * high * wide for high, wide in self._blocks.recurrent_states(number).values()),

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from device_runner.engines.backend import choose
+from device_runner.engines.backend import choose_backend
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks, by_heads
 from device_runner.engines.experts import Experts
@@ -190,7 +190,7 @@ class ChainGenerationEngine:
         return self._logits(state[:, -1:])[0]
 
     @property
-    def most_checked(self) -> int:
+    def max_checked(self) -> int:
         """See GenerationEngine."""
         carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
         # The head computes the tokens of one sequence like single tokens of as many sequences.
@@ -518,7 +518,7 @@ def open_generation_engine(
     Raises:
         BundleError, EngineError: see ChainGenerationEngine and device_runner.engines.blocks.Blocks.
     """
-    backend = choose(engine)
+    backend = choose_backend(engine)
     backend.runtime.prepare()
     if backend.reason:
         log(f"using the torch engine: {backend.reason}")

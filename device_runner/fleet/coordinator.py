@@ -50,7 +50,7 @@ from prge.formats.journal import GRADIENT, Journal, Record, encode_array
 from prge.formats.run_folder import CHECKPOINTS, FINAL, JOURNAL, check_new_run
 from prge.objectives.classification_head import Head
 from prge.system.atomic import write_file
-from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.training.checkpoint import TrainingState, load_best, load_latest, save_and_prune, write_result
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.directions import philox
 from prge.training.loop import loss_has_risen
@@ -262,7 +262,7 @@ class Coordinator:
         return len(self.finished_rounds)
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Size in bytes of the largest result that the plan allows."""
         values, losses = count_values(self.plan, self.state.adapter.size), self.plan.local_steps
         zeros = np.zeros(max(values, losses), np.float32)
@@ -538,7 +538,7 @@ class Coordinator:
 
     def _save_checkpoint(self) -> None:
         template, gradients = self.bundle.adapter, self.plan.sends_projected_gradients
-        keep_state(self.folder, self.state, template, self.journal, 0, gradients)
+        save_and_prune(self.folder, self.state, template, self.journal, 0, gradients)
 
     def _truncate_unfinished_round(self) -> None:
         """Remove the steps of a round that a kill interrupted."""

@@ -93,7 +93,7 @@ def serve(settings: FleetServeSettings) -> Path:
         stored_settings = with_absolute_paths(replace(settings, resume=None))
         write_settings(settings.out / SETTINGS, settings_to_yaml(stored_settings))
         if not coordinator.finished:
-            with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
+            with superlink(settings.out, settings.host, settings.port, keys, coordinator.max_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
                 _print(f"listening at {link.address} for {whom}; press Ctrl-C to stop")
                 names = link.names()

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from device_runner.serving.protocol import RequestError
-from prge.errors import shown
+from prge.errors import format_value
 
 # Answered without a key, because a browser cannot send one before it has the page.
 HEALTH = "/health"
@@ -83,13 +83,15 @@ class Access:
         if len(headers.getlist("host")) > 1 or not self.accepts_host(_name(host)):
             raise RequestError(
                 403,
-                f"unknown host name {shown(host)}: allow it with --allowed-hosts if it is this server",
+                f"unknown host name {format_value(host)}: allow it with --allowed-hosts if it is this server",
                 code="wrong_host",
             )
         for origin in headers.getlist("origin"):
             page_host = origin.partition("://")[2]
             if not is_local(_name(page_host)) and (not page_host or page_host.lower() != host.lower()):
-                raise RequestError(403, f"pages from {shown(origin)} are not allowed", code="foreign_origin")
+                raise RequestError(
+                    403, f"pages from {format_value(origin)} are not allowed", code="foreign_origin"
+                )
         path = scope["path"]
         # For images, scripts and frames that a page loads from here, browsers send no Origin, but this
         # header.
@@ -105,7 +107,7 @@ class Access:
                 for content_type in headers.getlist("content-type")
             ]
             if content_types != ["application/json"]:
-                description = shown(content_types[0]) if content_types else "missing"
+                description = format_value(content_types[0]) if content_types else "missing"
                 raise RequestError(415, f"Content-Type is {description}, must be application/json")
 
     def accepts_host(self, name: str) -> bool:

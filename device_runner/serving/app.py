@@ -85,7 +85,7 @@ def make_app(
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/feedback", server.judge, methods=["POST"]),
+        Route("/v1/feedback", server.store_feedback, methods=["POST"]),
         Route("/v1/adapters", server.list_adapters, methods=["GET"]),
         Route("/v1/adapters/back", server.revert, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
@@ -172,7 +172,7 @@ class _Server:
         self.feedback = feedback
         self._learning = learning
         self.pauses = pauses
-        self.most_bytes = min(MAX_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
+        self.max_bytes = min(MAX_BYTES, BYTES_BESIDES_PROMPTS + BYTES_PER_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or turned into prompts.
         self.held = 0
@@ -221,7 +221,7 @@ class _Server:
         """Return the continuation of a text."""
         return await self._answer(request, read_completion)
 
-    async def judge(self, request: Request) -> Response:
+    async def store_feedback(self, request: Request) -> Response:
         """Store a client's feedback on a completion."""
         async with self._body(request) as body:
             most = MAX_CHARACTERS * self.worker.context
@@ -261,17 +261,17 @@ class _Server:
         body = bytearray()
 
         async def read() -> None:
-            if int(request.headers.get("content-length", "0")[:20]) > self.most_bytes:
+            if int(request.headers.get("content-length", "0")[:20]) > self.max_bytes:
                 raise too_large
             async for part in request.stream():
                 body.extend(part)
                 self.held += len(part)
-                if len(body) > self.most_bytes:
+                if len(body) > self.max_bytes:
                     raise too_large
                 if self.held > MAX_HELD and len(body) > BYTES_BESIDES_PROMPTS:
                     raise _busy("there are too many large requests: try again later")
 
-        too_large = RequestError(413, f"the body has more than {self.most_bytes} bytes")
+        too_large = RequestError(413, f"the body has more than {self.max_bytes} bytes")
         try:
             await asyncio.wait_for(read(), SECONDS)
             yield bytes(body)

@@ -39,13 +39,13 @@ class FeedbackFile:
         path: of the file.
         examples: builds a row's examples, to refuse rows that cannot be trained on.
         storage: its one thread is the only one that uses `examples` and the file.
-        most_bytes: largest size of the file.
+        max_bytes: largest size of the file.
     """
 
     path: Path
     examples: FeedbackExamples
     storage: Executor
-    most_bytes: int
+    max_bytes: int
 
 
 class Feedback:
@@ -180,10 +180,10 @@ class Feedback:
             size_now = file.path.stat().st_size
         except OSError:  # appending reports what is wrong
             size_now = 0
-        if size_now + size > file.most_bytes:
+        if size_now + size > file.max_bytes:
             raise RequestError(
                 507,
-                f"the server stores at most {file.most_bytes} bytes of feedback, has {size_now}: its owner "
+                f"the server stores at most {file.max_bytes} bytes of feedback, has {size_now}: its owner "
                 "can remove rows with `prge rows forget`, or raise --feedback-limit",
                 error_type="server_error",
                 code="feedback_full",

@@ -22,7 +22,7 @@ class Version:
     parent: int | None = None
     rows: tuple[str, ...] = ()
     verdict: Record | None = None
-    is_back: bool = False
+    is_taken_back: bool = False
 
     @property
     def status(self) -> str:
@@ -31,7 +31,7 @@ class Version:
             return "start"
         if self.verdict is None:
             return "learning"
-        return "taken back" if self.is_back else str(self.verdict["status"])
+        return "taken back" if self.is_taken_back else str(self.verdict["status"])
 
     def describe(self, is_current: bool) -> dict[str, Any]:
         """Return the version as clients receive it."""
@@ -122,7 +122,7 @@ class History:
                 self.rows.difference_update(version.rows)
                 self.abandoned += 1
         elif record["kind"] == "back":
-            self.versions[record["step"]].is_back = True
+            self.versions[record["step"]].is_taken_back = True
 
     def _describe(self) -> None:
         current = self.current

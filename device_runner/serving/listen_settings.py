@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.cli.inputs import InputFile
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, read_document
 from prge.system.regular_files import warn_if_key_is_shared
 
@@ -67,7 +67,7 @@ class ListenFlags:
 
     def _check_keys(self, keys: tuple[str, ...], is_reached_by_others: bool) -> None:
         problems = [
-            f"--allowed-hosts has {shown(name)}, must be a name without scheme and port, or *"
+            f"--allowed-hosts has {format_value(name)}, must be a name without scheme and port, or *"
             for name in self.allowed_hosts
             if not _HOST.fullmatch(name)
         ]

@@ -16,7 +16,7 @@ from prge.data.columns import RowError
 from prge.data.forms.messages import template_kwargs
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.tokenization.chat import Message
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, parse_json
 from prge.generation.sampling import SamplingSettings
 
@@ -154,7 +154,9 @@ def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
     content = _object(body)
     for name in content:
         if name not in ("id", "index", "rating", "correction"):
-            raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
+            raise RequestError(
+                400, f"unknown field {format_value(name)}", param=name, code="unknown_parameter"
+            )
     for name in ("id", "rating", "correction"):
         if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
             raise _wrong(name, content.get(name), "the id of a response" if name == "id" else "a string")
@@ -173,7 +175,7 @@ def read_version(body: bytes) -> int:
     """
     content = _object(body)
     if unknown := content.keys() - {"version"}:
-        raise RequestError(400, f"unknown field {shown(min(unknown))}", code="unknown_parameter")
+        raise RequestError(400, f"unknown field {format_value(min(unknown))}", code="unknown_parameter")
     version = content.get("version")
     if type(version) is not int:
         raise _wrong("version", version, "the number of the version that is served")
@@ -187,7 +189,7 @@ def _object(body: bytes) -> Json:
     except DocumentError as error:
         raise RequestError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise RequestError(400, f"the body is {shown(content)}, must be an object")
+        raise RequestError(400, f"the body is {format_value(content)}, must be an object")
     return {name: value for name, value in content.items() if value is not None}
 
 
@@ -197,11 +199,13 @@ def _content(body: bytes, further: tuple[str, ...]) -> Json:
         if name in (*_COMMON, *further) or name in _WITHOUT_EFFECT:
             continue
         if name not in _AS_IT_IS:
-            raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
+            raise RequestError(
+                400, f"unknown field {format_value(name)}", param=name, code="unknown_parameter"
+            )
         if value not in _AS_IT_IS[name]:
             raise RequestError(
                 400,
-                f"{name} is {shown(value)}: this server does not support that",
+                f"{name} is {format_value(value)}: this server does not support that",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -313,7 +317,7 @@ def _switch(content: Json, name: str, where: str) -> bool:
 
 
 def _wrong(where: str, value: object, needed: str) -> RequestError:
-    description = "is missing" if value is None else f"is {shown(value)}"
+    description = "is missing" if value is None else f"is {format_value(value)}"
     return RequestError(400, f"{where} {description}, must be {needed}", param=where)
 
 

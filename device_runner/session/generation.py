@@ -18,7 +18,7 @@ from prge.cli.outputs import AppendedFile
 from prge.data.columns import RowError
 from prge.data.forms.messages import template_kwargs
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import BundleError, ConfigError, printable, visible
+from prge.errors import BundleError, ConfigError, escape_control, printable
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft
@@ -268,4 +268,4 @@ def open_generation_engine_within(
 def print_note(text: str) -> None:
     """Print a message for the user to standard error, apart from generated text."""
     with best_effort(sys.stderr):
-        print(visible(text), file=sys.stderr, flush=True)
+        print(escape_control(text), file=sys.stderr, flush=True)

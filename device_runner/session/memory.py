@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from device_runner.engines.backend import choose
+from device_runner.engines.backend import choose_backend
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import EngineName
 from prge.formats.bundle import Bundle
@@ -54,12 +54,12 @@ def step_budget(
     Raises:
         ConfigError: the process needs more than the limit; the message names the minimum.
         BundleError: the bundle doesn't describe its memory.
-        EngineError: see device_runner.engines.backend.choose.
+        EngineError: see device_runner.engines.backend.choose_backend.
     """
     if limit is None:
         return None
     outline, weights = bundle_costs(bundle)
-    name = choose(engine).name
+    name = choose_backend(engine).name
 
     def memory(shape: StepShape) -> Callable[[int], int]:
         roles = bundle.chain.roles
@@ -103,7 +103,7 @@ def generation_budget(
     if limit is None:
         return context, None
     outline, weights = bundle_costs(bundle)
-    chain, name = bundle.chain, choose(engine).name
+    chain, name = bundle.chain, choose_backend(engine).name
     cache_bytes = 2 if precision == "float16" else 4
     slots = min(slots, chain.bounds.sequences)
 

@@ -58,9 +58,9 @@ from prge.cli.field_types import (
 from prge.cli.help import field_help, is_required, print_settings_help
 from prge.cli.hints import closest_match, suggest_setting
 from prge.cli.outputs import check_outputs, output_settings
-from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
+from prge.errors import LONGEST_VALUE, ConfigError, RunError, format_value, shortened
 from prge.formats.documents import MAX_YAML_BYTES, DocumentError, parse_yaml, read_document
-from prge.formats.stored_settings import check_links, is_outside, is_own
+from prge.formats.stored_settings import check_links, has_own_signature, is_outside
 from prge.system.terminal import best_effort
 
 Settings = TypeVar("Settings")
@@ -158,7 +158,7 @@ def parse_path(value: object, where: str) -> Path:
     except CONVERSION_ERRORS:
         raise ConfigError(
             "a setting can't be used:",
-            [f"{where} must be a path, not {shown(value)}"],
+            [f"{where} must be a path, not {format_value(value)}"],
             code="settings-unusable",
         ) from None
 
@@ -247,7 +247,7 @@ class _StrayWord(NamedTuple):
     def problem(self) -> str:
         """Return the message for a word that no positional setting takes."""
         hint = f" Quote values with spaces: {shortened(self.quoted, LONGEST_VALUE)}" if self.quoted else ""
-        return f"{shown(self.word)} stands alone: which flag does it belong to?{hint}"
+        return f"{format_value(self.word)} stands alone: which flag does it belong to?{hint}"
 
 
 def _field_types(settings_type: type[Any]) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def _describe_repeated(entries: Sequence[_SettingValue], field_types: Mapping[st
         ):
             values.setdefault(entry.key, []).append(entry.value)
     return [
-        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
+        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(format_value, each))}"
         for key, each in values.items()
         if any(other != each[0] for other in each)
     ]
@@ -383,7 +383,7 @@ def _stored_settings(
     check_links(path.parent)
     content = _read_bytes(path, problems)
     entries = [] if content is None else _parse_document(content, path, settings_type, problems)
-    if content is None or is_own(content, path.name):
+    if content is None or has_own_signature(content, path.name):
         return entries
     field_types, outputs = _field_types(settings_type), output_settings(settings_type)
     refused = {
@@ -398,7 +398,7 @@ def _stored_settings(
         flags = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
         raise ConfigError(
             f"{path} names paths outside of its folder and wasn't written by your prge:",
-            [f"{key}: {', '.join(map(shown, texts))}" for key, texts in refused.items()],
+            [f"{key}: {', '.join(map(format_value, texts))}" for key, texts in refused.items()],
             remedy=remedy or f"if you trust these paths, give them again: {flags}",
             code="path-outside",
         )
@@ -435,7 +435,7 @@ def _parse_mapping(
             entries.append(_SettingValue(f"{where}: {key}", key, to_python_value(value)))
         else:
             match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
-            problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
+            problems.append(f"{where}: {format_value(key)} is no setting of this verb{hint}")
             entries += [_SettingValue(where, match, _MISNAMED)] if match else []
     return entries
 
@@ -452,7 +452,7 @@ def _with_stored(
         else:
             similar = closest_match(named["preset"], known, 0.6)
             hint = f"; did you mean {similar}?" if similar else f", must be one of {', '.join(known)}"
-            problems.append(f"--preset is {shown(named['preset'])}{hint}")
+            problems.append(f"--preset is {format_value(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
         kept = Path(named["folder"]) / settings_type.KEPT
         overridden = {entry.key for entry in entries}
@@ -485,17 +485,18 @@ def _build(
         if entry.value is _MISNAMED:
             continue
         if url := _url_in(entry, field_types[entry.key]):
-            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
+            problems.append(f"{entry.where} is a URL, {format_value(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
             values[entry.key] = convert_value(entry.value, field_types[entry.key])
         except CONVERSION_ERRORS:
             problems.append(
-                f"{entry.where} must be {describe_type(field_types[entry.key])}, not {shown(entry.value)}"
+                f"{entry.where} must be {describe_type(field_types[entry.key])}, not "
+                f"{format_value(entry.value)}"
             )
     # A list takes all words up to the next flag, even a word that was meant for a positional setting.
     last_words = "".join(
-        f"; {entry.where} took {shown(entry.value[-1])} as well"
+        f"; {entry.where} took {format_value(entry.value[-1])} as well"
         for entry in entries
         if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
         if os.path.exists(str(entry.value[-1]))  # false for words that no file can be named

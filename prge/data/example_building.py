@@ -38,7 +38,7 @@ from prge.data.tokenization.control_tokens import ControlTokens
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.data.truncation import SequenceFitter, shares_sequence
 from prge.engine import Target, TokenSequence
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
 
@@ -203,7 +203,7 @@ class _Builder:
         if setting not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
             raise RowError(
-                f"its {CONTROL_TOKENS} is {shown(setting)}, must be one of {known}",
+                f"its {CONTROL_TOKENS} is {format_value(setting)}, must be one of {known}",
                 code="control-tokens-unknown",
             )
         return replace(self.segmenter, control_tokens=cast(ControlTokens, setting))

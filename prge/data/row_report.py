@@ -10,7 +10,7 @@ from typing import Any
 
 from prge.data.columns import format_column_names
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.errors import visible
+from prge.errors import escape_control
 from prge.objectives.examples import Example
 from prge.objectives.preferences import ObjectiveName
 from prge.system.terminal import best_effort
@@ -150,7 +150,7 @@ class DataReport:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
             )
-        return visible("\n".join([*lines, *(f"  {line}" for line in self.events())]))
+        return escape_control("\n".join([*lines, *(f"  {line}" for line in self.events())]))
 
     def events(self) -> list[str]:
         """Return a line for each event, with its rows and a remedy."""
@@ -166,7 +166,7 @@ class DataReport:
             lines.append(
                 f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counts}{remedy}"
             )
-        return [visible(line) for line in lines]
+        return [escape_control(line) for line in lines]
 
     def _control_counts(self, event: str) -> str:
         """Return the counts of control tokens that are written in the rows of an event."""
@@ -184,7 +184,7 @@ def warn_unread(report: DataReport) -> None:
 @cache
 def _print_once(line: str) -> None:
     with best_effort(sys.stderr):
-        print(visible(line), file=sys.stderr, flush=True)
+        print(escape_control(line), file=sys.stderr, flush=True)
 
 
 def unknown_note(unknown: int, targets: int) -> str:
@@ -213,4 +213,4 @@ def format_sample(example: Example, tokenizer: Tokenizer) -> str:
         lines += [f"    -> {line}" for line in extra_targets]
     if example.label is not None and not any(sequence.targets for sequence in example.sequences):
         lines.append(f"    -> class {example.label} of {example.candidates}")
-    return visible("\n".join(lines))
+    return escape_control("\n".join(lines))

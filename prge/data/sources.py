@@ -40,7 +40,7 @@ from prge.data.readers.files import (
 )
 from prge.data.readers.files import Part as Part
 from prge.data.readers.json_rows import lists_of_parts
-from prge.errors import ConfigError, DataError, shown
+from prge.errors import ConfigError, DataError, format_value
 from prge.formats.bundle import file_sha256
 from prge.formats.documents import DocumentError, parse_json
 from prge.objectives.preferences import ObjectiveName
@@ -105,7 +105,10 @@ def read_source(
         if lacking := [column for column in renamed.values() if column not in present]:
             raise DataError(
                 f"{source.name} can't be used",
-                [f"no row has the column {shown(column)}, which --columns names" for column in lacking],
+                [
+                    f"no row has the column {format_value(column)}, which --columns names"
+                    for column in lacking
+                ],
                 remedy=f"its columns are {format_column_names(present)}",
                 code="column-missing",
             )
@@ -199,7 +202,7 @@ def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSou
         hint = f"; did you mean {similar}={column}?" if similar else ""
         if column in read and name in present_columns(source.rows):
             hint = f"; did you mean {column}={name}?"
-        problems.append(f"{shown(name)} is not a column that {reader} reads{hint}")
+        problems.append(f"{format_value(name)} is not a column that {reader} reads{hint}")
     if problems:
         raise ConfigError(
             "--columns can't be used:",
@@ -218,8 +221,8 @@ def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
         texts = [name for name in _LISTS if isinstance(fields.get(name), str)]
         if texts and not {*_PAIRED_COLUMNS[0]} <= fields.keys():
             problems.append(
-                f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is neither a list nor "
-                "the JSON of one: write it with json.dumps, or the rows as jsonl"
+                f"row {row.number}: its {texts[0]} is {format_value(fields[texts[0]])}, which is neither a "
+                "list nor the JSON of one: write it with json.dumps, or the rows as jsonl"
             )
         else:
             rows.append(Row(row.number, fields))
@@ -360,13 +363,13 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
     """Parse words such as `prompt=question` to new and old names of columns; raises ConfigError."""
     pairs = [word.partition("=") for word in words]
     problems = [
-        f"{shown(word)} is not a pair of columns"
+        f"{format_value(word)} is not a pair of columns"
         for word, (name, _, column) in zip(words, pairs, strict=True)
         if not name or not column
     ]
     for which, names in (("name", [pair[0] for pair in pairs]), ("column", [pair[2] for pair in pairs])):
         problems += [
-            f"{shown(each)} is a {which} twice" for each in sorted({*names}) if names.count(each) > 1
+            f"{format_value(each)} is a {which} twice" for each in sorted({*names}) if names.count(each) > 1
         ]
     if problems:
         raise ConfigError(

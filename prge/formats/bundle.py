@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, format_value
 from prge.formats.chain import STORED_TABLES, Chain
 from prge.formats.documents import DocumentError, read_json
 from prge.formats.format3 import FORMAT_3, chain_of_format_3
@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
     if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen not in _READ:
         raise BundleError(
-            f"{path} has format {shown(format_seen)}, this version reads {FORMAT_3} and {FORMAT}",
+            f"{path} has format {format_value(format_seen)}, this version reads {FORMAT_3} and {FORMAT}",
             remedy="export the model again with this version",
             code="bundle-format",
         )
@@ -186,7 +186,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
-            f"{folder / MANIFEST} doesn't list {shown(missing[0])}",
+            f"{folder / MANIFEST} doesn't list {format_value(missing[0])}",
             remedy="copy or export the bundle again",
             code="manifest-lacks-file",
         )
@@ -215,7 +215,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name:
         raise BundleError(
-            f"{folder / MANIFEST} names a file outside the bundle: {shown(name)}",
+            f"{folder / MANIFEST} names a file outside the bundle: {format_value(name)}",
             remedy="don't use this bundle",
             code="file-outside-bundle",
         )
@@ -228,7 +228,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
     path = folder / relative
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in relative.parts):
         raise BundleError(
-            f"the bundle lacks its file {shown(name)}",
+            f"the bundle lacks its file {format_value(name)}",
             remedy="copy or export the bundle again",
             code="bundle-file-missing",
         )

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
-from prge.errors import BundleError, ConfigError, shown
+from prge.errors import BundleError, ConfigError, format_value
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
@@ -326,7 +326,7 @@ class Chain:
         yield from self._size_problems()
         makers = len(self.shared)
         if makers > _MAX_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
-            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
+            yield f"its {makers} shared values come from the blocks {format_value(self.shared)}"
             return
         yield from self._part_problems()
         for number, block in enumerate(self.blocks):
@@ -344,20 +344,22 @@ class Chain:
             ):
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
-            yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
+            yield f"pooling is {format_value(self.pooling)}, must be one of {', '.join(POOLINGS)}"
         shards = len(self.blocks) - self.head_start
         if shards and self.vocabulary_size % shards:
             yield f"its head has {shards} shards, of {self.vocabulary_size} tokens"
         if self.width < 1:
-            yield f"width is {shown(self.width)}, must be at least 1"
+            yield f"width is {format_value(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
             least = MIN_TOKENS if name in ("tokens", "states", "chunk") else 1
             if not least <= size <= LARGEST_SIZE:
-                yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+                yield f"the bound of {name} is {format_value(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.chunk > self.bounds.tokens:
-            yield f"chunks have {shown(self.bounds.chunk)} tokens, but rows only {shown(self.bounds.tokens)}"
+            chunk, tokens = format_value(self.bounds.chunk), format_value(self.bounds.tokens)
+            yield f"chunks have {chunk} tokens, but rows only {tokens}"
         if self.bounds.has_chunks and self.bounds.context < self.bounds.tokens:
-            yield f"rows have {shown(self.bounds.tokens)} tokens, but texts only {shown(self.bounds.context)}"
+            tokens, context = format_value(self.bounds.tokens), format_value(self.bounds.context)
+            yield f"rows have {tokens} tokens, but texts only {context}"
 
     def _part_problems(self) -> Iterator[str]:
         """Yield problems of the tables, modules and programs of all blocks."""
@@ -369,7 +371,7 @@ class Chain:
                 or not 1 <= table.members <= _MAX_BLOCKS
                 or window < 1
             ):
-                yield f"a table is {shown(table)}"
+                yield f"a table is {format_value(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
         layers = (self.blocks[number] for number in dict.fromkeys(self.first_with_weights))
@@ -377,16 +379,17 @@ class Chain:
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
-            yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
+            yield f"its blocks have the modules {format_value(used)}, the chain {len(self.modules)}"
         if unused := {*range(len(self.programs))} - {block.program for block in self.blocks}:
             yield f"no block has the program {min(unused)}"
 
     def _block_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
         """Yield problems of a block; an invalid program, table or shared value hides its other problems."""
         if not 0 <= block.program < len(self.programs):
-            yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
+            program = format_value(block.program)
+            yield f"block {number} has the program {program}, there are {len(self.programs)}"
         elif any(not 0 <= table < len(self.tables) for table in block.tables):
-            yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+            yield f"block {number} has the tables {format_value(block.tables)}, there are {len(self.tables)}"
         elif problem := self._sharing_problem(number, block):
             yield problem
         else:
@@ -405,10 +408,12 @@ class Chain:
         if self.is_head(number) and (block.shared_in or number in self.shared):
             return f"block {number}, a head, shares values"
         if not available.issuperset(block.shared_in) or len({*block.shared_in}) < len(block.shared_in):
-            return f"block {number} takes the values {shown(block.shared_in)} of {len(self.shared)}"
+            return f"block {number} takes the values {format_value(block.shared_in)} of {len(self.shared)}"
         positions = range(len(block.shared_in))
         if block.past and (len(block.past) != len(_PAST) or not {*positions}.issuperset(block.past)):
-            return f"block {number} has its past in {shown(block.past)} of {len(block.shared_in)} values"
+            return (
+                f"block {number} has its past in {format_value(block.past)} of {len(block.shared_in)} values"
+            )
         return ""
 
     def _interface_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
@@ -416,7 +421,8 @@ class Chain:
         modules = len(block.modules)
         for role, method in self.programs[block.program].methods.items():
             if role not in ALL_ROLES:
-                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
+                known = ", ".join(ALL_ROLES)
+                yield f"block {number} has the role {format_value(role)}, this version knows {known}"
                 continue
             if len(method.outputs) > _MAX_RESIDUALS + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
@@ -427,9 +433,9 @@ class Chain:
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
             allowed -= set() if self.is_encoder else {PADDING_MASK}
             if not expected.required_inputs <= inputs <= allowed or len(inputs) < len(method.inputs):
-                yield f"block {number} takes {shown(method.inputs)} in the role {role}"
+                yield f"block {number} takes {format_value(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(expected.output_names):
-                yield f"block {number} returns {shown(method.outputs)} in the role {role}"
+                yield f"block {number} returns {format_value(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
@@ -636,7 +642,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
             yield f"{len(names)} {what} {where} have {len(specs)} specs"
         for spec in specs:
             if len(spec.sizes) > _MAX_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
-                yield f"one of the {what} {where} is {shown(spec)}"
+                yield f"one of the {what} {where} is {format_value(spec)}"
 
 
 # Fields that manifests of earlier versions lack.
@@ -688,7 +694,7 @@ def _checked(name: str, value: Any, expected: type) -> Any:
 
 def _unreadable(name: str, value: Any, why: str) -> BundleError:
     return BundleError(
-        f"the manifest's chain can't be read: {name} is {shown(value)}, {why}",
+        f"the manifest's chain can't be read: {name} is {format_value(value)}, {why}",
         remedy=_REMEDY,
         code="chain-unreadable",
     )

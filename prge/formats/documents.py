@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prge.errors import shown
+from prge.errors import format_value
 from prge.system.regular_files import open_regular
 
 MAX_JSON_BYTES = 2 << 20
@@ -38,9 +38,9 @@ class DocumentError(ValueError):
         self.code = code
 
 
-def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, infinite: bool = False) -> Any:
     """Read a JSON file; raises OSError or DocumentError. `infinite`: whether numbers may be infinite."""
-    return parse_json(read_document(path, most_bytes), infinite)
+    return parse_json(read_document(path, max_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
@@ -48,14 +48,14 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(read_document(path, MAX_YAML_BYTES))
 
 
-def read_document(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file; raises OSError, or DocumentError if it is larger than `most_bytes`."""
+def read_document(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file; raises OSError, or DocumentError if it is larger than `max_bytes`."""
     with open_regular(path, "rb", follow=True) as stream:
         size = os.fstat(stream.fileno()).st_size
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise DocumentError(
-            f"it has {max(size, len(content))} bytes, at most {most_bytes} are read",
+            f"it has {max(size, len(content))} bytes, at most {max_bytes} are read",
             code="document-too-large",
         )
     return content
@@ -153,7 +153,7 @@ def _without_duplicate_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise DocumentError(f"it has the key {shown(duplicate)} twice", code="key-twice")
+        raise DocumentError(f"it has the key {format_value(duplicate)} twice", code="key-twice")
     return value
 
 
@@ -176,7 +176,9 @@ def _number(text: str) -> float:
 
 def _finite(value: float, text: object) -> float:
     if not math.isfinite(value):
-        raise DocumentError(f"it has {shown(text)}, which is no finite number", code="number-not-finite")
+        raise DocumentError(
+            f"it has {format_value(text)}, which is no finite number", code="number-not-finite"
+        )
     return value
 
 

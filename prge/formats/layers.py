@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, format_value
 from prge.formats.bundle import Bundle
 from prge.formats.documents import DocumentError, mapping, read_json
 
@@ -112,7 +112,7 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
             try:
                 layers[name] = StoredLayer.from_json(entry, bundle.manifest["files"])
             except ValueError:
-                raise _unusable(bundle.folder, f"{shown(name)} is {shown(entry)}") from None
+                raise _unusable(bundle.folder, f"{format_value(name)} is {format_value(entry)}") from None
     return layers
 
 

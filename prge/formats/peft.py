@@ -22,7 +22,7 @@ import safetensors
 import safetensors.numpy
 
 from prge.engine import Array, FloatArray
-from prge.errors import AdapterError, RunError, shown
+from prge.errors import AdapterError, RunError, format_value
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import file_sha256
 from prge.formats.documents import MAX_JSON_BYTES, DocumentError, parse_json, read_document
@@ -494,7 +494,7 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
         if only is not None and name != only:
             continue
         if Path(name).name != name:
-            problems.append(f"{HASHES} names a file outside the folder: {shown(name)}")
+            problems.append(f"{HASHES} names a file outside the folder: {format_value(name)}")
         elif name not in present:
             problems.append(f"{name} is missing")
         elif file_sha256(folder / name) != expected:
@@ -528,7 +528,7 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
     """
     problems = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
+        problems.append(f"{CONFIG} has peft_type {format_value(config['peft_type'])}, must be 'LORA'")
     for name in ("use_dora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
             problems.append(f"{name} is set: the bundle computes plain LoRA")
@@ -536,10 +536,10 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
         if config.get(name) and not (heads and name == "modules_to_save"):
             problems.append(f"{name} is set: the bundle adapts linear layers only")
     if config.get("bias", "none") != "none":
-        problems.append(f"bias is {shown(config['bias'])}: the bundle's biases are frozen")
+        problems.append(f"bias is {format_value(config['bias'])}: the bundle's biases are frozen")
     if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
         problems.append(
-            f"init_lora_weights is {shown(config['init_lora_weights'])}: it changes the base weights, "
+            f"init_lora_weights is {format_value(config['init_lora_weights'])}: it changes the base weights, "
             "which are exported as they are"
         )
     return problems
@@ -555,7 +555,7 @@ def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> li
         named.name == expected.name and all(commits) and commits[0] != commits[1]
     ):
         actual, wanted = (
-            f"{shown(each.name)}{f' of {shown(mark)}' if mark else ''}"
+            f"{format_value(each.name)}{f' of {format_value(mark)}' if mark else ''}"
             for each in (named, expected)
             for mark in [each.sha256 or each.commit]
         )
@@ -568,21 +568,21 @@ def _number_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        problems.append(f"r is {shown(rank)}, must be a whole number of at least 1")
+        problems.append(f"r is {format_value(rank)}, must be a whole number of at least 1")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-        problems.append(f"lora_alpha is {shown(alpha)}, must be a number above 0")
+        problems.append(f"lora_alpha is {format_value(alpha)}, must be a number above 0")
     for name, value_type in (("rank_pattern", int), ("alpha_pattern", int | float)):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(
             isinstance(value, value_type) and not isinstance(value, bool) and 0 < value < math.inf
             for value in pattern.values()
         ):
-            problems.append(f"{name} is {shown(pattern)}, must map modules to numbers above 0")
+            problems.append(f"{name} is {format_value(pattern)}, must map modules to numbers above 0")
         elif any(_REGEX_CHARACTERS.intersection(key) for key in pattern):
-            problems.append(f"{name} is {shown(pattern)}, must have names of modules, no expressions")
+            problems.append(f"{name} is {format_value(pattern)}, must have names of modules, no expressions")
     is_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
     if not (is_names or isinstance(targets, str)) or not targets:
-        problems.append(f"target_modules is {shown(targets)}, must be names or an expression")
+        problems.append(f"target_modules is {format_value(targets)}, must be names or an expression")
     return problems
 
 

@@ -66,15 +66,15 @@ def sign(text: str, name: str, key: bytes | None = None) -> bytes:
     return content + _BEGIN + _signature(content, name, key or _own_key(make=True)) + b"\n"
 
 
-def is_own_file(path: Path) -> bool:
+def is_signed_file(path: Path) -> bool:
     """Return whether a settings file has a valid signature of the user."""
     try:
-        return is_own(read_regular(path), path.name)
+        return has_own_signature(read_regular(path), path.name)
     except OSError:
         return False
 
 
-def is_own(content: bytes, name: str) -> bool:
+def has_own_signature(content: bytes, name: str) -> bool:
     """Return whether the content of a settings file has a valid signature of the user.
 
     Args:

@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.errors import RunError, shown
+from prge.errors import RunError, format_value
 from prge.formats.documents import MAX_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
 from prge.formats.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL, METRICS, SUMMARY
-from prge.formats.stored_settings import is_outside, is_own
+from prge.formats.stored_settings import has_own_signature, is_outside
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def read_bundle_path(config: Path) -> Path | None:
     if not bundle:
         return None
     exists = os.path.lexists(str(bundle))
-    if exists and is_outside(config.parent, str(bundle)) and not is_own(content, config.name):
+    if exists and is_outside(config.parent, str(bundle)) and not has_own_signature(content, config.name):
         raise RunError(
-            f"{config} names the bundle {shown(bundle)}, outside of its folder, "
+            f"{config} names the bundle {format_value(bundle)}, outside of its folder, "
             "and isn't as your prge wrote it",
             remedy=f"if that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
             "--adapter to verbs that generate or score",

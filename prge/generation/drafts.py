@@ -18,7 +18,7 @@ _PAUSE_FACTOR = 3
 _MAX_PAUSE = 64
 
 
-class Lookup:
+class PromptLookup:
     """Drafts tokens of one completion by n-gram lookup; pauses after wrong drafts, longer each time.
 
     Args:

@@ -47,7 +47,7 @@ class GenerationEngine(Protocol):
         ...
 
     @property
-    def most_checked(self) -> int:
+    def max_checked(self) -> int:
         """Most tokens of a `check`; 0 if sequences can't be rewound to a token that a check found wrong."""
         ...
 

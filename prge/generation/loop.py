@@ -21,9 +21,9 @@ from prge.cli.bounds import bound_problems
 from prge.data.tokenization.inputs import check_token_ids, is_valid_unicode
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
-from prge.errors import ConfigError, DataError, PrgeError, shown
+from prge.errors import ConfigError, DataError, PrgeError, format_value
 from prge.formats.adapter import Adapter
-from prge.generation.drafts import Lookup
+from prge.generation.drafts import PromptLookup
 from prge.generation.generator import GenerationEngine
 from prge.generation.prompts import Prompt
 from prge.generation.sampling import SamplingSettings, TokenSampler
@@ -65,9 +65,9 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         problems = []
         if type(self.max_tokens) is not int:
-            problems.append(f"--max-tokens is {shown(self.max_tokens)}, must be a whole number")
+            problems.append(f"--max-tokens is {format_value(self.max_tokens)}, must be a whole number")
         if not all(isinstance(word, str) and word and is_valid_unicode(word) for word in self.stop):
-            problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
+            problems.append(f"--stop is {format_value(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
             raise ConfigError("invalid generation parameters:", problems, code="settings-unusable")
@@ -249,7 +249,7 @@ class _ActiveRequest:
     steps: int = 0
     decode_seconds: float = 0.0
     drafted: int = 0
-    lookup: Lookup | None = None
+    lookup: PromptLookup | None = None
 
 
 class Generator:
@@ -388,7 +388,7 @@ class Generator:
                         ticket.tokens if prompt.continues else None,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
-                    lookup=Lookup(ticket.tokens) if request.settings.draft == "lookup" else None,
+                    lookup=PromptLookup(ticket.tokens) if request.settings.draft == "lookup" else None,
                 )
             )
 
@@ -456,7 +456,7 @@ class Generator:
         # Verifying n drafted tokens generates n + 1.
         context_left = self.engine.context - len(active.sequence.tokens) - 1
         tokens_left = active.ticket.request.settings.max_tokens - len(active.tokens)
-        most = min(context_left, tokens_left, self.engine.most_checked) - 1
+        most = min(context_left, tokens_left, self.engine.max_checked) - 1
         return active.lookup.draft(most) if most > 0 else []
 
     def _verify(self, active: _ActiveRequest, draft: list[int]) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from prge.cli.bounds import bound_problems, flag
 from prge.engine import Float64Array, FloatArray, IntArray
-from prge.errors import ConfigError, EngineError, shown
+from prge.errors import ConfigError, EngineError, format_value
 from prge.training.estimators.directions import philox
 
 _INTEGERS = ("top_k", "seed")
@@ -60,7 +60,7 @@ class SamplingSettings:
             missing = value is None and item.name == "seed"
             if not missing and (isinstance(value, bool) or not isinstance(value, types)):
                 number = "a whole number" if item.name in _INTEGERS else "a number"
-                problems.append(f"{flag(item.name)} is {shown(value)}, must be {number}")
+                problems.append(f"{flag(item.name)} is {format_value(value)}, must be {number}")
         problems = problems or bound_problems(self)
         if problems:
             raise ConfigError("invalid sampling parameters:", problems, code="settings-unusable")

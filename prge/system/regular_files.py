@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from prge.errors import visible
+from prge.errors import escape_control
 from prge.system.terminal import best_effort
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -71,7 +71,7 @@ def warn_if_key_is_shared(path: Path) -> None:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             line = f"warning: others may read the key in {path}, whose mode is {mode:04o}: chmod 600 {path}"
-            print(visible(line), file=sys.stderr, flush=True)
+            print(escape_control(line), file=sys.stderr, flush=True)
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -226,7 +226,7 @@ def write_result(folder: Path, state: TrainingState, template: Path, overwrite: 
     write_peft(folder, state.adapter, template, extra, overwrite=overwrite)
 
 
-def keep_state(
+def save_and_prune(
     folder: Path, state: TrainingState, template: Path, journal: Journal, every: int, keep_gradients: bool
 ) -> None:
     """Save a checkpoint, and remove checkpoints and journaled gradients that are no longer needed.
@@ -359,7 +359,7 @@ def head_arrays(head: Head) -> dict[str, Array]:
     return {"weight": head.weight, "bias": head.bias}
 
 
-def head_at(folder: Path, classes: int, width: int) -> Head | None:
+def read_folder_head(folder: Path, classes: int, width: int) -> Head | None:
     """Read the head in an adapter's folder; None if there is none. Raises AdapterError, see `read_head`."""
     if not (folder / HEAD).is_file():
         return None

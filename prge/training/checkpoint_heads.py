@@ -8,7 +8,7 @@ from pathlib import Path
 from prge.data.forms.task import Task, load_task
 from prge.formats.bundle import Bundle
 from prge.objectives.classification_head import Head
-from prge.training.checkpoint import head_at
+from prge.training.checkpoint import read_folder_head
 
 
 def load_bundle_task(bundle: Bundle, name: str | Path | None) -> Task | None:
@@ -39,7 +39,7 @@ def load_head(bundle: Bundle, source: Path, task: Task | None, classes: int) -> 
     """
     if source == bundle.adapter and (task is None or _reordered(task, bundle.labels) is None):
         return None
-    return head_at(source, classes, bundle.chain.width)
+    return read_folder_head(source, classes, bundle.chain.width)
 
 
 def describe_unused_head(bundle: Bundle) -> str:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from prge.engine import STATES_AT_ONCE
-from prge.errors import BundleError, ConfigError, shown
+from prge.errors import BundleError, ConfigError, format_value
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
@@ -216,7 +216,7 @@ class ModelSizes:
             )
         except (KeyError, TypeError, ValueError):
             raise BundleError(
-                f"the manifest's outline can't be read: {shown(block)}",
+                f"the manifest's outline can't be read: {format_value(block)}",
                 remedy="export the bundle again",
                 code="outline-unreadable",
             ) from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.errors import DivergenceError, PrgeError, shown, visible
+from prge.errors import DivergenceError, PrgeError, escape_control, format_value
 from prge.formats.curves import merit_of, score_of
 from prge.formats.journal import Journal, Record, decode_array
 from prge.formats.run_folder import RunLog, write_summary
@@ -106,7 +106,7 @@ class RunMonitor:
 
     def note(self, text: str) -> None:
         """Print a message and write it to the log."""
-        text = visible(text)  # it may quote a row
+        text = escape_control(text)  # it may quote a row
         self.progress.note(text)
         for line in text.split("\n"):
             self.log.text(line)
@@ -157,7 +157,7 @@ class RunMonitor:
         self.progress.exclude(now - self._last_time)
         self._last_time = now
 
-    def say_final(self, step: int, evaluation: Record) -> None:
+    def report_final(self, step: int, evaluation: Record) -> None:
         """Report the step of the result, and the first, the best and the last evaluation."""
         self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
@@ -253,15 +253,15 @@ class RunMonitor:
 
 
 @contextmanager
-def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
+def graceful_stop(monitor: RunMonitor) -> Iterator[None]:
     """Stop the run after its step at Ctrl-C, SIGTERM or SIGHUP; at once at a second signal."""
 
     def stop(number: int, frame: object) -> None:
-        if watcher.stopped:
+        if monitor.stopped:
             ignore_interrupts()
             raise KeyboardInterrupt
-        watcher.stopped = True
-        watcher.note("stopping after this step; once more to stop at once")
+        monitor.stopped = True
+        monitor.note("stopping after this step; once more to stop at once")
 
     with handle_signals(stop, ending_signals()):
         yield
@@ -269,7 +269,7 @@ def graceful_stop(watcher: RunMonitor) -> Iterator[None]:
 
 def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt in one line: its text, or the content of its last message."""
-    return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    return format_value(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:

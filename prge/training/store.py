@@ -10,8 +10,8 @@ from typing import Protocol
 from prge.errors import ConfigError
 from prge.formats.journal import Journal, Record
 from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
-from prge.formats.stored_settings import is_own_file, write_settings
-from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.formats.stored_settings import is_signed_file, write_settings
+from prge.training.checkpoint import TrainingState, load_best, load_latest, save_and_prune, write_result
 from prge.training.estimators.protocol import Estimator, EstimatorSequence
 from prge.training.estimators.table import EstimatorFlags
 from prge.training.recipe import Recipe
@@ -109,7 +109,7 @@ class RunStore:
                 code="settings-changed",
             )
         # Once a user resumes a run of another machine with its settings, they are signed as the user's own.
-        if changed or not is_own_file(self.folder / CONFIG):
+        if changed or not is_signed_file(self.folder / CONFIG):
             write_settings(self.folder / CONFIG, config)
         if changed:
             self.journal.append(
@@ -127,7 +127,7 @@ class RunStore:
 
     def save(self, state: TrainingState) -> None:
         """See Store; checkpoints that are no longer needed are removed."""
-        keep_state(
+        save_and_prune(
             self.folder, state, self.template, self.journal, self.checkpoint_every, self.keep_gradients
         )
 

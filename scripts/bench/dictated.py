@@ -31,7 +31,7 @@ class DictatedEngine:
             engine.context,
             engine.slots,
         )
-        self.most_checked = engine.most_checked
+        self.max_checked = engine.max_checked
         self.open, self.close = engine.open, engine.close
         self.length, self.rewind = engine.length, engine.rewind
 

@@ -10,7 +10,7 @@ with a time limit tries each:
     gradient_error  error of the engine's exact gradient against autograd on the whole model in double
                     precision, relative to its largest entry; of whole rows and, for a decoder, rows in chunks
     tangent_error   the same for jvp
-    spoke           eight tokens equal transformers' greedy generation
+    generates       eight tokens equal transformers' greedy generation
     published       PEFT computes the same with the published adapter
     code, why_not   of the refusal: a short name, and its sentence
     defect          of an exception that is no refusal: type, message and line
@@ -41,7 +41,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = (
-    *("exported", "gradient_error", "tangent_error", "spoke", "published", "code", "why_not", "defect"),
+    *("exported", "gradient_error", "tangent_error", "generates", "published", "code", "why_not", "defect"),
     *("only_graphs", "seconds", "commit"),
 )
 OUTCOMES = ("works", "only graphs", "wrong", "refused", "defect", "not made")
@@ -210,7 +210,7 @@ def check_bundle(folder: Path, figures: dict[str, Any], scheme: str, roles: Sequ
             figures["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
             tokens, expected = spoken_and_expected(folder, bundle, _WRITTEN)
-            figures["spoke"] = tokens == expected
+            figures["generates"] = tokens == expected
         figures["published"] = published_error(folder, bundle) < TOLERANCE
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prge.errors import Refusal, shown
+from prge.errors import Refusal, format_value
 from prge.system.sandbox import BoundedChild, LimitError
 
 # The largest int64.
@@ -69,8 +69,8 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise Refusal(
             "config-out-of-bounds",
-            f"{path} does not describe a model: its model_type is {shown(model_type)}, and its largest "
-            f"numbers are {numbers}.",
+            f"{path} does not describe a model: its model_type is {format_value(model_type)}, and its "
+            f"largest numbers are {numbers}.",
             remedy="Correct the file, or use another model.",
         )
     try:
@@ -131,9 +131,9 @@ def _parse_config(request: bytes) -> bytes:
 def _value_problem(name: str, value: Any) -> str:
     """Return what is wrong with a value of a configuration; empty if nothing is."""
     if _SIZES.fullmatch(name) and value is not None and (not _is_number(value) or value < 1):
-        return f"{name} is {shown(value)} but must be a positive integer"
+        return f"{name} is {format_value(value)} but must be a positive integer"
     if _is_number(value) and abs(value) > _LARGEST:
-        return f"{name} is {shown(value)} but must fit into 64 bits"
+        return f"{name} is {format_value(value)} but must fit into 64 bits"
     return ""
 
 
@@ -141,7 +141,7 @@ def _names_problem(value: Any) -> str:
     """Return what is wrong with a list of names; empty if nothing is."""
     if value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return ""
-    return f"{_ARCHITECTURES} is {shown(value)} but must be a list of names"
+    return f"{_ARCHITECTURES} is {format_value(value)} but must be a list of names"
 
 
 def _values_of(key: str, value: Any) -> Iterator[Any]:

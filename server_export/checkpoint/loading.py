@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from prge.errors import Refusal, first_line, refused_as, shown
+from prge.errors import Refusal, first_line, format_value, refused_as
 from server_export.checkpoint.classifier import (
     CheckpointClassifier,
     detach_classifier,
@@ -240,7 +240,7 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _ModelConfig:
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
         text = whole if whole.is_encoder_decoder else whole.get_text_config()
         if not isinstance(text, PretrainedConfig):
-            raise ValueError(f"text_config is {shown(text)}")
+            raise ValueError(f"text_config is {format_value(text)}")
     if _is_encoder_alone(whole):
         whole.is_encoder_decoder = False
         text = whole
@@ -484,7 +484,7 @@ def _check_is_text_model(config: Any, whole: Any, name: str) -> None:
     elif quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         code, remedy = "quantized-already", UNQUANTIZED
-        reason = f"already quantized{f' ({shown(method)})' if method else ''}"
+        reason = f"already quantized{f' ({format_value(method)})' if method else ''}"
     elif config is whole and _needs_other_parts(config):
         code = "more-than-texts"
         reason = "a multimodal model, and transformers has no class for its text part alone"

@@ -26,8 +26,8 @@ from prge.formats.signatures import (
 )
 from server_export.derive.backward.joint import backpropagate
 from server_export.derive.backward.partition import partition
+from server_export.derive.continuation import continuation, logits_head
 from server_export.derive.jvp.transform import Dense, RankOne, Seed, differentiate
-from server_export.derive.past import continued, logits
 from server_export.ir.block import PORT, Block, port_of
 from server_export.ir.core import write_core_operators
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
@@ -95,12 +95,12 @@ def _in_view(block: Block, role: Role) -> Block:
     match role.view:
         case View.CHUNK:
             one_row = block.sized((COPIES, 1), (BATCH, 1))
-            return continued(one_row, rows=1, tokens=TOKENS, past=PAST, any_lora_a=is_value)
+            return continuation(one_row, rows=1, tokens=TOKENS, past=PAST, any_lora_a=is_value)
         case View.TOKEN:
             if is_head(block):
-                return logits(block.sized((BATCH, 1), (TOKENS, 1)))
+                return logits_head(block.sized((BATCH, 1), (TOKENS, 1)))
             one_token = block.sized((BATCH, 1), (TOKENS, 1))
-            return continued(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
+            return continuation(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
     whole = block.copy()
     expand(whole.graph_module)
     if is_head(block):

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.walks import origin
+from server_export.ir.traversal import origin
 from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten

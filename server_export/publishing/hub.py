@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prge.errors import PrgeError, shown
+from prge.errors import PrgeError, format_value
 
 # Timeout of the first request, in seconds.
 _SECONDS = 10.0
@@ -56,7 +56,7 @@ def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
             raise HFValidationError("the owner is missing")
     except HFValidationError as error:
         raise PrgeError(
-            f"--push is {shown(name)}, which names no repository: {_first_line(error)}",
+            f"--push is {format_value(name)}, which names no repository: {_first_line(error)}",
             remedy="Give OWNER/NAME, where OWNER is your name on the hub or an organization's.",
             code="hub-name",
         ) from None

@@ -29,7 +29,7 @@ from server_export.publishing.module_quantization import quantized_and_checked
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, BuiltProgram
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
-from server_export.trace.patterns import functions_of
+from server_export.trace.patterns import replaceable_functions
 
 # Most tokens of one call: the runner splits longer prompts. Memory is planned for this number, and matrix
 # products of more rows are hardly faster.
@@ -104,7 +104,7 @@ def check_can_generate(loaded: LoadedModel) -> None:
             remedy="Publish it as program instead.",
             code="llm-of-encoder",
         )
-    if functions_of(loaded.model):
+    if replaceable_functions(loaded.model):
         raise BundleError(
             f"{loaded.name_or_path} can't be published as llm: it has recurrences or short convolutions, and "
             "the program keeps only keys and values between calls.",

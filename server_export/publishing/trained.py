@@ -115,8 +115,8 @@ class TrainedAdapter:
         if self.head is None or not self.head_layer:
             return None
         head = read_arrays(self.head)
-        is_own = self.bundle is None or len(head["bias"]) == len(self.bundle.labels)
-        return head if is_own else None
+        is_for_own_classes = self.bundle is None or len(head["bias"]) == len(self.bundle.labels)
+        return head if is_for_own_classes else None
 
 
 def read_trained(config: PublishConfig) -> TrainedAdapter:

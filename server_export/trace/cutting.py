@@ -44,7 +44,7 @@ from server_export.ir.modules import get_attribute, make_graph_module
 from server_export.ir.operators import Category, members
 from server_export.ir.shapes import to_meta
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import ancestors, descendants, readers
+from server_export.ir.traversal import ancestors, descendants, readers
 from server_export.trace.experts import split_at_experts
 from server_export.trace.layers import Stretch, Values, ends_of_layers, stretches_of_layers
 

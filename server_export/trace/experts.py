@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from prge.errors import Refusal
-from server_export.ir.walks import descendants
+from server_export.ir.traversal import descendants
 from server_export.trace.layers import Stretch, Values
 
 

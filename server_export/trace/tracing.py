@@ -28,7 +28,7 @@ from server_export.checkpoint.classifier import hidden_states_of
 from server_export.ir.markers import BATCH, TOKENS
 from server_export.ir.operators import Category, members
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import readers
+from server_export.ir.traversal import readers
 from server_export.trace import attention, patterns
 from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import ModelGraph, TracedModel

@@ -27,11 +27,11 @@ from server_export.check.estimation import Estimate, check_resources, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
-from server_export.tune.named_rows import NamedRows
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Tokenizing
+from server_export.tune.user_rows import UserRows
 
 _LESS = "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
 
@@ -60,7 +60,7 @@ class DecisionMaker:
             decision = make() if user_value is None else Decision(name, user_value, "given by the user")
             self._record.decide(*([decision] if decision else []))
 
-    def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
+    def for_export(self, rows: UserRows) -> dict[Part, list[Row]]:
         """Decide quantization, adapter, chat template, first token and sequence length of a bundle.
 
         Returns:
@@ -110,7 +110,7 @@ class DecisionMaker:
             fit_budget(limit, needed, estimated.weights, "a run of this model", _LESS)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
-    def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
+    def _decide_adapter(self, model: str, rows: UserRows) -> Estimate:
         """Decide quantization, adapter and roles, and return the estimate of such a bundle."""
         settings = self._settings
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.cli.settings import PATH_LIKE_SETTINGS, settings_to_yaml
-from prge.errors import ConfigError, RunError, shown
+from prge.errors import ConfigError, RunError, format_value
 from prge.formats.documents import mapping
 from prge.formats.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
 from prge.formats.stored_settings import is_outside, write_settings
@@ -106,7 +106,7 @@ class Record:
         for name, value in named.items():
             if isinstance(value, str) and value not in own and is_outside(self._settings.out, value):
                 raise RunError(
-                    f"{self._path} names {shown(value)} as {name}, which is outside of its folder.",
+                    f"{self._path} names {format_value(value)} as {name}, which is outside of its folder.",
                     remedy="Remove that entry, or give another folder with --out.",
                     code="path-outside",
                 )

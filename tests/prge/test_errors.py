@@ -13,10 +13,10 @@ from prge.errors import (
     ProblemsError,
     Refusal,
     RunError,
+    format_value,
     printable,
     refused_as,
     shortened,
-    shown,
 )
 
 CLASSES = [
@@ -64,8 +64,8 @@ def test_every_error_is_a_prge_error_with_exit_code_2(kind: type[PrgeError]) -> 
     ids=["short", "list", "text", "long list", "number", "longer number", "control characters"],
 )
 def test_a_value_is_shown_shortened(value: object, text: str) -> None:
-    assert shown(value).startswith(text)
-    assert len(shown(value)) <= 100
+    assert format_value(value).startswith(text)
+    assert len(format_value(value)) <= 100
 
 
 def test_shortening_leaves_both_ends() -> None:

@@ -112,9 +112,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
 
-def make_connection_class(most_bytes: int) -> type[Connection]:
+def make_connection_class(max_bytes: int) -> type[Connection]:
     """Return a Connection class whose timeout allows bodies of this size over a slow network."""
-    return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + most_bytes / _SLOWEST})
+    return type("Connection", (Connection,), {"seconds": SECONDS_TO_ASK + max_bytes / _SLOWEST})
 
 
 class Admission:
@@ -124,14 +124,14 @@ class Admission:
         app: the application.
         listener: owns the connections.
         keys: public keys of the admitted devices; None: any key.
-        most_bytes: of an object.
+        max_bytes: of an object.
     """
 
     def __init__(
-        self, app: ASGIApp, listener: Listener, keys: frozenset[bytes] | None, most_bytes: int
+        self, app: ASGIApp, listener: Listener, keys: frozenset[bytes] | None, max_bytes: int
     ) -> None:
         self._app, self._listener, self._keys = app, listener, keys
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._reading: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ class Admission:
         headers = Headers(scope=scope)
         key = authenticated_key(headers, self._keys)
         length = headers.get("content-length", "")
-        most = self._most_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
+        most = self._max_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
         if scope["method"] != "POST" or scope["path"] not in FLEET_PATHS:
             refused = Response(status_code=404)
         elif key is None:

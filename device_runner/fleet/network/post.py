@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from device_runner.fleet.network.flower import FleetState, FlowerReply, Push, Receipt
-from prge.errors import RunError, shown
+from prge.errors import RunError, format_value
 
 # For a reply that is being computed when its round ends: it still counts if the round is asked for again.
 _LATE_SECONDS = 600.0
@@ -108,7 +108,7 @@ class Mailbox:
             if failed or content is not None:
                 del self._begun[name]
                 self._state.delete([name])
-                yield NetworkReply(self._out.pop(name), content, shown(reply.problem or ""))
+                yield NetworkReply(self._out.pop(name), content, format_value(reply.problem or ""))
 
     def _read_replies(self, names: set[str]) -> list[FlowerReply]:
         """Read Flower's records of replies; deletes records that Flower fails on, as it would fail again."""

@@ -56,7 +56,7 @@ class SuperLink:
 
 @contextmanager
 def superlink(
-    folder: Path, host: str, port: int, keys: ServerKeys | None, most_bytes: int = 1 << 20
+    folder: Path, host: str, port: int, keys: ServerKeys | None, max_bytes: int = 1 << 20
 ) -> Iterator[SuperLink]:
     """Listen at an address until the block ends; nodes and runs are stored in `folder`.
 
@@ -64,7 +64,7 @@ def superlink(
         folder: of the fleet.
         host, port: address for the devices; port 0 is a free one.
         keys: of the server and its devices; None: no encryption, and anyone may join.
-        most_bytes: of a device's reply.
+        max_bytes: of a device's reply.
 
     Raises:
         RunError: the address cannot be listened at, or Flower does not start.
@@ -82,8 +82,8 @@ def superlink(
             state.register(keys.devices)
             known = encode_keys(keys.devices.values())
         application = fleet_application(state, keys is not None, mailbox.allows)
-        admission = Admission(application, listener, known, most_bytes)
-        with listener, _serving(admission, listener, keys, most_bytes, home / "superlink.log"):
+        admission = Admission(application, listener, known, max_bytes)
+        with listener, _serving(admission, listener, keys, max_bytes, home / "superlink.log"):
             yield SuperLink(format_address(listener), state, mailbox)
 
 
@@ -98,13 +98,13 @@ def _most_connections() -> int:
 
 @contextmanager
 def _serving(
-    app: Admission, listener: Listener, keys: ServerKeys | None, most_bytes: int, log: Path
+    app: Admission, listener: Listener, keys: ServerKeys | None, max_bytes: int, log: Path
 ) -> Iterator[None]:
     """Serve in a thread of this process, so that both end together."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=make_connection_class(most_bytes),
+            http=make_connection_class(max_bytes),
             loop="asyncio",  # it accepts connections through Python's socket class, which Listener extends
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             ws="none",

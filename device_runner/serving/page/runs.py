@@ -21,7 +21,7 @@ from device_runner.serving.page.stopping import ask_to_stop, process_state
 from device_runner.serving.page.tail import RunFollower, file_stamp
 from device_runner.serving.protocol import Json, RequestError
 from device_runner.session.sensors import Sensors
-from prge.errors import RunError, printable, shown
+from prge.errors import RunError, format_value, printable
 from prge.formats.documents import DocumentError, mapping, read_json
 from prge.formats.run_folder import (
     CHECKPOINTS,
@@ -85,7 +85,9 @@ class Runs:
         """Return the folder of a run by its name; raises RequestError if there is none."""
         folder = self._resolve_run(self._root / name)
         if folder is None:
-            raise RequestError(404, f"there is no run {shown(name)}", param="run", code="run_not_found")
+            raise RequestError(
+                404, f"there is no run {format_value(name)}", param="run", code="run_not_found"
+            )
         return folder
 
     async def stop(self, name: str) -> None:

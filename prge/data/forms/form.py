@@ -36,7 +36,7 @@ from prge.data.forms.preferences import chosen_fields, pair_candidates, rated_fi
 from prge.data.readers.feedback import TEMPLATE_KWARGS
 from prge.data.readers.files import Row
 from prge.data.segments import Candidates, Segmenter, Texts
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.objectives.preferences import PREFERENCES, ObjectiveName, Preferring
 
 WEIGHT = "weight"
@@ -158,7 +158,7 @@ def _weight_of(value: object) -> float:
         weight = math.nan
     if not 0 < weight <= MAX_WEIGHT:
         raise RowError(
-            f"its weight is {shown(value)}, must be a number above 0, at most {MAX_WEIGHT:g}: it "
+            f"its weight is {format_value(value)}, must be a number above 0, at most {MAX_WEIGHT:g}: it "
             "multiplies the row's loss; rename a column with another meaning",
             code="weight-unusable",
         )

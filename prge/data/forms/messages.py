@@ -26,7 +26,7 @@ from prge.data.row_report import (
 )
 from prge.data.segments import Segment, SegmentedText, Segmenter, Texts
 from prge.data.tokenization.control_tokens import MessageTexts, RenderedText, in_messages
-from prge.errors import BundleError, DataError, shown
+from prge.errors import BundleError, DataError, format_value
 
 if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate, Message, Rendering
@@ -85,11 +85,13 @@ def _sharegpt_message(number: int, turn: object) -> Mapping[str, Any]:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(turn, dict) or not isinstance(role, str) or not {"value", "role"} & turn.keys():
         raise RowError(
-            f"turn {number} is {shown(turn)}, must have the texts from and value", code="turns-malformed"
+            f"turn {number} is {format_value(turn)}, must have the texts from and value",
+            code="turns-malformed",
         )
     if role.lower() not in SHAREGPT_ROLES:
         raise RowError(
-            f"turn {number} is from {shown(role)}; known are {', '.join(SHAREGPT_ROLES)}", code="role-unknown"
+            f"turn {number} is from {format_value(role)}; known are {', '.join(SHAREGPT_ROLES)}",
+            code="role-unknown",
         )
     content = turn.get("value", turn.get("content"))
     rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
@@ -118,7 +120,7 @@ def with_system(system: Any, messages: Any) -> Any:
     if system is None or system == "" or not isinstance(messages, list):
         return messages
     if not isinstance(system, str):
-        raise RowError(f"{SYSTEM} must be a text, not {shown(system)}", code="column-not-text")
+        raise RowError(f"{SYSTEM} must be a text, not {format_value(system)}", code="column-not-text")
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -134,7 +136,7 @@ def template_kwargs(value: Any) -> dict[str, Any]:
     kwargs = decode_column(TEMPLATE_KWARGS, value or {}, "a mapping")
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(
-            f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}",
+            f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {format_value(kwargs)}",
             code="template-kwargs",
         )
     if reserved := _RESERVED & kwargs.keys():
@@ -159,7 +161,9 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     variables |= template_kwargs(fields.get(TEMPLATE_KWARGS))
     tools = decode_column(TOOLS, fields.get(TOOLS) or variables.get(TOOLS) or [])
     if not isinstance(tools, list):
-        raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}", code="column-not-json")
+        raise RowError(
+            f"{TOOLS} must be a list, or JSON of one, not {format_value(tools)}", code="column-not-json"
+        )
     return (
         {**variables, TOOLS: tools}
         if tools

@@ -19,7 +19,7 @@ from typing import Any
 
 from prge.cli.bounds import BOUNDS
 from prge.data.columns import RowError
-from prge.errors import ConfigError, shown
+from prge.errors import ConfigError, format_value
 from prge.formats.documents import DocumentError, read_yaml
 
 TASKS = Path(__file__).parent / "tasks"
@@ -103,7 +103,8 @@ class Template:
             if replacements is not None:
                 if text not in replacements:
                     raise RowError(
-                        f"column {part.column!r} is {shown(text)}, must be one of {', '.join(replacements)}",
+                        f"column {part.column!r} is {format_value(text)}, must be one of "
+                        f"{', '.join(replacements)}",
                         code="value-unknown",
                     )
                 text = replacements[text]
@@ -299,7 +300,7 @@ class Task:
             if spelling in keys:
                 return keys.index(spelling)
         raise RowError(
-            f"column {self.label_column!r} is {shown(value)}, must be one of {', '.join(keys)}",
+            f"column {self.label_column!r} is {format_value(value)}, must be one of {', '.join(keys)}",
             code="label-unknown",
         )
 
@@ -354,7 +355,9 @@ def parse_task(content: object, source: str) -> Task:
     for key in content:
         if key not in names:
             close = difflib.get_close_matches(str(key), names, 1)
-            problems.append(f"unknown key {shown(key)}" + (f", did you mean {close[0]}?" if close else ""))
+            problems.append(
+                f"unknown key {format_value(key)}" + (f", did you mean {close[0]}?" if close else "")
+            )
     arguments: dict[str, Any] = {}
     for key in names:
         if content.get(key) is None:
@@ -368,18 +371,18 @@ def parse_task(content: object, source: str) -> Task:
                     str(name): _texts(each, f"{key}.{name}", problems) for name, each in value.items()
                 }
             else:
-                problems.append(f"{key} is {shown(value)}, must be column: {{value: text}}")
+                problems.append(f"{key} is {format_value(value)}, must be column: {{value: text}}")
         elif key == "choices":
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
                 arguments[key] = tuple(value)
             else:
-                problems.append(f"{key} is {shown(value)}, must be a list of columns")
+                problems.append(f"{key} is {format_value(value)}, must be a list of columns")
         elif key == "generate":
             arguments[key] = _generate(value, problems)
         elif isinstance(value, str):
             arguments[key] = value
         else:
-            problems.append(f"{key} is {shown(value)}, must be a text")
+            problems.append(f"{key} is {format_value(value)}, must be a text")
     remedy = f"known keys: {', '.join(names)}"
     try:
         task = Task(**{"name": "", "template": "", **arguments})
@@ -394,21 +397,21 @@ def parse_task(content: object, source: str) -> Task:
 def _generate(value: object, problems: list[str]) -> Generate:
     known = [each.name for each in fields(Generate)]
     if not isinstance(value, dict) or any(name not in known for name in value):
-        problems.append(f"generate is {shown(value)}, must have max_tokens, stop or both")
+        problems.append(f"generate is {format_value(value)}, must have max_tokens, stop or both")
         return Generate()
     most, stop = value.get("max_tokens", Generate.max_tokens), value.get("stop", list(Generate.stop))
     if type(most) is not int or (problem := BOUNDS["max_tokens"].problem(most)):
         problem_text = problem if type(most) is int else "must be a whole number"
-        problems.append(f"generate.max_tokens is {shown(most)}, {problem_text}")
+        problems.append(f"generate.max_tokens is {format_value(most)}, {problem_text}")
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        problems.append(f"generate.stop is {shown(stop)}, must be a list of texts")
+        problems.append(f"generate.stop is {format_value(stop)}, must be a list of texts")
         stop = []
     return Generate(most, tuple(stop))
 
 
 def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
     if not isinstance(value, dict):
-        problems.append(f"{key} is {shown(value)}, must be keys and texts")
+        problems.append(f"{key} is {format_value(value)}, must be keys and texts")
         return {}
     for name, text in value.items():
         if isinstance(text, bool):
@@ -416,7 +419,7 @@ def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
                 f"{key} {name} is {text}: put it in quotes (YAML takes bare Yes and No for true and false)"
             )
         elif not isinstance(text, (str, int, float)):
-            problems.append(f"{key} {name} is {shown(text)}, must be a text")
+            problems.append(f"{key} {name} is {format_value(text)}, must be a text")
     return {_key(name): str(text) for name, text in value.items()}
 
 

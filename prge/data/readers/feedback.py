@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.adapter import Adapter
 from prge.formats.documents import DocumentError, parse_json
 from prge.system.atomic import check_file, storage_error, write_file
@@ -68,7 +68,7 @@ class AnswerRecord:
         if (rating is None) == (correction is None):
             raise ValueError("give either a rating or a correction")
         if rating is not None and rating not in RATINGS:
-            raise ValueError(f"rating is {shown(rating)}, must be {' or '.join(RATINGS)}")
+            raise ValueError(f"rating is {format_value(rating)}, must be {' or '.join(RATINGS)}")
         if correction is not None and not correction.strip():
             raise ValueError("the correction is empty")
         if correction is not None and correction.strip() == self.answer.strip():
@@ -131,16 +131,16 @@ def check_feedback(path: Path) -> None:
 def find_feedback_problem(row: Fields) -> str:
     """Return the problem of an untrusted row of feedback; empty if it is valid."""
     if not isinstance(row["answer"], str):
-        return f"its answer is {shown(row['answer'])}, must be a text"
+        return f"its answer is {format_value(row['answer'])}, must be a text"
     if "correction" in row and not (isinstance(row["correction"], str) and row["correction"].strip()):
-        return f"its correction is {shown(row['correction'])}, must be a text"
+        return f"its correction is {format_value(row['correction'])}, must be a text"
     if "correction" not in row and row["rating"] not in RATINGS:
-        return f"its rating is {shown(row['rating'])}, must be {' or '.join(RATINGS)}"
+        return f"its rating is {format_value(row['rating'])}, must be {' or '.join(RATINGS)}"
     messages = row.get("messages", [])
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         return "its messages must be a list, each with role and content"
     if not messages and not isinstance(row.get("prompt"), str):
-        return f"its prompt is {shown(row.get('prompt'))}, must be a text"
+        return f"its prompt is {format_value(row.get('prompt'))}, must be a text"
     return ""
 
 

@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prge.data.tokenization.inputs import to_json_value
-from prge.errors import BundleError, DataError, shown
+from prge.errors import BundleError, DataError, format_value
 from prge.system.sandbox import BoundedChild, LimitError
 
 ASSISTANT = "assistant"
@@ -568,11 +568,13 @@ def _check_message(index: int, message: object) -> Message:
                 or not isinstance(part.get("text"), str)
             ):
                 part_type = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"{where} has a part of the type {shown(part_type)}: only text is supported")
+                raise ValueError(
+                    f"{where} has a part of the type {format_value(part_type)}: only text is supported"
+                )
     elif not isinstance(content, str) and (content is not None or checked.keys() <= {"role", *_FLAGS}):
         raise ValueError(f"{where} has no text as content")
     for name in _FLAGS:
         if not isinstance(checked.get(name, 1), bool | int | float):
             allowed = "0 or 1" if name == "weight" else "true or false"
-            raise ValueError(f"{where} has the {name} {shown(checked[name])}, must be {allowed}")
+            raise ValueError(f"{where} has the {name} {format_value(checked[name])}, must be {allowed}")
     return checked

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from prge.cli.field_types import to_python_value
-from prge.errors import DataError, shown
+from prge.errors import DataError, format_value
 from prge.formats.documents import DocumentError, parse_json
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -97,7 +97,7 @@ def to_json_value(value: object, name: str) -> Any:
 def _default(value: object) -> Any:
     plain = to_python_value(value)
     if plain is value:
-        raise TypeError(f"it has {shown(value)}, which JSON has no type for")
+        raise TypeError(f"it has {format_value(value)}, which JSON has no type for")
     return plain
 
 
@@ -123,7 +123,7 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
             raise DataError(
                 "the prompt can't be used",
                 [
-                    f"token {index} is {shown(each)}, must be a whole number from 0 to "
+                    f"token {index} is {format_value(each)}, must be a whole number from 0 to "
                     f"{vocabulary_size - 1}: no other tokens are this bundle's"
                 ],
                 code="token-unknown",

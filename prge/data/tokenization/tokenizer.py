@@ -38,7 +38,7 @@ from tokenizers.models import Unigram
 
 from prge.data.tokenization.inputs import check_text
 from prge.data.tokenization.tokenizer_check import read_tokenizer
-from prge.errors import BundleError, ConfigError, DataError, PrgeError, shown
+from prge.errors import BundleError, ConfigError, DataError, PrgeError, format_value
 from prge.formats.bundle import Bundle
 from prge.formats.documents import read_document
 
@@ -456,7 +456,7 @@ def _too_large() -> BundleError:
 def _not_divisible(text: str, characters: int) -> DataError:
     return DataError(
         "the text can't be tokenized",
-        [f"it can't be divided within {characters} characters from {shown(text)}"],
+        [f"it can't be divided within {characters} characters from {format_value(text)}"],
         remedy="break up repetitions in it",
         code="text-not-divisible",
     )
@@ -536,7 +536,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     stop_ids = block.get("stop_token_ids", [])
     if not isinstance(stop_ids, list) or not all(_is_token(backend, each) for each in stop_ids):
         raise BundleError(
-            f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}",
+            f"the manifest's stop_token_ids are {format_value(stop_ids)}, not tokens of {path}",
             remedy=REMEDY,
             code="token-unknown",
         )

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from prge.errors import PrgeError, Refusal, shown
+from prge.errors import PrgeError, Refusal, format_value
 from prge.system.packages import install_extra_command
 from prge.system.regular_files import open_regular
 
@@ -184,8 +184,8 @@ class _Reader:
         for _ in range(keys):
             key = self._text("a key", _LONGEST_KEY)
             if key in fields:
-                self._refuse(f"the key {shown(key)} occurs twice")
-            fields[key] = self._value(key, self._number("I", f"the type of {shown(key)}"))
+                self._refuse(f"the key {format_value(key)} occurs twice")
+            fields[key] = self._value(key, self._number("I", f"the type of {format_value(key)}"))
         self._check_fields(fields)
         tensors_read = [self._tensor() for _ in range(tensors)]
         alignment = self._alignment(fields)
@@ -193,7 +193,9 @@ class _Reader:
         by_name = {each.name: self._placed(each, start, alignment) for each in tensors_read}
         if len(by_name) < len(tensors_read):
             names = [each.name for each in tensors_read]
-            self._refuse(f"the tensor {shown(next(n for n in names if names.count(n) > 1))} occurs twice")
+            self._refuse(
+                f"the tensor {format_value(next(n for n in names if names.count(n) > 1))} occurs twice"
+            )
         self._check_apart(by_name)
         self._check_vocabulary(fields, by_name)
         return GgufHeader(self._path, version, fields, by_name)
@@ -234,7 +236,7 @@ class _Reader:
             self._refuse(f"{what} is not valid UTF-8")
 
     def _value(self, key: str, value_type: int) -> GgufValue:
-        name = shown(key)
+        name = format_value(key)
         if value_type in _SCALAR_TYPES:
             value = self._number(_SCALAR_TYPES[value_type], name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -270,17 +272,22 @@ class _Reader:
 
     def _tensor(self) -> GgufTensor:
         name = self._text("the name of a tensor", _LONGEST_NAME)
-        dimensions = int(self._number("I", f"the dimensions of {shown(name)}"))
+        dimensions = int(self._number("I", f"the dimensions of {format_value(name)}"))
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            self._refuse(f"{shown(name)} has {dimensions} dimensions but must have 1 to {_MAX_DIMENSIONS}")
-        shape = tuple(int(self._number("Q", f"the shape of {shown(name)}")) for _ in range(dimensions))[::-1]
-        ggml_type, offset = (int(self._number(letter, shown(name))) for letter in "IQ")
+            self._refuse(
+                f"{format_value(name)} has {dimensions} dimensions but must have 1 to {_MAX_DIMENSIONS}"
+            )
+        shape = tuple(
+            int(self._number("Q", f"the shape of {format_value(name)}")) for _ in range(dimensions)
+        )[::-1]
+        ggml_type, offset = (int(self._number(letter, format_value(name))) for letter in "IQ")
         if not all(1 <= size <= _LARGEST_DIMENSION for size in shape):
-            self._refuse(f"{shown(name)} has the invalid shape {shown(list(shape))}")
+            self._refuse(f"{format_value(name)} has the invalid shape {format_value(list(shape))}")
         block, size = self._block(name, ggml_type)
         if shape[-1] % block:
             self._refuse(
-                f"{shown(name)} has rows of {shape[-1]:,} elements, but its type stores blocks of {block}"
+                f"{format_value(name)} has rows of {shape[-1]:,} elements, but its type stores blocks of "
+                f"{block}"
             )
         return GgufTensor(self._path, name, shape, ggml_type, offset, math.prod(shape) // block * size)
 
@@ -289,8 +296,8 @@ class _Reader:
         if sizes is None:
             raise Refusal(
                 "gguf-type-not-read",
-                f"{self._path} stores {shown(name)} in the ggml type {_ggml_type_name(ggml_type)}, which "
-                "can't be dequantized.",
+                f"{self._path} stores {format_value(name)} in the ggml type {_ggml_type_name(ggml_type)}, "
+                "which can't be dequantized.",
                 remedy="Use a file with another quantization, such as Q8_0, Q4_K_M or F16.",
             )
         return sizes
@@ -302,18 +309,19 @@ class _Reader:
         is_power = field.type_id == 4 and field.value and not field.value & (field.value - 1)
         if not is_power or field.value > _MAX_ALIGNMENT:
             self._refuse(
-                f"{_ALIGNMENT} is {shown(field.value)} but must be a power of 2 up to {_MAX_ALIGNMENT}"
+                f"{_ALIGNMENT} is {format_value(field.value)} but must be a power of 2 up to {_MAX_ALIGNMENT}"
             )
         return int(field.value)
 
     def _placed(self, tensor: GgufTensor, start: int, alignment: int) -> GgufTensor:
         """Return a tensor whose `start` counts from the beginning of the file instead of the data."""
         if tensor.start % alignment:
-            self._refuse(f"{shown(tensor.name)} begins at {tensor.start:,}, which isn't aligned")
+            self._refuse(f"{format_value(tensor.name)} begins at {tensor.start:,}, which isn't aligned")
         begin = start + tensor.start
         if begin + tensor.bytes > self._size:
             self._refuse(
-                f"{shown(tensor.name)} would end at byte {begin + tensor.bytes:,} of a file of {self._size:,}"
+                f"{format_value(tensor.name)} would end at byte {begin + tensor.bytes:,} of a file of "
+                f"{self._size:,}"
             )
         return GgufTensor(tensor.path, tensor.name, tensor.shape, tensor.type_id, begin, tensor.bytes)
 
@@ -322,7 +330,7 @@ class _Reader:
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.start)
         for first, second in itertools.pairwise(ordered):
             if first.start + first.bytes > second.start:
-                self._refuse(f"{shown(first.name)} and {shown(second.name)} overlap")
+                self._refuse(f"{format_value(first.name)} and {format_value(second.name)} overlap")
 
     def _check_fields(self, fields: Mapping[str, GgufValue]) -> None:
         architecture = fields.get(ARCHITECTURE)
@@ -332,7 +340,7 @@ class _Reader:
         if file_type != "model":
             raise Refusal(
                 "gguf-without-model",
-                f"{self._path} does not contain a model: its {_FILE_TYPE} is {shown(file_type)}.",
+                f"{self._path} does not contain a model: its {_FILE_TYPE} is {format_value(file_type)}.",
                 remedy="Use the file of the language model itself.",
             )
 
@@ -354,7 +362,7 @@ class _Reader:
         for name, field in fields.items():
             is_id = _TOKEN_ID.fullmatch(name) is not None
             if is_id and (field.type_id not in _INTEGER_TYPES or not 0 <= field.value < count):
-                self._refuse(f"{name} is {shown(field.value)}, but there are {count:,} tokens")
+                self._refuse(f"{name} is {format_value(field.value)}, but there are {count:,} tokens")
         table = tensors.get(EMBEDDING)
         if table is not None and table.shape[0] < count:
             self._refuse(f"it has {count:,} tokens, but {EMBEDDING} has {table.shape[0]:,} rows")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prge.errors import Refusal, first_line, shown
+from prge.errors import Refusal, first_line, format_value
 from server_export.checkpoint.gguf.header import TOKENS, GgufHeader
 
 _MODEL, _SPLIT, _PREFIX = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_space_prefix"))
@@ -90,8 +90,8 @@ def _pretokenizer(header: GgufHeader) -> str | None:
     if header.get(_MODEL) == "gpt2" and pretokenizer not in known:
         raise Refusal(
             "tokenizer-split-not-read",
-            f"{header.path} has the pre-tokenizer {shown(pretokenizer)}, which transformers does not know; "
-            "text would be tokenized differently.",
+            f"{header.path} has the pre-tokenizer {format_value(pretokenizer)}, which transformers does "
+            "not know; text would be tokenized differently.",
             remedy=_REMEDY,
         )
     return pretokenizer if isinstance(pretokenizer, str) else None

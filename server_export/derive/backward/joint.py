@@ -26,7 +26,7 @@ from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import copy_graph_module, get_attribute, make_graph_module
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
-from server_export.ir.walks import ancestors
+from server_export.ir.traversal import ancestors
 
 REMEDY = "Leave backward out of --roles, and please report the name of the model."
 

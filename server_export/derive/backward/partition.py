@@ -27,7 +27,7 @@ from server_export.derive.backward.joint import GRAD, REMEDY
 from server_export.derive.backward.rules import ONES
 from server_export.ir.block import new_input
 from server_export.ir.modules import make_graph_module
-from server_export.ir.walks import ancestors, descendants
+from server_export.ir.traversal import ancestors, descendants
 
 aten = torch.ops.aten
 

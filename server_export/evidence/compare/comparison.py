@@ -19,7 +19,7 @@ import yaml
 
 from prge.cli.settings import settings_to_yaml
 from prge.cli.subprocesses import read_json, wait_until_free, write_verb_config
-from prge.errors import PrgeError, RunError, shown
+from prge.errors import PrgeError, RunError, format_value
 from prge.formats.bundle import file_sha256, open_bundle
 from prge.formats.documents import DocumentError, read_yaml
 from prge.formats.run_folder import read_metrics
@@ -29,7 +29,7 @@ from server_export.evidence.compare.children import last_lines, run_verb
 from server_export.evidence.compare.methods import (
     METHODS,
     ComparedMethod,
-    RunPlan,
+    PlannedRun,
     chosen_methods,
     export_settings,
     run_settings,
@@ -149,7 +149,7 @@ class Comparison:
             "bundle": open_bundle(self._bundle).sha256,
         }
 
-    def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> RunPlan | None:
+    def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> PlannedRun | None:
         """Return the plan of a method's reported runs, or None if it failed before them."""
         try:
             steps = self._steps(method)
@@ -162,9 +162,9 @@ class Comparison:
         # The most expensive step of all methods, chosen or not: a later call may add its method.
         first = max(each.rows(batch_size) for each in METHODS.values())
         evaluate_at = evaluation_steps(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
-        return RunPlan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
+        return PlannedRun(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
 
-    def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
+    def _run(self, method: ComparedMethod, plan: PlannedRun, result: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
         try:
             run = self._train(method, plan, folder)
@@ -179,7 +179,7 @@ class Comparison:
     def _steps(self, method: ComparedMethod) -> int:
         """Return the steps of a reported run; a short run without evaluations measures time and memory."""
         settings, seconds = self.settings, None
-        plan = RunPlan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
+        plan = PlannedRun(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
         measured = self._train(method, plan, self.out / "measured" / method.name)
         if settings.budget == "seconds":
             # The first step warms up caches.
@@ -199,7 +199,7 @@ class Comparison:
         failures = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
-            plan = RunPlan(trial_steps, rate, SEARCH_SEED, evaluate_at)
+            plan = PlannedRun(trial_steps, rate, SEARCH_SEED, evaluate_at)
             try:
                 trial_loss = best_loss(
                     self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
@@ -217,7 +217,7 @@ class Comparison:
             raise MethodError(failures[-1], code="all-rates-diverged")
         return rate
 
-    def _train(self, method: ComparedMethod, plan: RunPlan, folder: Path) -> Path:
+    def _train(self, method: ComparedMethod, plan: PlannedRun, folder: Path) -> Path:
         """Finish, resume or start a run in `folder` and return its run folder.
 
         Raises:
@@ -262,7 +262,7 @@ class Comparison:
     def _check(self, stored: Mapping[str, Any]) -> None:
         now = yaml.safe_load(settings_to_yaml(self.settings))
         changed = [
-            f"{name} was {shown(stored.get(name))}, is {shown(value)}"
+            f"{name} was {format_value(stored.get(name))}, is {format_value(value)}"
             for name, value in now.items()
             if name not in _CHANGEABLE and stored.get(name) != value
         ]

@@ -131,7 +131,7 @@ def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class PlannedRun:
     """The plan of one run."""
 
     steps: int
@@ -144,7 +144,7 @@ class RunPlan:
 def run_settings(
     method: ComparedMethod,
     settings: CompareSettings,
-    plan: RunPlan,
+    plan: PlannedRun,
     bundle: Path,
     rows: Mapping[str, Path],
     out: Path,

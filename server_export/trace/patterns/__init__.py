@@ -158,7 +158,7 @@ def check_model(model: Any, longest: int) -> None:
             pattern.check(model, longest)
 
 
-def unread_modules(model: nn.Module) -> list[str]:
+def unadapted_modules(model: nn.Module) -> list[str]:
     """Return names of the modules of a model whose layers can't be adapted."""
     return [
         name
@@ -180,7 +180,7 @@ def _is_marked(pattern: Pattern, model: Any) -> bool:
     )
 
 
-def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
+def replaceable_functions(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
     """Return the functions of a model that patterns replace: module or class, name and function."""
     names = [name for pattern in patterns() for name in pattern.functions]
     classes = [*dict.fromkeys(type(module) for module in model.modules())]
@@ -196,7 +196,7 @@ def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
 
 def patterns_of(traced: TracedModel) -> list[Pattern]:
     """Return the patterns that a model has, by name."""
-    called = {name for _, name, _ in functions_of(traced.model)}
+    called = {name for _, name, _ in replaceable_functions(traced.model)}
     return [pattern for pattern in patterns() if _has(pattern, traced, called)]
 
 
@@ -234,7 +234,9 @@ def tracing(traced: TracedModel, call: Call, changes: Changes | None) -> Iterato
 @contextmanager
 def _replaced_functions(pattern: Pattern, traced: TracedModel, changes: Changes | None) -> Iterator[None]:
     """Replace functions of a model by those of a pattern within the context."""
-    originals = [original for original in functions_of(traced.model) if original[1] in pattern.functions]
+    originals = [
+        original for original in replaceable_functions(traced.model) if original[1] in pattern.functions
+    ]
     if changes is not None and originals:
         changes.of_parts(pattern.name, pattern.serves, [name for _, name, _ in originals])
     try:

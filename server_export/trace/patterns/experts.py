@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.checkpoint.experts import expert_layers, is_dense_experts, weight_names
+from server_export.ir.decomposition import decompose
 from server_export.ir.markers import TOKENS
 from server_export.ir.modules import remove_unused_attributes
-from server_export.ir.plain import decompose
 from server_export.trace.cutting import ModelBlock, whole_block
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import WHOLE_PREFIX, TracedModel

@@ -19,7 +19,7 @@ from prge.formats.signatures import TABLE
 from server_export.ir.block import is_input
 from server_export.ir.operators import Category, members
 from server_export.ir.rewriting import share_equal_calls
-from server_export.ir.walks import ancestors, origin
+from server_export.ir.traversal import ancestors, origin
 from server_export.ir.writer import GraphWriter
 from server_export.trace.patterns import Pattern, Rewrite, register
 

@@ -481,7 +481,7 @@ def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
 
 def test_an_engine_that_cannot_rewind_gets_no_drafts() -> None:
     engine = NumpyGenerationEngine(vocabulary_size=10)
-    engine.most_checked = 0
+    engine.max_checked = 0
     request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
     (answer,) = Generator(engine, TOKENIZER).generate([request])
     assert answer.drafted == 0

@@ -293,7 +293,7 @@ class TestStranger:
 def test_an_incomplete_head_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow requests: the first one of a connection, and one after another request."""
     monkeypatch.setattr("device_runner.fleet.network.admission.SECONDS_TO_ASK", 1.0)
-    with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None, max_bytes=0) as link:
         host, port = link.address.split(":")
         for first in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"):
             with socket.create_connection((host, int(port)), 10) as connection:

@@ -47,7 +47,7 @@ from server_export.ir.operators import Category, members
 from server_export.ir.recurrences import expand, recurrent_state_shapes
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.walks import origin, readers
+from server_export.ir.traversal import origin, readers
 from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ _REMEDY = (
 )
 
 
-def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bool) -> Block:
+def continuation(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bool) -> Block:
     """Return a block that continues sequences: any number of tokens of one, or one token of each.
 
     Args:
@@ -164,7 +164,7 @@ def _is_in_order(shared: Node, steps: Sequence[Node]) -> bool:
     return torch.equal(result, indices.reshape(2, heads, width).transpose(0, 1))
 
 
-def logits(head: Block) -> Block:
+def logits_head(head: Block) -> Block:
     """Return a vocabulary shard of the head that returns the logits of all its tokens."""
     result = copy_graph_module(head.graph_module)
     output = result.graph.output_node()

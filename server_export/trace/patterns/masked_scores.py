@@ -16,7 +16,7 @@ from server_export.ir.markers import TOKENS
 from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
-from server_export.trace.positional import causal_table, shape_of_one_row
+from server_export.trace.position_folding import causal_table, shape_of_one_row
 from server_export.trace.scores import HIDDEN, Known, causal_window, readers_of
 
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ _NO_BOUND = 1 << 24
 _SHOWN_ROWS = 5
 
 
-class NamedRows:
+class UserRows:
     """Training rows, and development and test rows if the user names them or a folder has them.
 
     Args:
