@@ -313,7 +313,7 @@ class ChainGenerationEngine:
         for number in (group.start for group in chain.block_groups(range(len(chain.blocks)))):
             if chain.is_expert(number):
                 next_state = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
-                calls[number], state = partial(self._through_experts, number, state, next_state), next_state
+                calls[number], state = partial(self._run_experts, number, state, next_state), next_state
                 continue
             inputs = self._inputs(step, number, state, values)
             outputs = self._recurrent_outputs(step, number, inputs)
@@ -408,7 +408,7 @@ class ChainGenerationEngine:
                 step.key_values.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
         return outputs
 
-    def _through_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
+    def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
         """Write the hidden states after a layer's experts."""
         next_state[...] = self._experts.forward(number, [state])[0]
 

@@ -36,7 +36,7 @@ class VocabularyHead:
         self._bounds = blocks.chain.bounds
         self._shards = range(len(blocks.chain.blocks) - blocks.chain.head_start)
 
-    def read(
+    def forward(
         self,
         states: FloatArray,
         targets: IntArray,
