@@ -224,7 +224,7 @@ def _train(run: _OpenRun, session: Session, monitor: RunMonitor) -> Samples | No
     """
     settings, state, shape = run.settings, session.state, run.plan.shape
     if steps := run.store.journal.steps:
-        monitor.note(f"going on after step {steps} of {settings.steps}")
+        monitor.note(f"resuming after step {steps} of {settings.steps}")
     pauses = Pauses(settings.constraints())
     _check_batch(run)
     if settings.resume is None:
@@ -236,7 +236,7 @@ def _train(run: _OpenRun, session: Session, monitor: RunMonitor) -> Samples | No
         monitor.note(run.opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
     session.train(samples or monitor, lambda: pauses.wait(monitor))
     if monitor.stopped and state.step < settings.steps:
-        monitor.note(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
+        monitor.note(f"stopped after step {state.step}; resume with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return samples
 

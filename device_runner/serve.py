@@ -115,11 +115,11 @@ def serve(settings: ServeSettings) -> None:
         app = make_app(models, worker, access, feedback, learning, runs, about, pauses)
         address = f"http://{format_address(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
-        lines.append(f"listening at {address}/v1; Ctrl-C ends it")
-        lines.append(f"talk to them at {address}/")
+        lines.append(f"listening at {address}/v1; press Ctrl-C to stop")
+        lines.append(f"chat in the browser: {address}/")
         if is_reached_by_others:
-            who = "who has a key" if keys else "anyone"
-            lines.append(f"{who} may ask, without encryption, from any machine")
+            who = "everyone with a key" if keys else "anyone"
+            lines.append(f"{who} may send requests from any machine, without encryption")
 
         def ending() -> None:
             feedback.close()

@@ -61,7 +61,7 @@ def watch(settings: WatchSettings) -> None:
 
         def on_start() -> None:
             with best_effort(sys.stdout):
-                print(f"look at {settings.runs} at {url}; Ctrl-C ends the page, not a run", flush=True)
+                print(f"watch {settings.runs} at {url}; Ctrl-C closes the page and stops no run", flush=True)
             if settings.open and _has_screen():
                 webbrowser.open(url)
 

@@ -185,7 +185,7 @@ class ChainGenerationEngine:
             rest = rest[size:]
         if state is None:
             raise EngineError(
-                "there are no tokens to feed", remedy="pass at least one token", code="tokens-missing"
+                "there are no tokens to append", remedy="pass at least one token", code="tokens-missing"
             )
         return self._logits(state[:, -1:])[0]
 

@@ -202,11 +202,11 @@ class _Round:
         if agreement.bundle != self.bundle.sha256:
             own_hash = self.bundle.sha256
             raise TaskRefusedError(
-                f"the fleet's bundle is {agreement.bundle[:12]}, mine is {own_hash[:12]}",
+                f"the fleet's bundle is {agreement.bundle[:12]}, the device's is {own_hash[:12]}",
                 code="bundle-differs",
             )
         if agreement.task != task_sha256(task):
-            raise TaskRefusedError("the fleet's task is not mine", code="task-differs")
+            raise TaskRefusedError("the fleet's task is not the device's", code="task-differs")
         # Discarded rounds have no steps, so that there may be fewer rounds with steps than rounds.
         rounds, rest = divmod(
             self.task.step, agreement.plan.local_steps if agreement.plan.sends_projected_gradients else 1

@@ -97,7 +97,7 @@ class Pauses:
             if self._why and _reason_type(self._why) != _reason_type(previous):
                 log(f"paused, {self._why}")
             if previous and not self._why:
-                log(f"going on after a pause of {now - self._since:.0f} s")
+                log(f"resuming after a pause of {now - self._since:.0f} s")
             return self._why
 
     def _first_unmet(self, log: Log) -> str:

@@ -19,27 +19,27 @@ SHOWN_ROWS = 5
 SHOWN_TOKENS = 8
 
 # Events of rows. Their texts are keys of stored reports.
-INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
-TURN_INEXACT = "assistant turns that have a part of the generation prompt alone, learnt after that part"
-TURN_REFUSED = "assistant turns that the chat template refuses to end with, not learnt"
-SEVERAL = "chats that the template renders otherwise once they go on, an example for each way"
+INEXACT = "completions tokenized separately, as a token would span the end of the prompt"
+TURN_INEXACT = "assistant turns that begin with a part of the generation prompt, trained on after that part"
+TURN_REFUSED = "assistant turns that the chat template refuses as the last one, not trained on"
+SEVERAL = "chats whose turns the template renders differently once others follow, split into several examples"
 TOOLS_UNREAD = "tools that the chat template does not read"
 KWARGS_UNREAD = "chat_template_kwargs that the chat template does not read"
 LEFT_OUT = "that the chat template leaves out"
 PROMPT_CUT = "prompts cut at the beginning"
-END_CUT = "ends cut off, not learnt"
+END_CUT = "ends cut off, not trained on"
 ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
-TURNS_CUT = "chats without their older turns, not learnt"
-NO_ROOM_FOR_END = "texts that fill the bundle, learnt without an end-of-sequence token"
+TURNS_CUT = "chats without their older turns, not trained on"
+NO_ROOM_FOR_END = "texts that fill the bundle, trained on without an end-of-sequence token"
 CONTROL_READ = "control tokens written in texts, read as control tokens"
 CONTROL_IN_PROMPTS = "control tokens written in texts, read as control tokens in prompts alone"
 CONTROL_AS_TEXT = "control tokens written in texts, read as the characters that they are"
 CONTROL_IN_MESSAGES = "control tokens written in messages, read as the characters that they are"
 CONTROL_OF_MESSAGES = "control tokens written in messages, read as control tokens"
 CONTROL = (CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES)
-CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
+CONTEXT_CUT = "chats whose older turns don't fit before the answers that are trained on"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
 # Warnings about ratings that are all equal.
 ONE_RATING = {

@@ -261,7 +261,7 @@ def graceful_stop(monitor: RunMonitor) -> Iterator[None]:
             ignore_interrupts()
             raise KeyboardInterrupt
         monitor.stopped = True
-        monitor.note("stopping after this step; once more to stop at once")
+        monitor.note("stopping after this step; press Ctrl-C again to stop at once")
 
     with handle_signals(stop, ending_signals()):
         yield

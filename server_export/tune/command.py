@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         is_begun = (settings.out / DECISIONS).is_file()
         hint = (
-            f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was written"
+            f"stopped; resume with: prge tune --resume {settings.out}" if is_begun else "nothing was written"
         )
         # On standard error, since standard output may be a file.
         with best_effort(sys.stderr):

@@ -88,7 +88,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
         # The child process ends too: the next tuning starts at once, and no process holds the folder.
         output = end_after(pattern, out, words, how)
         assert "in use" not in output
-        assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
+        assert (f"resume with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):

@@ -237,7 +237,7 @@ class Conversation:
         it, and so on. A text that doesn't fit has a single exchange.
 
         Raises:
-            DataError: The template refuses a part, or renders its turns in several ways.
+            DataError: The template refuses a part, or renders its turns differently once others follow.
         """
         roles = [message["role"] for message in self.messages]
         first = int(roles[0] == "system")
@@ -271,7 +271,9 @@ class Conversation:
         renderings = part.renderings()
         if len(renderings) > 1:
             raise DataError(
-                "the chat template renders turns in several ways", [], code="turns-rendered-differently"
+                "the chat template renders turns differently once others follow",
+                [],
+                code="turns-rendered-differently",
             )
         return part.to_segments(renderings[0])
 
