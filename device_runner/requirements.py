@@ -10,7 +10,7 @@ class Check:
     """Result of one check, in words for people and as a value for programs.
 
     Attributes:
-        name: of the check.
+        name: the name of the check.
         state: ok, warn or missing.
         detail: the result in words.
         remedy: what to do; empty if nothing needs to be done.

@@ -33,9 +33,9 @@ def check_result(result: RoundResult, agreement: Agreement, size: int) -> None:
     """Check that a result belongs to an agreement and has finite values of the right shape.
 
     Args:
-        result: from a device.
-        agreement: of the fleet.
-        size: of the adapter.
+        result: the result of a device.
+        agreement: the agreement of the fleet.
+        size: the number of values of the adapter.
 
     Raises:
         TaskRefusedError: the result does not.
@@ -84,8 +84,8 @@ def shorten_outliers(
     Needs at least three results: of two, neither can be called too long.
 
     Args:
-        results: by device.
-        plan: of the fleet.
+        results: the results by device.
+        plan: the plan of the fleet.
 
     Returns:
         The results, and the devices whose results were scaled down.
@@ -113,8 +113,8 @@ def find_opposed_results(
     device with unusual rows is roughly orthogonal to the others, and seldom opposes them.
 
     Args:
-        results: of a round, by device.
-        plan: of the fleet.
+        results: the results of a round, by device.
+        plan: the plan of the fleet.
         previous_trust: trust of the devices before this round.
 
     Returns:

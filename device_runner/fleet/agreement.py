@@ -184,7 +184,7 @@ class Agreement:
     """A plan and what it applies to.
 
     Attributes:
-        name: identifies the fleet among others with the same plan.
+        name: the name, which identifies the fleet among others with the same plan.
         plan: how the fleet trains.
         bundle: SHA-256 of the bundle.
         task: SHA-256 of the task; empty without one.

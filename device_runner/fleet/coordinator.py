@@ -118,7 +118,7 @@ class _Device:
     """What the server knows about a device.
 
     Attributes:
-        step: of the global state that the device has, or _NO_STATE.
+        step: the step of the global state that the device has, or _NO_STATE.
         has_agreement: whether the device has received the agreement.
         is_spent: whether the device's privacy budget is spent.
         trust: running agreement score; see `find_opposed_results`.
@@ -203,7 +203,7 @@ class Coordinator:
         finished_rounds: the journal's records of the rounds that are over.
 
     Args:
-        folder: of the fleet.
+        folder: the folder of the fleet.
         bundle: the fleet's bundle.
         flags: how to run rounds.
         score: evaluates a state on the server's development rows.
@@ -296,7 +296,7 @@ class Coordinator:
         were.
 
         Args:
-            messages: by device.
+            messages: the messages by device.
 
         Raises:
             RunError: too few devices answered several rounds in a row; or the disk is full.

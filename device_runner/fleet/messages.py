@@ -63,7 +63,7 @@ class RoundSteps:
         """Decode what `to_bytes` encoded.
 
         Args:
-            reader: at the first byte of the steps.
+            reader: a reader at the first byte of the steps.
             shape: number of steps and of projected gradients per step that the plan has; None: any.
 
         Raises:
@@ -82,9 +82,9 @@ class RoundSteps:
         """Return the steps as journal records, as `prge run` writes them.
 
         Args:
-            number: of the round.
-            seed: of the directions.
-            shape: of a step's projected gradients.
+            number: the number of the round.
+            seed: the seed of the directions.
+            shape: the shape of a step's projected gradients.
         """
         return [
             {
@@ -115,8 +115,8 @@ class RoundTask:
 
     Attributes:
         sha256: hash of the agreement.
-        number: of the round.
-        step: at which the round begins.
+        number: the number of the round.
+        step: the step at which the round begins.
         seconds: how long the server waits for a result.
         agreement: its content; empty if the device has it.
         missed: encoded steps of the rounds that the device missed, one after another.
@@ -167,9 +167,9 @@ class RoundResult:
 
     Attributes:
         sha256: hash of the agreement.
-        number: of the round.
-        step: of the global adapter that the device started from.
-        examples: that its steps took.
+        number: the number of the round.
+        step: the step of the global adapter that the device started from.
+        examples: the number of examples that its steps took.
         privacy_epsilon: what the device has spent so far, with this round.
         losses: f32 [K].
         values: projected gradients, f32 [K * projected gradients per step], or the change of the adapter, f32

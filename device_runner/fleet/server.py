@@ -106,7 +106,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
     """Open the coordinator of the fleet in `settings.out`, and start the fleet if there is none.
 
     Args:
-        settings: of the server.
+        settings: the settings of the server.
         opened: engine of the bundle, if it is already open; otherwise one is opened if rows have to be
             evaluated.
 

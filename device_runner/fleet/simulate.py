@@ -87,7 +87,7 @@ def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]
     """Train a simulated fleet, or resume a simulation that was killed in the same folder.
 
     Args:
-        settings: of the simulation.
+        settings: the settings of the simulation.
         on_round: called with the report of each round.
 
     Returns:

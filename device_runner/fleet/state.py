@@ -58,11 +58,11 @@ def replay_steps(
     """Apply the steps of the rounds that a device missed.
 
     Args:
-        state: is changed.
+        state: the state, which is changed.
         missed: steps of one round each.
-        plan: of the fleet.
-        estimator: restores gradients; see `replayer`.
-        number: of the present round.
+        plan: the plan of the fleet.
+        estimator: the estimator that restores gradients; see `replay_estimator`.
+        number: the number of the present round.
         stopped: whether to give up, asked before each round.
 
     Returns:
@@ -114,11 +114,11 @@ def unpack_state(
     """Decode what `pack_state` encoded.
 
     Args:
-        content: from a message.
-        plan: of the fleet.
+        content: the bytes from a message.
+        plan: the plan of the fleet.
         modules: adapted modules of the device's bundle.
-        width: of an encoder's hidden states.
-        classes: of an encoder's head; 0 without one.
+        width: the width of an encoder's hidden states.
+        classes: the number of classes of an encoder's head; 0 without one.
 
     Raises:
         MessageError: the bytes are not a state of this fleet.

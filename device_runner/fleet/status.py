@@ -43,14 +43,14 @@ class FleetStatus:
     """The status of a fleet.
 
     Attributes:
-        folder: of the server.
+        folder: the folder of the server.
         state: done, running or stopped.
-        rounds: that are over.
+        rounds: the number of rounds that are over.
         of: rounds of the plan.
-        steps: of the global adapter.
-        devices: by name.
-        bytes_up, bytes_down: of all rounds.
-        loss: of the last round.
+        steps: the number of steps of the global adapter.
+        devices: the devices by name.
+        bytes_up, bytes_down: the bytes of all rounds.
+        loss: the loss of the last round.
         privacy_epsilon: the largest that a device has spent.
         evaluation: the newest scores on the development rows.
     """

@@ -76,7 +76,7 @@ def make_app(
         access: who may send requests.
         feedback: stores the clients' feedback; by default none is stored.
         learning: trains on the feedback.
-        runs: to show on the page.
+        runs: the runs to show on the page.
         about: what the page shows about the models.
         pauses: the conditions for work; no completion is begun while they are not met.
     """

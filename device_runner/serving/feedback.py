@@ -36,7 +36,7 @@ class FeedbackFile:
     """Where feedback is stored.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         examples: builds a row's examples, to refuse rows that cannot be trained on.
         storage: its one thread is the only one that uses `examples` and the file.
         max_bytes: largest size of the file.

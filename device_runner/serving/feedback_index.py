@@ -33,11 +33,11 @@ class IndexEntry(NamedTuple):
     """The index entry of a feedback row.
 
     Attributes:
-        key: of the row.
+        key: the key of the row.
         question: hash of the row's question.
         is_learnable: whether the row can be trained on.
         start: offset of the row's line in bytes.
-        length: of the line in bytes.
+        length: the length of the line in bytes.
     """
 
     key: str

@@ -67,9 +67,9 @@ class History:
     """The adapters of a folder, from its journal; changed by one thread at a time.
 
     Args:
-        folder: of the learned adapters.
+        folder: the folder of the learned adapters.
         start: bundle and adapter that the folder begins with, or began with.
-        date: that chat templates use, in a new folder.
+        date: the date that chat templates use, in a new folder.
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.

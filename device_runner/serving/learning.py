@@ -67,9 +67,9 @@ class OnlineLearner:
 
     Args:
         flags: `learn` is the folder.
-        plan: of the rounds.
+        plan: the plan of the rounds.
         has_kept: whether the plan's settings name rows that must not be forgotten.
-        bundle: of all adapters.
+        bundle: the bundle of all adapters.
         start: the initial adapter.
         tokenizer: used by this object only.
         serve: replaces the adapter that is served.
@@ -194,7 +194,7 @@ class OnlineLearner:
         """Serve the parent of the version that is served; ends the round that builds on that version.
 
         Args:
-            version: that the client believes to be served.
+            version: the version that the client believes to be served.
 
         Returns:
             The version that is served now.
@@ -391,8 +391,8 @@ def plan_rounds(
         flags: `learn` is the folder to learn into.
         engine: flags of the engine.
         source: tuning, run or PEFT folder of the initial adapter; None: the bundle's adapter.
-        bundle: of all adapters.
-        tokenizer: of the bundle.
+        bundle: the bundle of all adapters.
+        tokenizer: the tokenizer of the bundle.
 
     Raises:
         PrgeError: the rows that must not be forgotten cannot be used, or the bundle's programs cannot train
@@ -425,10 +425,10 @@ def _settings(
     """Return the settings of rounds: those of the previous run, or the defaults of `prge run`.
 
     Args:
-        flags: of learning.
+        flags: the flags of learning.
         engine: flags of the engine.
-        bundle: that is served.
-        run: that trained the initial adapter.
+        bundle: the bundle that is served.
+        run: the run that trained the initial adapter.
         has_rows: whether the rows to retain are beside the run, as in the folder of a tuning.
     """
     assert flags.learn is not None

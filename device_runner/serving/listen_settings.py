@@ -46,7 +46,7 @@ class ListenFlags:
         """Return who may send requests.
 
         Args:
-            keys: of which clients must send one; empty: none is needed.
+            keys: the keys of which clients must send one; empty: none is needed.
             is_reached_by_others: whether other machines can reach the address.
 
         Raises:

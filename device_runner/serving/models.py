@@ -31,7 +31,7 @@ class Models:
     neither tokenizers nor memory allow many. A request that waits there is dropped if its client disconnects.
 
     Args:
-        adapters: by name.
+        adapters: the adapters by name.
         tokenizer: used by this object only.
         variables: for the chat template, if a request does not set them.
 
@@ -102,7 +102,7 @@ class Models:
         """Parse a body, and return it with the generation requests for its completions.
 
         Args:
-            body: of a request.
+            body: the body of a request.
             read: parses the body.
             context: most tokens of prompt and completion together.
 

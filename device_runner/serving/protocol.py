@@ -137,8 +137,8 @@ class FeedbackRequest:
     """Feedback on a completion.
 
     Attributes:
-        id: of the response.
-        index: of the completion in the response.
+        id: the id of the response.
+        index: the index of the completion in the response.
         rating: good or bad; None without one.
         correction: what the completion should have been; None without one.
     """

@@ -37,7 +37,7 @@ class RoundProcess:
     """A child process that runs a round; all methods return at once.
 
     Args:
-        round: to run.
+        round: the round to run.
         lock: file descriptor that the child inherits; None: none.
 
     Raises:

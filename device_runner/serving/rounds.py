@@ -63,10 +63,10 @@ class RetainedExamples:
     """Examples of the rows that must not be forgotten.
 
     Attributes:
-        replayed: to train on again.
-        judged: to judge adapters by.
-        task: of the rows.
-        sha256: of the training rows.
+        replayed: examples to train on again.
+        judged: examples to judge adapters by.
+        task: the task of the rows.
+        sha256: the hash of the training rows.
     """
 
     replayed: list[Example] = field(default_factory=list)
@@ -126,9 +126,9 @@ class Round:
     """A round, with everything that a process needs to run it.
 
     Args:
-        number: from 1.
-        settings: of its steps and its engine; `out` is its folder.
-        role: of its steps.
+        number: the number of the round, from 1.
+        settings: settings of its steps and its engine; `out` is its folder.
+        role: the role of its steps.
         adapter: initial adapter of the round.
         start: adapter of the first round.
         feedback: file with the rows.
@@ -139,7 +139,7 @@ class Round:
         replay: fraction of the examples that are earlier ones.
         may_lose: by how much an adapter may be worse than `start` on retained rows.
         has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
-        chat_template: of the tokenizer.
+        chat_template: the chat template of the tokenizer.
         loaded: bytes of weights that may stay loaded; None: all.
     """
 

@@ -16,7 +16,7 @@ _WIDTH, _SECONDS = 256, 0.2
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return describe_machine about this machine as JSON values.
+    """Return facts about this machine as JSON values.
 
     These are the native engine's threads, available memory in bytes (None: unknown), float32 operations per
     second, readings of sensors, and the `meta` block of run.json.

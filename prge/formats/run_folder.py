@@ -134,7 +134,7 @@ class RunLog:
         self.close()
 
     def _kept_records(self, keep_through: int | None) -> list[Record]:
-        """Return the records of metrics.jsonl up to a step, and removes all other lines from the file."""
+        """Return the records of metrics.jsonl up to a step, and remove all other lines from the file."""
         path = self.folder / METRICS
         if not os.path.lexists(path):
             return []

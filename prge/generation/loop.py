@@ -178,7 +178,7 @@ class Ticket:
         return self.answer
 
     def send_text(self, text: str) -> None:
-        """Pass a piece of the text to the request's callback."""
+        """Pass a part of the text to the request's callback."""
         if self._on_text is not None and text:
             self._on_text(text)
 
@@ -280,7 +280,7 @@ class Generator:
 
         Args:
             request: the request.
-            on_text: called with every piece of generated text.
+            on_text: called with every part of the generated text.
             on_end: called when the request has ended.
 
         Raises:

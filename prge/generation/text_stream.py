@@ -22,9 +22,9 @@ _MAX_CONTEXT = 8
 
 
 class TextStream:
-    """Decodes the tokens of one completion into pieces of text, up to a stop word.
+    """Decodes the tokens of one completion as they are generated, up to a stop word.
 
-    The concatenated pieces equal the decoded tokens. Special tokens aren't shown.
+    The concatenated texts equal the decoded tokens. Special tokens aren't shown.
 
     Attributes:
         stopped: whether a stop word was found.

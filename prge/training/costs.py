@@ -85,7 +85,7 @@ class StepShape:
         sequences: number of sequences.
         tokens: tokens of the longest sequence.
         targets: most targets of a sequence.
-        vocabulary_size: of the model.
+        vocabulary_size: vocabulary size of the model.
         copies: copies of the adapter in a `forward` call; 1 for scoring.
         queries: directions of a `jvp` call.
         is_separable: see prge.objectives.objective.Objective.

@@ -144,7 +144,7 @@ class AdapterLearner:
         estimator: computes a gradient from what it measures on the engine.
         learning_rates: the learning rates of a step, by their names in the journal.
         state: adapter, optimizer and progress; every step changes it in place.
-        settings: of the loop.
+        settings: settings of the loop.
         journal: holds the steps and evaluations of earlier processes, and receives new ones.
         save_state: writes a checkpoint of the state.
         evaluate_state: scores the development rows with the state's adapter; None: there are no such rows.

@@ -56,7 +56,7 @@ _PAGE = """\
 Written by `python scripts/studies/architectures.py --json docs/architectures.json --markdown
 docs/architectures.md`, which says of every text model type of transformers {version} what became of a tiny
 model with random weights, in float32. A type works if it is exported with all roles, exact gradients and
-tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest, eight
+tangents of whole rows and of rows in chunks differ from autograd's by less than 1e-4 of the largest, eight
 tokens are those of transformers' greedy generation, and PEFT computes the same with the published adapter.
 
 A refusal has a code and a sentence, which a user meets. A defect is an exception that is no refusal: it is

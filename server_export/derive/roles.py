@@ -45,7 +45,7 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 
     Args:
         block: the block of a type, traced with markers; it is not modified.
-        roles: of prge.formats.signatures.ALL_ROLES; roles that a head doesn't have are left out.
+        roles: roles of prge.formats.signatures.ALL_ROLES; roles that a head doesn't have are left out.
         saves: whether `backward` is accompanied by `forward_save` and `backward_saved`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Traverse an fx graph: dependent nodes, ancestors, and values behind changes of layout."""
+"""Traverse an fx graph: dependent nodes, ancestors, and values before changes of layout."""
 
 from __future__ import annotations
 

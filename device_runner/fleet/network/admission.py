@@ -122,9 +122,9 @@ class Admission:
 
     Args:
         app: the application.
-        listener: owns the connections.
+        listener: the listener, which owns the connections.
         keys: public keys of the admitted devices; None: any key.
-        max_bytes: of an object.
+        max_bytes: the size of the largest object.
     """
 
     def __init__(

@@ -40,11 +40,11 @@ def join(
     """Answer a server's tasks until interrupted; waits for a server that is away.
 
     Args:
-        folder: of the device; contains Flower's files.
+        folder: the folder of the device; contains Flower's files.
         server: HOST:PORT.
-        keys: authenticate the server and the device; None: no encryption, and the server does not know the
-            device.
-        answer: turns a task into a reply; see `messages`.
+        keys: keys that authenticate the server and the device; None: no encryption, and the server does not
+            know the device.
+        answer: a function that turns a task into a reply; see `messages`.
         log: called with a line about each task.
 
     Raises:

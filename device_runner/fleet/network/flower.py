@@ -160,7 +160,7 @@ class FlowerTask:
     Attributes:
         content: bytes of the task.
         round: as the server numbers it.
-        message: that carried the task.
+        message: the message that carried the task.
     """
 
     content: bytes
@@ -188,7 +188,7 @@ class FleetClient:
     Args:
         server: HOST:PORT.
         authority: certificate that signed the server's; None: no encryption.
-        key: identifies the device to the server.
+        key: the key that identifies the device to the server.
     """
 
     def __init__(self, server: str, authority: Path | None, key: ec.EllipticCurvePrivateKey) -> None:
@@ -364,9 +364,9 @@ class FleetState:
         """Send a task.
 
         Args:
-            content: of the task.
-            node: of the device.
-            group: shown to the device as the round.
+            content: the content of the task.
+            node: the node of the device.
+            group: a number that the device sees as the round.
             seconds: until the task expires.
             before: called with the task's id before the device can receive it, because a reply may come at
                 once.
@@ -452,9 +452,9 @@ class Push:
     """A device's request to begin a reply.
 
     Args:
-        node: of the device, according to the request.
-        source: of the device, according to the message.
-        task: that the message answers; empty if the request does not have exactly one message.
+        node: the node of the device, according to the request.
+        source: the node of the device, according to the message.
+        task: the task that the message answers; empty if the request does not have exactly one message.
         objects: number of the message's objects.
         is_sound: whether Flower can store the message.
     """
@@ -494,9 +494,10 @@ def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Recei
     """Return the Fleet API as a web application, without Flower's other APIs.
 
     Args:
-        state: of the server.
+        state: the state of the server.
         has_keys: whether devices prove who they are, and cannot register themselves.
-        allows: decides about changes of messages that devices request; called in the web server's thread.
+        allows: a function that decides about changes of messages that devices request; called in the web
+            server's thread.
     """
     from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
     from flwr.superlink.routers.fleet.router import router
@@ -532,7 +533,7 @@ def authenticated_key(headers: Mapping[str, str], known: Collection[bytes] | Non
     """Return the public key that signed a request's head, as `encode_keys` encodes it.
 
     Args:
-        headers: of the request.
+        headers: the headers of the request.
         known: admitted keys; None: any key, and no signature is needed.
 
     Returns:

@@ -24,7 +24,7 @@ class SentTask:
     """A task that was sent.
 
     Attributes:
-        node: of the device.
+        node: the node of the device.
         round: number of the round.
         tries: how often a reply to it was begun.
     """

@@ -61,10 +61,10 @@ def superlink(
     """Listen at an address until the block ends; nodes and runs are stored in `folder`.
 
     Args:
-        folder: of the fleet.
+        folder: the folder of the fleet.
         host, port: address for the devices; port 0 is a free one.
-        keys: of the server and its devices; None: no encryption, and anyone may join.
-        max_bytes: of a device's reply.
+        keys: the keys of the server and its devices; None: no encryption, and anyone may join.
+        max_bytes: the size of the largest reply of a device.
 
     Raises:
         RunError: the address cannot be listened at, or Flower does not start.

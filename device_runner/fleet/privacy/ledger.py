@@ -90,8 +90,8 @@ class Ledger:
         2210.17520.
 
         Args:
-            line: of the present round.
-            delta: of epsilon.
+            line: the line of the present round.
+            delta: the delta of epsilon.
             unit: a row or the owner.
             whole: also count rounds without noise, whose epsilon is infinite.
         """

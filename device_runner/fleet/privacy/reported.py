@@ -71,8 +71,8 @@ def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
 
     Args:
         parts: f64 [examples, n]; an example with a value that is not finite contributes nothing.
-        norm: to which longer contributions are clipped.
-        unit: of the grid.
+        norm: the norm to which longer contributions are clipped.
+        unit: the size of a grid unit.
     """
     parts = np.where(np.isfinite(parts).all(1, keepdims=True), parts, 0.0)
     with np.errstate(over="ignore"):

@@ -204,7 +204,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
     """Yield runs below a folder, or the folder itself.
 
     Args:
-        folder: to search.
+        folder: the folder to search.
         depth: levels of folders below it.
         entries: one number that counts down the entries that may still be visited.
     """

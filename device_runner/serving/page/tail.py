@@ -88,7 +88,7 @@ class RunFollower:
     """A run that is read again and again, by one thread.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         temperature: returns the temperature of this machine; None if it is unknown.
     """
 

@@ -66,7 +66,7 @@ class RankOneDirections:
     on the examples after it.
 
     Attributes:
-        seed: of the run.
+        seed: the seed of the run.
         step: number of the step.
         queries: number of directions.
         examples: number of examples of the step.

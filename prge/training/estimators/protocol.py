@@ -38,7 +38,7 @@ class Step:
     Attributes:
         adapter: the adapter whose gradient the step estimates.
         examples: the examples of the step.
-        seed: of the run; together with `number` it determines the step's directions.
+        seed: the seed of the run; together with `number` it determines the step's directions.
         number: number of the step, counted from 0.
         classifier: computes class scores from an encoder's pooled states; None for a decoder.
         trained_head: the encoder's head if it is trained, too; its gradient is exact.
@@ -125,7 +125,7 @@ class Estimator(Protocol):
 
         Args:
             record: a step's record, with the fields of `Measurement.journal_fields`; new or from a journal.
-            seed: of the run.
+            seed: the seed of the run.
             step: number of the step.
             modules: the adapted layers.
         """

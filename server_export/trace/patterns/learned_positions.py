@@ -26,7 +26,7 @@ def any_length(model: nn.Module, tokens: int, extra: int) -> Iterator[None]:
     """Resize everything that a model has per position to one row while it is traced.
 
     Args:
-        model: on the meta device.
+        model: the model, on the meta device.
         tokens: the number of tokens of the row.
         extra: the number of positions that tables have in addition to the row's.
     """
