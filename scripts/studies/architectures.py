@@ -54,16 +54,17 @@ _PAGE = """\
 # Architectures
 
 Written by `python scripts/studies/architectures.py --json docs/architectures.json --markdown
-docs/architectures.md`, which says of every text model type of transformers {version} what became of a tiny
-model with random weights, in float32. A type works if it is exported with all roles, exact gradients and
-tangents of whole rows and of rows in chunks differ from autograd's by less than 1e-4 of the largest, eight
-tokens are those of transformers' greedy generation, and PEFT computes the same with the published adapter.
+docs/architectures.md`: for every text model type of transformers {version}, a tiny model with random
+weights was tried in float32. A type works if it is exported with all roles, exact gradients and
+tangents of whole rows and of rows in chunks differ from autograd's by less than 1e-4 of the largest
+value, eight generated tokens equal those of transformers' greedy generation, and PEFT computes the same
+with the published adapter.
 
-A refusal has a code and a sentence, which a user meets. A defect is an exception that is no refusal: it is
-ours to mend. Of a type with only graphs, the graphs of all roles were compared with autograd and with the
-model, to 1e-5 of the largest, and no engine ran them yet. A recurrent decoder keeps a state whose size
-doesn't depend on how many tokens it has read. `docs/architectures.json` has the commit that each type was
-last tried with: a change of one architecture tries that one again.
+A refusal has a code and a message for the user. A defect is any other exception, which is a bug of
+prge. For a type with only graphs, the graphs of all roles were compared with autograd and with the
+model, to 1e-5 of the largest value, but no engine has run them yet. A recurrent decoder keeps a state
+whose size doesn't depend on how many tokens it has read. `docs/architectures.json` has the commit with
+which each type was last tried: after a change of one architecture, only that type is tried again.
 """
 
 
