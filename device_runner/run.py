@@ -54,7 +54,7 @@ from prge.system.terminal import best_effort
 from prge.training.checkpoint import TrainingState
 from prge.training.costs import Budget
 from prge.training.estimators.table import ESTIMATORS
-from prge.training.evaluation import displacement
+from prge.training.evaluation import displacement_warning
 from prge.training.monitor import RunMonitor, describe_changes, graceful_stop
 from prge.training.sampler import Sampler
 from prge.training.session import Session, SessionData, open_session
@@ -250,7 +250,7 @@ def _finish(run: _OpenRun, state: TrainingState, samples: Samples | None, monito
     with journal.reading(best):
         monitor.report_final(state.step, best)
     for record in (best, monitor.newest):
-        if warning := displacement(record):
+        if warning := displacement_warning(record):
             monitor.note(f"note: at step {record['step']} {warning}")
             break
     monitor.note(_closing(run.settings, run.inputs, samples))

@@ -91,7 +91,7 @@ def bench(phone: Phone, settings: BenchSettings) -> int:
     Raises:
         PrgeError: the phone lacks something, the file is of another phone, or this machine's storage is full.
     """
-    phone.need_this_driver()
+    phone.require_this_driver()
     record = _Record.of(settings.json, {**_facts(phone), "tiny": settings.tiny})
     chosen = settings.chosen()
     keys = {name: settings.key(model) for name, model in chosen.items()}

@@ -272,7 +272,7 @@ class Phone:
         """
         return self.adb.attach(quote(["sh", self.path("runtime", "run.sh"), *words]), reads)
 
-    def need_runtime(self) -> None:
+    def require_runtime(self) -> None:
         """Raise DeviceError unless the device has a complete runtime."""
         if not self.exists(self.path("runtime.tree"), "f"):
             raise DeviceError(
@@ -281,9 +281,9 @@ class Phone:
                 code="runtime-missing",
             )
 
-    def need_this_driver(self) -> None:
+    def require_this_driver(self) -> None:
         """Raise DeviceError unless the device's runtime has the driver that is installed on this computer."""
-        self.need_runtime()
+        self.require_runtime()
         manifest = _json(
             self.adb.check(f"cat {quote([self.path('runtime', MANIFEST)])}", "reading the runtime")
         )
@@ -305,7 +305,7 @@ class Phone:
         Raises:
             DeviceError: a job of that name is running, or this one does not start.
         """
-        self.need_runtime()
+        self.require_runtime()
         check_name(name)
         before = self.job(name)
         if before.state == "running":

@@ -97,7 +97,7 @@ def _folder(phone: Phone) -> Check:
 def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
     """Check whether the runtime is complete, its loader starts, and engine and driver can be imported."""
     try:
-        phone.need_runtime()
+        phone.require_runtime()
     except DeviceError as error:
         yield Check("runtime", "missing", error.what, error.remedy)
         return
@@ -108,7 +108,7 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
         yield Check("runtime", "missing", version, remedy)
         return
     try:
-        phone.need_this_driver()
+        phone.require_this_driver()
     except DeviceError as error:
         yield Check("runtime", "missing", error.what, error.remedy)
         return

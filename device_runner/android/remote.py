@@ -135,7 +135,7 @@ class RemoteCall:
     def phone(self) -> Phone:
         """The connected phone; raises DeviceError unless it has this computer's version of the driver."""
         phone = self.flags.phone()
-        phone.need_this_driver()
+        phone.require_this_driver()
         return phone
 
     def send_inputs(self, **on_device: Any) -> dict[str, Any]:

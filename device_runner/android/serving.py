@@ -160,7 +160,7 @@ def reconnect(argv: list[str]) -> int:
         )
     with flags.forwarded(phone, job.port) as computer_port:
         if job.state != "running":
-            phone.need_this_driver()
+            phone.require_this_driver()
             job = _start_server(phone, flags.name, job.port)
     return flags.report(job, computer_port)
 

@@ -19,7 +19,7 @@ from prge.report.charts import Line, line_chart
 from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 from prge.system.progress import format_duration
 from prge.training.estimators.table import ESTIMATORS
-from prge.training.evaluation import displacement
+from prge.training.evaluation import displacement_warning
 from prge.training.monitor import describe_changes
 
 NONE = "–"
@@ -115,7 +115,7 @@ def _bottom_line(run: RunFacts) -> str:
         if best["step"] == 0 and run.steps:
             lines.append("No step scored better than the adapter at the start.")
         for record in (best, run.evaluations[-1]):
-            if fallen := displacement(record):
+            if fallen := displacement_warning(record):
                 lines.append(f"At step {record['step']:,} {fallen}.")
                 break
         if cut := best.get("cut_examples"):

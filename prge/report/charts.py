@@ -18,7 +18,7 @@ from typing import Literal
 from prge.errors import shortened
 
 Point = tuple[float, float]
-Look = Literal["faint", "line", "marked"]
+LineStyle = Literal["faint", "line", "marked"]
 
 # Distinguishable with any colour vision, on white and on black: M. Okabe, K. Ito, "Color Universal Design",
 # 2008.
@@ -39,14 +39,14 @@ class Line:
         name: Text in the legend; empty for no entry.
         points: Points (x, y) in the order of x.
         hue: Index of the colour; indices beyond the last colour repeat colours with another form of dots.
-        look: Stroke style.
+        style: stroke style.
         band: (x, lowest, highest), such as the range over seeds.
     """
 
     name: str
     points: Sequence[Point]
     hue: int = 0
-    look: Look = "line"
+    style: LineStyle = "line"
     band: Sequence[tuple[float, float, float]] = ()
 
 
@@ -123,8 +123,8 @@ def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
 def standalone_svg(chart: str) -> str:
     """Return a chart for a file of its own: dark text on white, at twice the size."""
     width, height = _size_of(chart)
-    look = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
-    return chart.replace("<svg ", f"<svg {look} ", 1)
+    attributes = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
+    return chart.replace("<svg ", f"<svg {attributes} ", 1)
 
 
 def thin_points(points: Sequence[Point], most: int) -> list[Point]:
@@ -227,15 +227,15 @@ def _draw_x_axis(axis: _Axis, label: str, names: Sequence[str], floor: float, he
 
 def _draw_line(line: Line, coordinates: Sequence[Point]) -> str:
     """Draw a line through coordinates of the picture, in its own style."""
-    width, opacity = (0.8, 0.35) if line.look == "faint" else (1.8, 1)
-    dashes = ' stroke-dasharray="5 3"' if line.look == "marked" else ""
+    width, opacity = (0.8, 0.35) if line.style == "faint" else (1.8, 1)
+    dashes = ' stroke-dasharray="5 3"' if line.style == "marked" else ""
     polyline = (
         f'<polyline points="{_path(coordinates)}" fill="none" stroke="{_colour(line.hue)}" '
         f'stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
     )
     # A polyline of one point is invisible.
     single = len(coordinates) == 1
-    has_dots = line.look == "marked" or line.hue >= len(COLOURS)
+    has_dots = line.style == "marked" or line.hue >= len(COLOURS)
     dots = coordinates if single or (has_dots and len(coordinates) <= _MAX_DOTS) else ()
     return polyline + "".join(_dot(x, y, line.hue) for x, y in dots)
 

@@ -126,7 +126,7 @@ def _harm(scored: Scores, examples: Sequence[Example]) -> float:
     return max(-float(np.mean(changes)), 0.0) if changes else 0.0
 
 
-def displacement(figures: Mapping[str, Any]) -> str:
+def displacement_warning(figures: Mapping[str, Any]) -> str:
     """Return a warning if chosen answers became less likely (likelihood displacement), or ""."""
     chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
     if chosen is None or chosen >= 0:

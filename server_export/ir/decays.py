@@ -78,7 +78,7 @@ class Decays:
         return self._writer.reshape(self._writer.call(aten.exp.default, sums), shape)
 
 
-class OwnDecays:
+class ElementwiseDecays:
     """Decays f32 [rows x heads, tokens, width], one for each element of a key.
 
     Args:

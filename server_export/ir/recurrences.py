@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.decays import Decays, OwnDecays
+from server_export.ir.decays import Decays, ElementwiseDecays
 from server_export.ir.unit_inverse import UNIT_INVERSE
 from server_export.ir.writer import GraphWriter
 
@@ -260,7 +260,7 @@ def _expand_recurrence(writer: GraphWriter, node: Node, state: Node | None) -> t
         state = writer.plus(state, call(aten.bmm.default, key_transposed, value))
         return call(aten.bmm.default, query, state), writer.reshape(state, shape)
     arguments = (writer, decay, key, until, before)
-    decays = OwnDecays(*arguments, halves, meeting) if meeting else Decays(*arguments)
+    decays = ElementwiseDecays(*arguments, halves, meeting) if meeting else Decays(*arguments)
     if strength is not None:
         if state is not None:
             value = writer.minus(value, decays.read(key, state))

@@ -84,10 +84,12 @@ class DecisionMaker:
         tokenizer = tokenizing.device_tokenizer(chat_template, None)
         longest = rows.check(tokenizer, spec)
 
-        def some(tokenizer: Tokenizer) -> Sequence[Example]:
-            return rows.some(ROWS, tokenizer, spec)
+        def sample_examples(tokenizer: Tokenizer) -> Sequence[Example]:
+            return rows.sample_examples(ROWS, tokenizer, spec)
 
-        self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+        self.decide(
+            "prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, sample_examples)
+        )
         if begins := self._record.value("prepend_bos"):
             why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
             rows.notes.append(f"prepend_bos is {begins}: {why}")

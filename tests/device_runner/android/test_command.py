@@ -169,7 +169,7 @@ def test_a_tuning_becomes_a_run_on_the_phone_that_can_generate(
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
-    monkeypatch.setattr(Phone, "need_this_driver", lambda self: None)
+    monkeypatch.setattr(Phone, "require_this_driver", lambda self: None)
     monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
     assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
     ((words, reads, settings),) = calls

@@ -1,6 +1,6 @@
 """Dictated texts: the engine computes as usual, but the next token is predetermined.
 
-    engine = DictatedEngine(open_generation_engine(bundle))
+    engine = TeacherForcedEngine(open_generation_engine(bundle))
     engine.text = [*prompt, *answer]
 
 A model with random weights doesn't repeat its prompt, and the gain of drafts depends only on repetition.
@@ -20,7 +20,7 @@ PART, BETWEEN = 16, 4
 _FEW_WORDS = 16
 
 
-class DictatedEngine:
+class TeacherForcedEngine:
     """Implements prge.generation.generator.GenerationEngine; the next token of `text` is the most likely."""
 
     def __init__(self, engine: GenerationEngine) -> None:
