@@ -426,13 +426,13 @@ class Phone:
             time.sleep(0.2)
         return job
 
-    def pull_run(self, name: str, out: Path, but: Collection[str] = WITH_ROWS) -> list[str]:
+    def pull_run(self, name: str, out: Path, excluded: Collection[str] = WITH_ROWS) -> list[str]:
         """Copy the folder of a run or a server to this computer, whole or not at all.
 
         Args:
             name: name of the run.
             out: folder to create, or an older copy of the run to replace.
-            but: files that stay on the device; by default those that show rows.
+            excluded: files that stay on the device; by default those that show rows.
 
         Returns:
             The names of the copied files.
@@ -449,7 +449,7 @@ class Phone:
                 copy = Path(staging) / str(attempt)
                 copy.mkdir(mode=0o700)
                 try:
-                    self._pull_once(remote, copy, but)
+                    self._pull_once(remote, copy, excluded)
                     break
                 except DeviceError:
                     # A running run writes files and removes old checkpoints during the copy, so try again.
@@ -458,10 +458,10 @@ class Phone:
             _replace(copy, out)
         return sorted(str(path.relative_to(out)) for path in files_of(out))
 
-    def _pull_once(self, remote: str, copy: Path, but: Collection[str]) -> None:
+    def _pull_once(self, remote: str, copy: Path, excluded: Collection[str]) -> None:
         """Copy a run folder into the folder `copy` and compare hashes; raises DeviceError."""
         hashes = self._hashes(remote) if self.exists(remote, "d") else {}
-        names = [file for file in hashes if file not in (LOCK, *but)]
+        names = [file for file in hashes if file not in (LOCK, *excluded)]
         if not set(names) & set(BEGUN):
             raise DeviceError(
                 f"{remote} holds no run yet.",

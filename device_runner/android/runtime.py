@@ -308,10 +308,10 @@ def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Packag
     return digest(text)
 
 
-def _hashes(folder: Path, but: Sequence[str] = (MANIFEST, TREE)) -> dict[str, str]:
+def _hashes(folder: Path, excluded: Sequence[str] = (MANIFEST, TREE)) -> dict[str, str]:
     """Return the SHA-256 of the files in a folder, by relative path."""
     return {
         str(path.relative_to(folder)): file_sha256(path)
         for path in files_of(folder)
-        if str(path.relative_to(folder)) not in but
+        if str(path.relative_to(folder)) not in excluded
     }

@@ -83,10 +83,10 @@ def copies_together(length: int, bounds: Bounds) -> int:
     return bounds.copies if length <= bounds.chunk else 1
 
 
-def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:
-    """Split `start` to `stop` into as few slices of at most `most` elements as possible, of similar sizes."""
+def slices(stop: int, max_size: int, start: int = 0) -> Iterator[slice]:
+    """Split `start` to `stop` into the fewest slices of at most `max_size` elements, of similar sizes."""
     count = stop - start
-    parts = -(-count // most)
+    parts = -(-count // max_size)
     for part in range(parts):
         yield slice(start + part * count // parts, start + (part + 1) * count // parts)
 

@@ -126,7 +126,7 @@ def unpack_state(
     try:
         state = initial_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
         expected = _arrays(state)
-        content = _unpacked(content, most=sum(array.nbytes for array in expected.values()) + _MAX_HEADER)
+        content = _unpacked(content, max_bytes=sum(array.nbytes for array in expected.values()) + _MAX_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         progress = json.loads(header["__metadata__"][PROGRESS])
@@ -148,12 +148,12 @@ def unpack_state(
         raise MessageError(f"a state that does not fit the bundle: {error}", code="state-unusable") from None
 
 
-def _unpacked(content: bytes, most: int) -> bytes:
-    """Decompress bytes; raises ValueError if they would be more than `most` bytes."""
+def _unpacked(content: bytes, max_bytes: int) -> bytes:
+    """Decompress bytes; raises ValueError if they would be more than `max_bytes` bytes."""
     reader = zlib.decompressobj()
-    decompressed = reader.decompress(content, most)
+    decompressed = reader.decompress(content, max_bytes)
     if not reader.eof:
-        raise ValueError(f"it is truncated, or has more than {most} bytes")
+        raise ValueError(f"it is truncated, or has more than {max_bytes} bytes")
     return decompressed
 
 

@@ -168,9 +168,9 @@ def _make_prompts(
 ) -> list[Prompt]:
     try:
         if parsed.is_chat:
-            return [prompts.encode_rendered(rendered, most=context)]
+            return [prompts.encode_rendered(rendered, max_tokens=context)]
         return [
-            prompts.encode_text(each, most=context) if isinstance(each, str) else Prompt(each)
+            prompts.encode_text(each, max_tokens=context) if isinstance(each, str) else Prompt(each)
             for each in parsed.prompts
         ]
     except DataError as error:

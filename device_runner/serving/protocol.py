@@ -149,8 +149,8 @@ class FeedbackRequest:
     correction: str | None
 
 
-def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
-    """Parse a request to /v1/feedback; its correction has at most `most` characters; raises RequestError."""
+def read_feedback_request(body: bytes, max_characters: int) -> FeedbackRequest:
+    """Parse a request to /v1/feedback; a longer correction than `max_characters` raises RequestError."""
     content = _object(body)
     for name in content:
         if name not in ("id", "index", "rating", "correction"):
@@ -160,8 +160,10 @@ def read_feedback_request(body: bytes, most: int) -> FeedbackRequest:
     for name in ("id", "rating", "correction"):
         if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
             raise _wrong(name, content.get(name), "the id of a response" if name == "id" else "a string")
-    if len(content.get("correction", "")) > most:
-        problem = f"correction has {len(content['correction'])} characters, at most {most} are allowed"
+    if len(content.get("correction", "")) > max_characters:
+        problem = (
+            f"correction has {len(content['correction'])} characters, at most {max_characters} are allowed"
+        )
         raise RequestError(400, problem, param="correction")
     index = _whole(content, "index", 0) if "index" in content else 0
     return FeedbackRequest(content["id"], index, content.get("rating"), content.get("correction"))

@@ -85,9 +85,9 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
     else:
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
-    def some(source: RowSource, most: int, training: bool) -> list[Example]:
+    def some(source: RowSource, limit: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _well_rated(source)
-        rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
+        rows = select_rows(rows, Selection(limit=limit, shuffle_seed=settings.seed))
         options = build_options(settings, task)
         return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 

@@ -127,11 +127,11 @@ def standalone_svg(chart: str) -> str:
     return chart.replace("<svg ", f"<svg {attributes} ", 1)
 
 
-def thin_points(points: Sequence[Point], most: int) -> list[Point]:
-    """Reduce a line to at most `most` points: the lowest and the highest point of each stretch, in order."""
-    if len(points) <= most:
+def thin_points(points: Sequence[Point], max_points: int) -> list[Point]:
+    """Reduce a line to `max_points` points: the lowest and the highest point of each stretch, in order."""
+    if len(points) <= max_points:
         return list(points)
-    stretches = most // 2
+    stretches = max_points // 2
     chosen: list[Point] = []
     for index in range(stretches):
         stretch = range(index * len(points) // stretches, (index + 1) * len(points) // stretches)

@@ -252,7 +252,7 @@ def training_seconds(count: int, pace: Pace, searched: bool) -> float:
     return seconds + pace.start + count * pace.step + (_EVALUATIONS + 1) * pace.evaluation
 
 
-def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched: bool) -> list[Decision]:
+def steps_in(minutes: float, spent: float, pace: Pace, unlimited: Decision, searched: bool) -> list[Decision]:
     """Choose the steps of the final run for a time limit, and a learning rate if the search takes too long.
 
     Search and training get at least a third of the minutes, even if the export took longer.
@@ -261,12 +261,12 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
         minutes: the user's time limit for the whole tuning.
         spent: seconds of everything else: before training, and after the final run.
         pace: durations of a run's parts.
-        most: the steps without a time limit.
+        unlimited: the steps without a time limit.
         searched: whether the learning rate is searched.
     """
     left = max(60 * minutes - spent, 60 * minutes * _MIN_SHARE)
     room = _MARGIN_OF_TIME * left
-    counts = range(1, most.value + 1)
+    counts = range(1, unlimited.value + 1)
 
     def fitting(searched: bool) -> int:
         return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
@@ -274,8 +274,8 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
     rest = "take a third" if spent + left > 60 * minutes else f"have {format_duration(left)} left"
     why = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s a step"
     count = fitting(searched)
-    if count >= most.value:
-        return [most]
+    if count >= unlimited.value:
+        return [unlimited]
     if not searched or count >= _MIN_SEARCHED:
         return [Decision("steps", max(count, 1), why)]
     return [

@@ -55,7 +55,7 @@ def rates_around(centre: float, factor: float, trials: int) -> list[float]:
 
 
 def grid_losses(
-    loss: Callable[[float], float], rates: Sequence[float], factor: float, most: int
+    loss: Callable[[float], float], rates: Sequence[float], factor: float, max_extra: int
 ) -> dict[float, float]:
     """Return the losses of the rates of a grid, and of further rates beyond the end where the best one is.
 
@@ -63,10 +63,10 @@ def grid_losses(
         loss: returns the loss of a rate; not finite if training diverged.
         rates: grid of rates; a single rate is not extended.
         factor: ratio of neighbours.
-        most: most rates to try beyond an end; lower ones if no rate of the grid has a finite loss.
+        max_extra: maximum number of rates to try beyond an end: lower ones if no loss of the grid is finite.
     """
     losses = {rate: loss(rate) for rate in rates}
-    for _ in range(most if len(losses) > 1 else 0):
+    for _ in range(max_extra if len(losses) > 1 else 0):
         best = best_rate(losses)
         if best is None or best == min(losses):
             beyond = _rounded(min(losses) / factor)

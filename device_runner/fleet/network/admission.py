@@ -38,9 +38,9 @@ Client = tuple[str, int]
 class Listener(socket):
     """A listening socket that limits the number of open connections, unauthenticated and per key."""
 
-    def __init__(self, listener: socket, most: int) -> None:
+    def __init__(self, listener: socket, max_connections: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
-        self._most = most
+        self._max_connections = max_connections
         self._accepted = 0
         gc.freeze()  # existing objects stay alive; excluding them keeps collections fast
         self._strangers: dict[Client, socket] = {}
@@ -55,9 +55,9 @@ class Listener(socket):
         if self._accepted % (MAX_STRANGERS // 4) == 0:
             gc.collect()
         self._strangers = _bounded({**self._strangers, address[:2]: connection}, MAX_STRANGERS)
-        if sum(map(len, self._known.values())) > self._most:
+        if sum(map(len, self._known.values())) > self._max_connections:
             self._known = defaultdict(dict, {key: _bounded(mine) for key, mine in self._known.items()})
-            if sum(map(len, self._known.values())) > self._most:
+            if sum(map(len, self._known.values())) > self._max_connections:
                 connection.close()
                 raise ConnectionAbortedError
         return connection, address
@@ -68,10 +68,10 @@ class Listener(socket):
             self._known[key] = _bounded({**self._known[key], client: connection}, MAX_CONNECTIONS_OF_A_KEY)
 
 
-def _bounded(connections: dict[Client, socket], most: int | None = None) -> dict[Client, socket]:
-    """Return the open connections; if there are more than `most`, close the oldest ones."""
+def _bounded(connections: dict[Client, socket], limit: int | None = None) -> dict[Client, socket]:
+    """Return the open connections; if there are more than `limit`, close the oldest ones."""
     alive = {client: connection for client, connection in connections.items() if connection.fileno() >= 0}
-    while most is not None and len(alive) > most:
+    while limit is not None and len(alive) > limit:
         with suppress(OSError):
             alive.pop(next(iter(alive))).shutdown(SHUT_RDWR)
     return alive
@@ -144,16 +144,16 @@ class Admission:
         headers = Headers(scope=scope)
         key = authenticated_key(headers, self._keys)
         length = headers.get("content-length", "")
-        most = self._max_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
+        max_bytes = self._max_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
         if scope["method"] != "POST" or scope["path"] not in FLEET_PATHS:
             refused = Response(status_code=404)
         elif key is None:
             refused = refusal(scope["path"])
         elif not (length.isascii() and length.isdigit()) or "transfer-encoding" in headers:
             refused = Response(status_code=411)
-        elif len(length) > 12 or int(length) > most:
+        elif len(length) > 12 or int(length) > max_bytes:
             refused = Response(status_code=413)
-        elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * most:
+        elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * max_bytes:
             refused = Response(status_code=503)
         else:
             self._listener.mark_known(scope["client"], key)

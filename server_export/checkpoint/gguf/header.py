@@ -218,10 +218,10 @@ class _Reader:
     def _number(self, letter: str, what: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}"), what))[0]
 
-    def _count(self, what: str, most: int) -> int:
+    def _count(self, what: str, limit: int) -> int:
         count = int(self._number("Q", f"the number of {what}"))
-        if count > most:
-            self._refuse(f"it counts {count:,} {what}, but at most {most:,} are allowed")
+        if count > limit:
+            self._refuse(f"it counts {count:,} {what}, but at most {limit:,} are allowed")
         return count
 
     def _text(self, what: str, longest: int, *, may_be_empty: bool = False) -> str:

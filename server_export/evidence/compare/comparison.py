@@ -211,7 +211,7 @@ class Comparison:
             return math.inf if trial_loss is None else trial_loss
 
         rates = rates_around(self._centre(method), FACTOR, self.settings.search_trials)
-        rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
+        rate = best_rate(grid_losses(loss, rates, FACTOR, max_extra=1))
         trials.sort(key=lambda trial: float(trial["learning_rate"]))
         if rate is None:
             raise MethodError(failures[-1], code="all-rates-diverged")
