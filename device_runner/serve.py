@@ -145,7 +145,7 @@ def _open_learning(
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
     tokenizer = _tokenizer(settings, bundle)
-    plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
+    plan, has_retained = plan_rounds(settings, settings, source, bundle, tokenizer)
     context, budget = generation_budget(
         bundle,
         settings.memory,
@@ -159,7 +159,7 @@ def _open_learning(
     learning = OnlineLearner(
         settings,
         plan,
-        has_kept,
+        has_retained,
         bundle,
         adapters[name],
         tokenizer,

@@ -68,7 +68,7 @@ class OnlineLearner:
     Args:
         flags: `learn` is the folder.
         plan: the plan of the rounds.
-        has_kept: whether the plan's settings name rows that must not be forgotten.
+        has_retained: whether the plan's settings name rows that must not be forgotten.
         bundle: the bundle of all adapters.
         start: the initial adapter.
         tokenizer: used by this object only.
@@ -86,7 +86,7 @@ class OnlineLearner:
         self,
         flags: LearnFlags,
         plan: RunPlan,
-        has_kept: bool,
+        has_retained: bool,
         bundle: Bundle,
         start: Adapter,
         tokenizer: Tokenizer,
@@ -98,7 +98,7 @@ class OnlineLearner:
         loaded: int | None = None,
     ) -> None:
         assert flags.learn is not None
-        self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_kept, bundle
+        self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_retained, bundle
         self._folder, self._start = flags.learn, start
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
         """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
@@ -250,7 +250,7 @@ class OnlineLearner:
     def _begin_round(self, version: Version) -> None:
         round = self._new_round(version)
         self._begun_at, self._generation = time.monotonic(), self._index.generation
-        self._keys = [row.key for row in (*round.learnt, *round.held)]
+        self._keys = [row.key for row in (*round.learnt, *round.held_out)]
         process = self._begin(round)
         with self._lock:
             self._process = process
@@ -353,9 +353,9 @@ class OnlineLearner:
             if each.number > parent:
                 unlearnt += existing_entries(each.rows)
             else:
-                learning, held = split_held_out(existing_entries(each.rows))
-                learnt, unlearnt = [*learnt, *unlearnt, *learning], held
-        learning, held = split_held_out(existing_entries(version.rows))
+                learning, held_out = split_held_out(existing_entries(each.rows))
+                learnt, unlearnt = [*learnt, *unlearnt, *learning], held_out
+        learning, held_out = split_held_out(existing_entries(version.rows))
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -366,11 +366,11 @@ class OnlineLearner:
             start=self._start,
             feedback=self._folder / FEEDBACK,
             learnt=[*unlearnt[-_MAX_OPEN:], *learning],
-            held=held,
+            held_out=held_out,
             learnt_before=learnt,
             replay=self._flags.replay,
             may_lose=self._flags.may_lose,
-            has_kept=self._has_kept,
+            has_retained=self._has_kept,
             chat_template=self._chat_template,
             loaded=self._loaded,
         )
@@ -413,10 +413,10 @@ def plan_rounds(
     settings = resolve_settings(
         replace(settings, date=read_date(flags.learn) or settings.date), bundle
     ).with_date()
-    has_kept = flags.kept is not None or run is not None
-    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_kept else []
+    has_retained = flags.kept is not None or run is not None
+    replayed = read_retained_examples(settings, tokenizer, bundle).replayed if has_retained else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
-    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
+    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_retained
 
 
 def _settings(

@@ -134,11 +134,11 @@ class Round:
         feedback: file with the rows.
         learnt: rows to learn: new ones, and those that `adapter` has not learnt because they were held out or
             their adapters were not served.
-        held: new rows to judge by.
+        held_out: new rows to judge by.
         learnt_before: all other rows.
         replay: fraction of the examples that are earlier ones.
         may_lose: by how much an adapter may be worse than `start` on retained rows.
-        has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
+        has_retained: whether `train` and `dev` of the settings are rows that must not be forgotten.
         chat_template: the chat template of the tokenizer.
         loaded: bytes of weights that may stay loaded; None: all.
     """
@@ -150,17 +150,17 @@ class Round:
     start: Adapter
     feedback: Path
     learnt: Sequence[IndexEntry]
-    held: Sequence[IndexEntry]
+    held_out: Sequence[IndexEntry]
     learnt_before: Sequence[IndexEntry]
     replay: float
     may_lose: float
-    has_kept: bool
+    has_retained: bool
     chat_template: str | None
     loaded: int | None
 
     def digest(self) -> str:
         """Return a hash of the round's rows."""
-        lists = [[row.key for row in part] for part in (self.learnt, self.held, self.learnt_before)]
+        lists = [[row.key for row in part] for part in (self.learnt, self.held_out, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
@@ -196,7 +196,9 @@ def run_round(round: Round, log: Callable[[str], object]) -> Record:
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     tokenizer.chat_template = round.chat_template
-    retained = read_retained_examples(settings, tokenizer, bundle) if round.has_kept else RetainedExamples()
+    retained = (
+        read_retained_examples(settings, tokenizer, bundle) if round.has_retained else RetainedExamples()
+    )
     # Forks a process for the chat template, which must happen before an engine computes.
     builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     engine = open_engine(
@@ -241,9 +243,9 @@ def _train_and_judge(
         session.train(SilentObserver())
     state = session.state
     # Without held-out rows, the losses are those of the learnt rows.
-    judged_examples = feedback.examples(round.held or round.learnt)
-    held: Record = {"rows": len(judged_examples) if round.held else 0}
-    held |= {
+    judged_examples = feedback.examples(round.held_out or round.learnt)
+    held_scores: Record = {"rows": len(judged_examples) if round.held_out else 0}
+    held_scores |= {
         "before": score(engine, adapter, judged_examples).loss,
         "after": score(engine, state.adapter, judged_examples).loss,
     }
@@ -254,7 +256,7 @@ def _train_and_judge(
         )
         on_kept |= {"metric": name, "start": start, "after": new_value}
     write_result(folder / FINAL, state, bundle.adapter, overwrite=True)
-    return _verdict(round, settings.steps, len(learning), held, on_kept)
+    return _verdict(round, settings.steps, len(learning), held_scores, on_kept)
 
 
 def _verdict(round: Round, steps: int, learnt: int, held_scores: Record, retained_scores: Record) -> Record:
