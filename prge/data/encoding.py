@@ -25,11 +25,11 @@ class EncodedText:
     """A tokenized text.
 
     Attributes:
-        ids: Token ids, int32 [n].
-        is_trained: Which tokens are trained on, bool [n].
-        begin: Number of special tokens that were added at the beginning.
-        end: Number of special tokens that were added at the end.
-        events: Events for the report.
+        ids: token ids, int32 [n].
+        is_trained: which tokens are trained on, bool [n].
+        begin: number of special tokens that were added at the beginning.
+        end: number of special tokens that were added at the end.
+        events: events for the report.
     """
 
     ids: Ids
@@ -49,7 +49,7 @@ def encode(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
 
     Raises:
         RowError: A segment to train on has no tokens.
-        DataError: The text can't be tokenized.
+        DataError: the text can't be tokenized.
     """
     return (
         _encode_separately(text, tokenizer) if text.boundary == "exact" else _encode_joined(text, tokenizer)

@@ -96,14 +96,14 @@ def build_examples(
     """Build the examples of rows for a bundle, and a report.
 
     Args:
-        training: Build examples of a task with the objective `completion` from the correct candidate alone;
+        training: build examples of a task with the objective `completion` from the correct candidate alone;
             false for an evaluation, which compares all candidates.
-        source: Name of the data in errors.
-        renamed: The file's names of renamed columns.
-        chat: Chat template for rows of messages; None compiles the tokenizer's template for this call.
+        source: name of the data in errors.
+        renamed: the file's names of renamed columns.
+        chat: chat template for rows of messages; None compiles the tokenizer's template for this call.
 
     Raises:
-        DataError: Rows lack a column, hold an unknown label or nothing to learn, or don't fit. The error
+        DataError: rows lack a column, hold an unknown label or nothing to learn, or don't fit. The error
             lists all rows and has the code of the first.
     """
     if not rows:

@@ -36,12 +36,12 @@ class FeedbackExamples:
 
     Args:
         tokenizer: A tokenizer that nothing else uses.
-        model: Specification of the bundle's model.
-        options: How rows become examples; the objective follows from the row.
+        model: specification of the bundle's model.
+        options: how rows become examples; the objective follows from the row.
 
     Raises:
-        BundleError: The tokenizer's chat template is damaged.
-        DataError: There is a chat template, and jinja2 isn't installed.
+        BundleError: the tokenizer's chat template is damaged.
+        DataError: there is a chat template, and jinja2 isn't installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, model: ModelSpec, options: BuildOptions | None = None) -> None:
@@ -54,10 +54,10 @@ class FeedbackExamples:
 
         Args:
             row: A row of feedback, which is untrusted.
-            number: Row number of the examples.
+            number: row number of the examples.
 
         Raises:
-            UnlearnableError: The row can't become an example.
+            UnlearnableError: the row can't become an example.
         """
         if problem := find_feedback_problem(row):
             raise UnlearnableError(problem, code="feedback-unsound")

@@ -29,13 +29,13 @@ class RowFormat:
     """How the rows of a file become segments.
 
     Attributes:
-        name: Name of the format for users.
-        columns: Columns that are read.
-        objective: Objective of the training.
-        default_overflow: How rows that are too long are handled unless the user sets it.
-        rows: The rows.
-        segments: Converts one of the rows to segments.
-        chat: The model's chat template, if the rows become messages.
+        name: name of the format for users.
+        columns: columns that are read.
+        objective: objective of the training.
+        default_overflow: how rows that are too long are handled unless the user sets it.
+        rows: the rows.
+        segments: converts one of the rows to segments.
+        chat: the model's chat template, if the rows become messages.
     """
 
     name: str
@@ -53,7 +53,7 @@ def task_format(
     """Return the format of a task's rows; for `training` on completions, with only the correct candidate.
 
     Raises:
-        DataError: The rows lack columns, or the task doesn't fit the objective or the bundle.
+        DataError: the rows lack columns, or the task doesn't fit the objective or the bundle.
     """
     objective = options.objective
     if objective in (None, "auto"):
@@ -104,8 +104,8 @@ def form_format(
     `chat` is the model's compiled chat template; None compiles it if it is needed.
 
     Raises:
-        DataError: The columns match no form, or the form doesn't fit the objective or the model.
-        BundleError: The chat template is damaged.
+        DataError: the columns match no form, or the form doesn't fit the objective or the model.
+        BundleError: the chat template is damaged.
     """
     if model.readout != "logprobs":
         raise DataError(

@@ -70,22 +70,22 @@ class DataReport:
     """The report on the rows of a data file.
 
     Attributes:
-        title: Source and format of the rows.
-        sequence_length: Longest sequence that the bundle takes.
-        columns: Text that says which columns are read.
-        objective: Objective of the training.
-        dropped: Target tokens that didn't fit.
-        rows: Number of usable rows.
-        examples: Number of examples.
-        lengths: Tokens of each sequence.
-        targets: Target tokens of each sequence.
-        unknown: Target tokens that the tokenizer can't spell.
-        classes: Number of rows of each class.
-        notes: Row numbers by event.
-        unusable: Problems of rows that were skipped, by row number.
-        read: Columns that rows of this format may have.
-        unread: Columns of the rows that are not read.
-        written: Control tokens that are written in rows, by event.
+        title: source and format of the rows.
+        sequence_length: longest sequence that the bundle takes.
+        columns: text that says which columns are read.
+        objective: objective of the training.
+        dropped: target tokens that didn't fit.
+        rows: number of usable rows.
+        examples: number of examples.
+        lengths: tokens of each sequence.
+        targets: target tokens of each sequence.
+        unknown: target tokens that the tokenizer can't spell.
+        classes: number of rows of each class.
+        notes: row numbers by event.
+        unusable: problems of rows that were skipped, by row number.
+        read: columns that rows of this format may have.
+        unread: columns of the rows that are not read.
+        written: control tokens that are written in rows, by event.
     """
 
     title: str

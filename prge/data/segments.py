@@ -105,10 +105,10 @@ class Segmenter:
     """Converts texts of rows to segments.
 
     Attributes:
-        tokenizer: The model's tokenizer.
-        append_eos: Append an end-of-sequence token to a trained text or completion.
-        control_tokens: Where control tokens that are written in rows are read as such.
-        chat: The model's chat template; None if rows don't become messages.
+        tokenizer: the model's tokenizer.
+        append_eos: append an end-of-sequence token to a trained text or completion.
+        control_tokens: where control tokens that are written in rows are read as such.
+        chat: the model's chat template; None if rows don't become messages.
     """
 
     tokenizer: Tokenizer

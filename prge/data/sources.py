@@ -60,11 +60,11 @@ class RowSource:
     """Rows with their origin.
 
     Attributes:
-        name: Name of the source for users.
-        rows: The rows.
-        sha256: Hash of the content.
-        renamed: The file's names of renamed columns.
-        feedback_summary: Summary of the conversion of feedback; empty for other rows.
+        name: name of the source for users.
+        rows: the rows.
+        sha256: hash of the content.
+        renamed: the file's names of renamed columns.
+        feedback_summary: summary of the conversion of feedback; empty for other rows.
     """
 
     name: str
@@ -86,15 +86,15 @@ def read_source(
 
     Args:
         where: A file, a folder, or the name of a data set; or several files or folders.
-        part: Which file of a folder, list of a JSON file, or split of a data set to read.
-        columns: Words such as `prompt=question`, which rename the file's column `question` to `prompt`.
-        broken: As for `read_rows`.
-        objective: Objective of the training, for the conversion of feedback.
-        task: Task whose columns are read; None if the form follows from the columns.
+        part: which file of a folder, list of a JSON file, or split of a data set to read.
+        columns: words such as `prompt=question`, which rename the file's column `question` to `prompt`.
+        broken: as for `read_rows`.
+        objective: objective of the training, for the conversion of feedback.
+        task: task whose columns are read; None if the form follows from the columns.
 
     Raises:
         ConfigError: `columns` is malformed, or names columns that are not read.
-        DataError: There are no such rows or columns, or they can't be read, for example without a network.
+        DataError: there are no such rows or columns, or they can't be read, for example without a network.
     """
     renamed = parse_columns(columns)
     paths = find_row_files(where, part)
@@ -161,7 +161,7 @@ def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> 
     """Read the rows of files in order; with several files, row numbers and problems name the file.
 
     Raises:
-        DataError: As `read_rows`; the problems of all files are reported at once.
+        DataError: as `read_rows`; the problems of all files are reported at once.
     """
     if len(paths) == 1:
         return RowSource(str(paths[0]), read_rows(paths[0], broken, part), file_sha256(paths[0]))

@@ -62,7 +62,7 @@ class SequenceFitter:
         """Return the token sequences of a row: one or several for each text or candidate.
 
         Raises:
-            RowError: The row doesn't fit, or has nothing to train on.
+            RowError: the row doesn't fit, or has nothing to train on.
             DataError: A text can't be tokenized.
         """
         if isinstance(row, Texts):

@@ -36,9 +36,9 @@ class Line:
     """A curve of a chart.
 
     Attributes:
-        name: Text in the legend; empty for no entry.
-        points: Points (x, y) in the order of x.
-        hue: Index of the colour; indices beyond the last colour repeat colours with another form of dots.
+        name: text in the legend; empty for no entry.
+        points: points (x, y) in the order of x.
+        hue: index of the colour; indices beyond the last colour repeat colours with another form of dots.
         style: stroke style.
         band: (x, lowest, highest), such as the range over seeds.
     """
@@ -64,12 +64,12 @@ def line_chart(
     Values must be below 1e300. Equal lines give equal text.
 
     Args:
-        lines: In the order of the legend.
-        x_label: Label of the x axis.
-        y_label: Label of the y axis.
-        log: Use a logarithmic x axis, which leaves out points that aren't above 0.
-        levels: Values of y to mark with a dashed line, by name.
-        x_names: Tick labels for x = 0, 1, ... instead of numbers.
+        lines: in the order of the legend.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+        log: use a logarithmic x axis, which leaves out points that aren't above 0.
+        levels: values of y to mark with a dashed line, by name.
+        x_names: tick labels for x = 0, 1, ... instead of numbers.
     """
     lines = [_above_zero(line) for line in lines] if log else lines
     lines, levels = [line for line in lines if line.points], levels or {}

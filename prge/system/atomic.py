@@ -86,12 +86,12 @@ def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
     """Write a file atomically, replacing an existing one.
 
     Args:
-        path: The file.
-        content: Its new content.
-        rights: Its mode; by default, the mode that the user's umask gives to a new file.
+        path: the file.
+        content: its new content.
+        rights: its mode; by default, the mode that the user's umask gives to a new file.
 
     Raises:
-        RunError: The storage is full, read-only or refuses the write.
+        RunError: the storage is full, read-only or refuses the write.
     """
     # All processes use one temporary name, so that a killed process's leftover is overwritten.
     partial = path.with_name(f".{path.name}.partial")
@@ -116,7 +116,7 @@ def write_output(path: Path, content: bytes) -> None:
     Unlike `write_file`, this follows links, creates the parent folder, and writes into pipes and devices.
 
     Raises:
-        RunError: The storage is full, read-only or refuses the write.
+        RunError: the storage is full, read-only or refuses the write.
     """
     try:
         status = os.stat(path) if os.path.exists(path) else None
@@ -137,7 +137,7 @@ def check_file(path: Path) -> None:
     The file isn't opened, because opening creates a file and waits for the reader of a pipe.
 
     Raises:
-        RunError: The path is a folder, or can't be written.
+        RunError: the path is a folder, or can't be written.
     """
     try:
         status = os.stat(path) if os.path.exists(path) else None
@@ -155,11 +155,11 @@ def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
     """Check that files can be created in a folder, which may not exist yet; leaves nothing behind.
 
     Args:
-        folder: The folder.
-        required_bytes: Free storage that is required.
+        folder: the folder.
+        required_bytes: free storage that is required.
 
     Raises:
-        RunError: The storage is read-only, refuses new files, or has less free space.
+        RunError: the storage is read-only, refuses new files, or has less free space.
     """
     try:
         free = _check_can_create(Path(os.path.realpath(folder)))

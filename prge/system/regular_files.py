@@ -34,14 +34,14 @@ def open_regular(
     """Open a regular file in a binary mode as `open` does; refuse links, folders, pipes, sockets and devices.
 
     Args:
-        path: The file; a writing mode creates it.
-        mode: As for `open`.
-        buffering: As for `open`.
-        follow: Accept a link to a regular file.
-        rights: Mode of a created file, before the user's umask is applied.
+        path: the file; a writing mode creates it.
+        mode: as for `open`.
+        buffering: as for `open`.
+        follow: accept a link to a regular file.
+        rights: mode of a created file, before the user's umask is applied.
 
     Raises:
-        OSError: The path isn't a regular file, or `open` fails.
+        OSError: the path isn't a regular file, or `open` fails.
     """
 
     def opener(name: str, flags: int) -> int:

@@ -55,10 +55,10 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
 
     Args:
         folder: A folder whose content can be recreated.
-        empties: Remove untrusted content; false if the caller checks the subfolders one by one.
+        empties: remove untrusted content; false if the caller checks the subfolders one by one.
 
     Raises:
-        EngineError: The folder is another user's, or others can still write to it.
+        EngineError: the folder is another user's, or others can still write to it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

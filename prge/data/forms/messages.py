@@ -47,9 +47,9 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
     """Convert a row of `messages`, with optional `chat_template_kwargs`, to texts.
 
     Raises:
-        RowError: The messages are invalid, or have no answer to train on.
-        DataError: The template refuses the messages.
-        BundleError: The template exceeds its limits.
+        RowError: the messages are invalid, or have no answer to train on.
+        DataError: the template refuses the messages.
+        BundleError: the template exceeds its limits.
     """
     from prge.data.tokenization.chat import check_messages, trained_turns
 
@@ -115,7 +115,7 @@ def with_system(system: Any, messages: Any) -> Any:
     """Prepend the text of the column `system`, if there is one, to the messages.
 
     Raises:
-        RowError: The column is not a text, or the messages begin with a different system message.
+        RowError: the column is not a text, or the messages begin with a different system message.
     """
     if system is None or system == "" or not isinstance(messages, list):
         return messages
@@ -151,8 +151,8 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
     """Return the arguments of a row's chat template besides the messages.
 
     Args:
-        fields: Columns of the row.
-        names: Columns that are variables of the template.
+        fields: columns of the row.
+        names: columns that are variables of the template.
 
     Raises:
         RowError: tools is not a list, or chat_template_kwargs is not a mapping or names a reserved argument.
@@ -182,13 +182,13 @@ class Conversation:
     """The messages of a row with their chat template.
 
     Attributes:
-        row: Row number.
-        messages: The messages.
-        trained: Indices of the messages that are trained on.
-        variables: Arguments of the template besides the messages.
-        chat: The chat template.
-        texts: Distinguishes control tokens that are written in the messages from those of the template.
-        events: Events for the report.
+        row: row number.
+        messages: the messages.
+        trained: indices of the messages that are trained on.
+        variables: arguments of the template besides the messages.
+        chat: the chat template.
+        texts: distinguishes control tokens that are written in the messages from those of the template.
+        events: events for the report.
     """
 
     row: int
@@ -203,8 +203,8 @@ class Conversation:
         """Render the conversation with its template.
 
         Raises:
-            DataError: The template refuses the conversation.
-            BundleError: The template exceeds its limits; the error names the row.
+            DataError: the template refuses the conversation.
+            BundleError: the template exceeds its limits; the error names the row.
         """
         try:
             protect = self.texts.protect
@@ -237,7 +237,7 @@ class Conversation:
         it, and so on. A text that doesn't fit has a single exchange.
 
         Raises:
-            DataError: The template refuses a part, or renders its turns differently once others follow.
+            DataError: the template refuses a part, or renders its turns differently once others follow.
         """
         roles = [message["role"] for message in self.messages]
         first = int(roles[0] == "system")
@@ -288,7 +288,7 @@ def make_conversation(
     """Create the conversation of a row, of which the messages at the indices `trained` are trained on.
 
     Raises:
-        RowError: The model has no chat template.
+        RowError: the model has no chat template.
     """
     if segmenter.chat is None:
         raise RowError("it has messages, but the model has no chat template", code="chat-template-missing")

@@ -33,13 +33,13 @@ def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) ->
     """Return the chosen and the rejected answer of a pair as candidates.
 
     Args:
-        segmenter: Converts texts to segments.
-        variables: Columns that are variables of the chat template.
+        segmenter: converts texts to segments.
+        variables: columns that are variables of the chat template.
         row: A row with a pair.
 
     Raises:
-        RowError: The row is not a valid pair.
-        DataError, BundleError: As `messages_texts`.
+        RowError: the row is not a valid pair.
+        DataError, BundleError: as `messages_texts`.
     """
     pair = parse_pair(row.fields)
     answers = [pair["chosen"], pair["rejected"]]

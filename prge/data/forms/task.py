@@ -323,7 +323,7 @@ def load_task(name_or_path: str | Path) -> Task:
     """Load a task by its name, or from a YAML file.
 
     Raises:
-        ConfigError: There is no such task or file, it is not YAML, or it has invalid keys or values, all of
+        ConfigError: there is no such task or file, it is not YAML, or it has invalid keys or values, all of
             which the error lists.
     """
     path = Path(name_or_path)

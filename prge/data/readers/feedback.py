@@ -44,12 +44,12 @@ class AnswerRecord:
     """An answer of a model, on which feedback can be given.
 
     Attributes:
-        id: Identifier of the answer.
-        model: Name of the model.
-        adapter: Digest of the adapter.
+        id: identifier of the answer.
+        model: name of the model.
+        adapter: digest of the adapter.
         prompt_fields: `prompt` or `messages`.
-        answer: Text of the answer.
-        settings: Settings of the sampling.
+        answer: text of the answer.
+        settings: settings of the sampling.
     """
 
     id: str
@@ -63,7 +63,7 @@ class AnswerRecord:
         """Return the row of feedback with a rating or a correction.
 
         Raises:
-            ValueError: Both or neither is given, or the feedback is empty.
+            ValueError: both or neither is given, or the feedback is empty.
         """
         if (rating is None) == (correction is None):
             raise ValueError("give either a rating or a correction")
@@ -109,8 +109,8 @@ def check_feedback(path: Path) -> None:
     """Check that feedback can be appended to a file, which may not exist yet; changes nothing.
 
     Raises:
-        RunError: The file can't be written.
-        DataError: The file holds other content than feedback.
+        RunError: the file can't be written.
+        DataError: the file holds other content than feedback.
     """
     check_file(path)
     try:
@@ -154,13 +154,13 @@ def append_feedback(
     """Append all rows or none, and remove an incomplete last line that a killed process left.
 
     Args:
-        path: The file.
-        rows: Rows to append.
-        while_locked: Called repeatedly while another process holds the file's lock; it sleeps, or raises to
+        path: the file.
+        rows: rows to append.
+        while_locked: called repeatedly while another process holds the file's lock; it sleeps, or raises to
             end the wait. By default the call waits without a limit.
 
     Raises:
-        RunError: The file can't be written; it is left unchanged.
+        RunError: the file can't be written; it is left unchanged.
     """
     try:
         with _locked(path, while_locked=while_locked) as stream:
@@ -196,12 +196,12 @@ def remove_rows(path: Path, is_removed: Callable[[int, Fields | None, str], bool
     Only rows that are appended meanwhile are checked while the file is locked.
 
     Args:
-        path: The file, which keeps its mode.
-        is_meant: Decides from a row's number, its fields (None if the line isn't a JSON object) and its line
+        path: the file, which keeps its mode.
+        is_meant: decides from a row's number, its fields (None if the line isn't a JSON object) and its line
             whether to remove it.
 
     Raises:
-        RunError: The file can't be read or written.
+        RunError: the file can't be read or written.
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)

@@ -52,9 +52,9 @@ class RowNumber(int):
         """Create the number.
 
         Args:
-            value: Unique number among all files.
-            in_file: Number of the row in its file, from 1.
-            file: Path of the file.
+            value: unique number among all files.
+            in_file: number of the row in its file, from 1.
+            file: path of the file.
         """
         number = super().__new__(cls, value)
         number.in_file, number.file = in_file, file
@@ -116,12 +116,12 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
     """Read all rows of a file in one of the `FORMATS`.
 
     Args:
-        path: The file.
+        path: the file.
         broken: A list to which the problems of broken rows are appended, which are skipped then.
-        part: The part to read of a JSON object with rows under `train`, `valid` and `test`.
+        part: the part to read of a JSON object with rows under `train`, `valid` and `test`.
 
     Raises:
-        DataError: The file doesn't exist, has another format or encoding, no rows, or broken rows, all of
+        DataError: the file doesn't exist, has another format or encoding, no rows, or broken rows, all of
             which the error lists.
     """
     path = Path(path)
@@ -179,7 +179,7 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     development.
 
     Raises:
-        DataError: No row is left.
+        DataError: no row is left.
     """
     order: Sequence[int] = range(len(rows))
     if selection.shuffle_seed is not None:

@@ -28,10 +28,10 @@ def numbered_items(text: str, problems: list[str], part: Sequence[str], parts: C
     """Yield rows with their numbers from 1: the line in jsonl, else the position.
 
     Args:
-        text: Content of the file.
+        text: content of the file.
         problems: A list to which the problems of skipped rows are appended.
-        part: Names of the part to read from a file with several parts.
-        parts: Names of all parts.
+        part: names of the part to read from a file with several parts.
+        parts: names of all parts.
     """
     lines = _lines(text)
     values: list[Any] | None = None

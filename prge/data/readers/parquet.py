@@ -101,9 +101,9 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
     """Raise DataError if rows take far more memory than the size of their file explains.
 
     Args:
-        path: The file.
-        file_bytes: Size of the file.
-        row_bytes: Memory of its rows, or of those read so far.
+        path: the file.
+        file_bytes: size of the file.
+        row_bytes: memory of its rows, or of those read so far.
     """
     limit = MIN_BYTES + BYTES_PER_BYTE * file_bytes
     if row_bytes > limit:

@@ -59,10 +59,10 @@ class Rendering:
     """A conversation rendered as text.
 
     Attributes:
-        text: Text of the messages up to the last one that is trained on.
-        turns: Indices of the messages that are trained on in this text.
-        spans: Ranges [start, end) of characters to train on, in order.
-        is_tagged: Whether the template's `generation` tags determine the spans.
+        text: text of the messages up to the last one that is trained on.
+        turns: indices of the messages that are trained on in this text.
+        spans: ranges [start, end) of characters to train on, in order.
+        is_tagged: whether the template's `generation` tags determine the spans.
         is_exact: False if a rendered turn doesn't begin with the whole generation prompt; their common
             beginning is not trained on then.
     """
@@ -116,14 +116,14 @@ class ChatTemplate:
 
     Args:
         source: Jinja source.
-        special_tokens: Special tokens that the template may name (`bos_token`, `eos_token`, ...).
-        date: Date that the template sees as today, at midnight, in ISO 8601; None for the current date.
+        special_tokens: special tokens that the template may name (`bos_token`, `eos_token`, ...).
+        date: date that the template sees as today, at midnight, in ISO 8601; None for the current date.
 
     Attributes:
-        variables: Names that the template reads besides the messages, such as `tools` and `enable_thinking`.
+        variables: names that the template reads besides the messages, such as `tools` and `enable_thinking`.
 
     Raises:
-        BundleError: The source is not a valid template.
+        BundleError: the source is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
@@ -145,8 +145,8 @@ class ChatTemplate:
         """Render a conversation, with `add_generation_prompt` up to where the assistant's answer begins.
 
         Raises:
-            DataError: The template refuses the messages.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         response = self._request(
             messages=list(messages),
@@ -170,13 +170,13 @@ class ChatTemplate:
         conversations are one text.
 
         Args:
-            messages: The conversation.
-            trained: Indices of messages to train on; None for all assistant messages that no flag excludes.
-            variables: Arguments of the template, such as `tools`.
+            messages: the conversation.
+            trained: indices of messages to train on; None for all assistant messages that no flag excludes.
+            variables: arguments of the template, such as `tools`.
 
         Raises:
-            DataError: The template refuses the messages, or the text of a turn can't be determined.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages, or the text of a turn can't be determined.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         chosen = trained_turns(messages) if trained is None else sorted(trained)
         response = self._request(
@@ -197,8 +197,8 @@ class ChatTemplate:
         """Return what the template ignores: keys of the assistant's messages, and roles.
 
         Raises:
-            DataError: The template refuses the messages.
-            BundleError: The template exceeds the limits of time, memory or text.
+            DataError: the template refuses the messages.
+            BundleError: the template exceeds the limits of time, memory or text.
         """
         roles = {message["role"] for message in messages} - {ASSISTANT, "user"}
         if not roles and not any(message.get(name) for message in messages for name in _ANSWER_KEYS):
@@ -418,9 +418,9 @@ class _Renderer:
         """Return the text up to a turn, its start, and whether the whole generation prompt precedes it.
 
         Args:
-            messages: The conversation.
-            index: Index of the turn's message.
-            through: Rendered text of the messages up to the turn.
+            messages: the conversation.
+            index: index of the turn's message.
+            through: rendered text of the messages up to the turn.
         """
         before = None  # templates expect at least one message
         if index:
@@ -540,8 +540,8 @@ def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
     """Check the messages of a row and return them without nulls; raises ValueError with the problem.
 
     Args:
-        messages: The value of the row's column.
-        answered: Require an answer to train on; false to require a question as the last message.
+        messages: the value of the row's column.
+        answered: require an answer to train on; false to require a question as the last message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")

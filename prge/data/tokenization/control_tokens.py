@@ -94,9 +94,9 @@ class RenderedText:
     """A text rendered by a chat template, and which control tokens in it are read as such.
 
     Args:
-        text: The text.
-        control: Control tokens that are read as such, as for `Tokenizer.ids`.
-        placeholders: Starts of the placeholders in the originally rendered text.
+        text: the text.
+        control: control tokens that are read as such, as for `Tokenizer.ids`.
+        placeholders: starts of the placeholders in the originally rendered text.
         longer: `longer[n]` is the difference in length between the first n placeholders and their tokens.
     """
 

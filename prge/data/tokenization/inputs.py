@@ -25,11 +25,11 @@ def decode_utf8(content: bytes, source: str) -> str:
     """Decode UTF-8.
 
     Args:
-        content: The bytes.
-        source: Name of the bytes in errors.
+        content: the bytes.
+        source: name of the bytes in errors.
 
     Raises:
-        DataError: The bytes are not UTF-8.
+        DataError: the bytes are not UTF-8.
     """
     try:
         return content.decode()
@@ -72,11 +72,11 @@ def to_json_value(value: object, name: str) -> Any:
     """Convert a value to JSON's types: tuples become lists, and numpy's numbers become Python's.
 
     Args:
-        value: The value.
-        name: Name of the value in errors.
+        value: the value.
+        name: name of the value in errors.
 
     Raises:
-        DataError: The value can't be represented in JSON, has an unpaired surrogate, or is nested too deeply.
+        DataError: the value can't be represented in JSON, has an unpaired surrogate, or is nested too deeply.
     """
     try:
         return parse_json(json.dumps(value, default=_default, ensure_ascii=False).encode())
@@ -105,11 +105,11 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
     """Check token ids and return them as Python's integers.
 
     Args:
-        ids: Integers of Python or numpy.
-        vocabulary_size: Number of tokens of the model.
+        ids: integers of Python or numpy.
+        vocabulary_size: number of tokens of the model.
 
     Raises:
-        DataError: An id is not an integer, or not in the vocabulary.
+        DataError: an id is not an integer, or not in the vocabulary.
     """
     numbers = []
     for index, each in enumerate(ids, 1):

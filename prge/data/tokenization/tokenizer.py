@@ -94,12 +94,12 @@ class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens of the manifest.
 
     Attributes:
-        begin: Ids before a whole text.
-        end: Ids after a whole text.
-        pad_id: Padding token, else the end-of-sequence token, else 0; padding is never read.
-        stop_ids: Tokens that end an answer, including the end-of-sequence token.
-        special_ids: Tokens that are not displayed.
-        unknown_id: Token of characters that are not in the vocabulary; None if every text can be encoded.
+        begin: ids before a whole text.
+        end: ids after a whole text.
+        pad_id: padding token, else the end-of-sequence token, else 0; padding is never read.
+        stop_ids: tokens that end an answer, including the end-of-sequence token.
+        special_ids: tokens that are not displayed.
+        unknown_id: token of characters that are not in the vocabulary; None if every text can be encoded.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class Tokenizer:
 
         Args:
             text: A text of any length.
-            control: Which control tokens that are written in the text, such as `</s>`, are read as such
+            control: which control tokens that are written in the text, such as `</s>`, are read as such
                 instead of as characters.
-            before: Ids to prepend, unless the ids of the text already begin with them.
-            max_tokens: Stop soon after this number of tokens; the result may have a few more.
+            before: ids to prepend, unless the ids of the text already begin with them.
+            max_tokens: stop soon after this number of tokens; the result may have a few more.
         """
         count = len(before)
         # A text rarely has more tokens than characters. Unwritten pages of the array take no memory.
@@ -196,7 +196,7 @@ class Tokenizer:
         `control` is as for `ids`.
 
         Raises:
-            DataError: The text can't be divided within `LONGEST_WINDOW` characters.
+            DataError: the text can't be divided within `LONGEST_WINDOW` characters.
         """
         for _, tokens in self._parts(text, control):
             yield tokens
@@ -500,8 +500,8 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     """Load `tokenizer.json` and, if it exists, `chat_template.jinja`.
 
     Args:
-        folder: The bundle's tokenizer folder.
-        block: The `tokenizer` entry of the manifest.
+        folder: the bundle's tokenizer folder.
+        block: the `tokenizer` entry of the manifest.
 
     Raises:
         BundleError: A file is missing or damaged, or the entry doesn't fit the tokenizer.
@@ -568,11 +568,11 @@ def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> Chat
     """Compile the chat template of a tokenizer; return None if it has none.
 
     Args:
-        tokenizer: The model's tokenizer.
-        date: Date that the template sees as today, in ISO 8601; None for the current date.
+        tokenizer: the model's tokenizer.
+        date: date that the template sees as today, in ISO 8601; None for the current date.
 
     Raises:
-        BundleError: The template is damaged.
+        BundleError: the template is damaged.
         DataError: jinja2 isn't installed.
     """
     if tokenizer.chat_template is None:

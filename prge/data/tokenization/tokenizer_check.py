@@ -42,12 +42,12 @@ def read_tokenizer(content: bytes, path: Path) -> Backend:
     """Read the tokenizer of a `tokenizer.json`; each content is tried only once in a process.
 
     Args:
-        content: Content of the file.
-        path: Path of the file, for errors.
+        content: content of the file.
+        path: path of the file, for errors.
 
     Raises:
-        BundleError: The trial exceeded its limits.
-        Exception: Any exception of the library for a file that it can't read; after a panic, a BaseException.
+        BundleError: the trial exceeded its limits.
+        Exception: any exception of the library for a file that it can't read; after a panic, a BaseException.
     """
     digest = hashlib.sha256(content).digest()
     if digest not in _passed and (_TABLE.search(content) or content.count(_ADDED) > _MANY_ADDED):
