@@ -19,9 +19,9 @@ def combine_settings(about: str, *parts: type[Any], without: Collection[str] = (
     have a field of the same name, the first one counts. ONE_OF has the entries of all parts.
 
     Args:
-        about: first paragraph of the help, which shows the fields grouped by their classes.
-        parts: settings classes.
-        without: names of fields to leave out.
+        about: First paragraph of the help, which shows the fields grouped by their classes.
+        parts: Settings classes.
+        without: Names of fields to leave out.
     """
     one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
     fields: dict[str, tuple[str, Any, Any]] = {}

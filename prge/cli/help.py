@@ -44,10 +44,10 @@ def print_settings_help(
     """Print the help of a verb: its own settings first, then each group that it shares with other verbs.
 
     Args:
-        settings_type: the verb's dataclass; each base class is a group, whose docstring is the heading.
-        field_types: type of each field.
-        prog: the command, such as `prge run`.
-        shown: fields that may be given without their flag.
+        settings_type: The verb's dataclass; each base class is a group, whose docstring is the heading.
+        field_types: Type of each field.
+        prog: The command, such as `prge run`.
+        shown: Fields that may be given without their flag.
     """
     flags: dict[str, tuple[list[str], str | None]] = {}
     for name, field_type in field_types.items():
@@ -124,8 +124,8 @@ def _complete(prog: str, flags: Mapping[str, tuple[Iterable[str], str | None]]) 
     """If the shell asks for completions, print them and exit.
 
     Args:
-        prog: the words before those to complete.
-        flags: flags with their choices and number of values (argparse's `nargs`; "0" for none).
+        prog: The words before those to complete.
+        flags: Flags with their choices and number of values (argparse's `nargs`; "0" for none).
     """
     if _COMPLETING not in os.environ:
         return

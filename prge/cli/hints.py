@@ -15,9 +15,9 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
     """Return the setting that an unknown name means, and a hint for the error message; each may be empty.
 
     Args:
-        key: the unknown name, with underscores.
-        known: settings of the verb.
-        written: formats a setting as the user wrote it, as a flag or a YAML key.
+        key: The unknown name, with underscores.
+        known: Settings of the verb.
+        written: Formats a setting as the user wrote it, as a flag or a YAML key.
     """
     names = _names_by_alias("settings")
     key = key.lower()
@@ -47,9 +47,9 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
     """Return the error for an unknown verb, with a suggestion.
 
     Args:
-        name: the unknown verb.
-        verbs: known verbs.
-        prog: the words before the verb, such as `prge android`.
+        name: The unknown verb.
+        verbs: Known verbs.
+        prog: The words before the verb, such as `prge android`.
     """
     matches = [verb for verb in _names_by_alias("verbs").get(name.lower(), ()) if verb in verbs]
     similar = next(iter(matches), "") or closest_match(name, verbs, 0.6)

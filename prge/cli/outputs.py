@@ -44,8 +44,8 @@ def check_outputs(settings: Any) -> None:
     """Check that all outputs of settings can be written; nothing is created, written or opened.
 
     Raises:
-        RunError: an output can't be written.
-        ConfigError: an output is the same file as another setting.
+        RunError: An output can't be written.
+        ConfigError: An output is the same file as another setting.
     """
     outputs = output_settings(type(settings))
     paths = {item.name: [*_paths(getattr(settings, item.name))] for item in dataclasses.fields(settings)}

@@ -84,14 +84,14 @@ def parse_settings(
 
     Args:
         settings_type: A dataclass as described in the module's docstring.
-        argv: the words after the verb.
-        prog: the words before them, such as `prge run`.
-        positional: fields that may be given without their flag, in this order; a list field takes the rest.
+        argv: The words after the verb.
+        prog: The words before them, such as `prge run`.
+        positional: Fields that may be given without their flag, in this order; a list field takes the rest.
 
     Raises:
-        ConfigError: lists all unknown keys and flags, wrong values and missing settings.
+        ConfigError: Lists all unknown keys and flags, wrong values and missing settings.
         RunError: `--resume` names a folder that has no settings, or an output can't be written.
-        SystemExit: with code 0, after `--help` or `--print-config`.
+        SystemExit: With code 0, after `--help` or `--print-config`.
     """
     field_types = _field_types(settings_type)
     problems: list[str] = []
@@ -127,14 +127,14 @@ def read_stored(
     """Read settings that are stored in a folder, which may come from another person.
 
     Args:
-        settings_type: settings class of the verb that wrote them.
-        path: the YAML file in the folder.
-        prog: the command that wrote them, such as `prge run`.
-        unread: names of settings that the caller replaces.
-        remedy: what the user can do if a path is refused.
+        settings_type: Settings class of the verb that wrote them.
+        path: The YAML file in the folder.
+        prog: The command that wrote them, such as `prge run`.
+        unread: Names of settings that the caller replaces.
+        remedy: What the user can do if a path is refused.
 
     Raises:
-        ConfigError: the settings are invalid; or the user's prge didn't write them, and one of them names a
+        ConfigError: The settings are invalid; or the user's prge didn't write them, and one of them names a
             path outside the folder.
     """
     problems: list[str] = []
@@ -189,10 +189,10 @@ def with_absolute_paths(
     """Return the settings with absolute paths, so that they can be read from another working folder.
 
     Args:
-        settings: settings of any verb.
-        keep: names of paths to leave unchanged.
-        file_texts: names of texts that are paths if such a file exists.
-        path_texts: names of texts that are paths if such a file or folder exists.
+        settings: Settings of any verb.
+        keep: Names of paths to leave unchanged.
+        file_texts: Names of texts that are paths if such a file exists.
+        path_texts: Names of texts that are paths if such a file or folder exists.
     """
     paths: dict[str, Any] = {}
     for item in dataclasses.fields(settings):  # type: ignore[arg-type]
@@ -369,16 +369,16 @@ def _stored_settings(
     """Read settings from a file in a folder that may come from another person (formats/stored_settings.py).
 
     Args:
-        path: the file.
-        settings_type: class of the settings.
-        overridden: settings that the user overrides, or that are not read.
-        problems: problems of the file are appended to this list.
-        remedy: replaces the default remedy, which lists the flags to give again.
+        path: The file.
+        settings_type: Class of the settings.
+        overridden: Settings that the user overrides, or that are not read.
+        problems: Problems of the file are appended to this list.
+        remedy: Replaces the default remedy, which lists the flags to give again.
 
     Raises:
-        ConfigError: the user's prge didn't write the settings, and one of them names a path outside of the
+        ConfigError: The user's prge didn't write the settings, and one of them names a path outside of the
             folder.
-        RunError: the folder holds a link that leads out of it.
+        RunError: The folder holds a link that leads out of it.
     """
     check_links(path.parent)
     content = _read_bytes(path, problems)

@@ -27,14 +27,14 @@ def run_action(
     """Run the subcommand that the first word names and return its exit code; list all if there is none.
 
     Args:
-        argv: the words after `prog`.
-        actions: subcommands by name.
-        prog: the words before them, such as `prge android`.
+        argv: The words after `prog`.
+        actions: Subcommands by name.
+        prog: The words before them, such as `prge android`.
         about: A text above the list.
-        check: called with the name before the subcommand runs; may raise.
+        check: Called with the name before the subcommand runs; may raise.
 
     Raises:
-        PrgeError: there is no such subcommand.
+        PrgeError: There is no such subcommand.
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -25,8 +25,8 @@ def run_verb(*words: object, quiet: bool = False) -> None:
     """Run a verb in a child process; `quiet` shows only errors.
 
     Raises:
-        PrgeError: the verb failed; its own message is on the terminal.
-        KeyboardInterrupt: the verb was interrupted, by the terminal or by another process.
+        PrgeError: The verb failed; its own message is on the terminal.
+        KeyboardInterrupt: The verb was interrupted, by the terminal or by another process.
     """
     if not quiet:
         print(f"$ prge {shlex.join(map(str, words))}", flush=True)
@@ -42,10 +42,10 @@ def run_verb_here(main: Callable[[Sequence[str]], int], *words: object) -> None:
 
     Args:
         main: `prge.cli.main`.
-        words: the verb's command line.
+        words: The verb's command line.
 
     Raises:
-        PrgeError, KeyboardInterrupt: as `run_verb`.
+        PrgeError, KeyboardInterrupt: As `run_verb`.
     """
     print(f"$ prge {shlex.join(map(str, words))}", flush=True)
     code = main([*map(str, words)])
@@ -59,7 +59,7 @@ def output_of(*words: object, codes: Container[int] = (0,)) -> str:
     """Run a verb in a child process and return its standard output.
 
     Raises:
-        PrgeError: the exit code is not one of `codes`; the verb's own message is on the terminal.
+        PrgeError: The exit code is not one of `codes`; the verb's own message is on the terminal.
     """
     with started(*words, stdout=subprocess.PIPE, text=True) as child:
         output = str(child.communicate()[0])
@@ -81,9 +81,9 @@ def started(
     """Start a verb in a child process, which is terminated if the block raises or this process ends.
 
     Args:
-        words: the verb's command line.
-        environment: defaults of environment variables for the child alone.
-        options: arguments of subprocess.Popen.
+        words: The verb's command line.
+        environment: Defaults of environment variables for the child alone.
+        options: Arguments of subprocess.Popen.
     """
     with subprocess.Popen(
         verb_command(*words), env={**(environment or {}), **environment_of_child()}, **options
@@ -111,11 +111,11 @@ def write_verb_config(verb: str, settings: Mapping[str, Any], path: Path) -> lis
 
     Args:
         verb: A verb, such as `run` or `android run`.
-        settings: settings by name; None leaves a setting out.
-        path: the YAML file; its folder is created.
+        settings: Settings by name; None leaves a setting out.
+        path: The YAML file; its folder is created.
 
     Raises:
-        RunError: the file can't be written.
+        RunError: The file can't be written.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with as_run_error(path):
@@ -134,7 +134,7 @@ def wait_until_free(run: Path, seconds: float = 10.0) -> None:
     """Wait until no process locks a run folder, such as a process that is being killed.
 
     Raises:
-        RunError: the folder is still locked after `seconds`.
+        RunError: The folder is still locked after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while (run / LOCK).exists():
