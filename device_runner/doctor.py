@@ -29,10 +29,10 @@ ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
 # What training needs; with the native engine it doesn't need torch's.
-NEEDED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
-NOT_FOR_NATIVE = ("torch", "engine")
+REQUIRED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
+NOT_NEEDED_BY_NATIVE = ("torch", "engine")
 # Packages that are installed if they can be imported, and what needs them.
-FURTHER = {
+OPTIONAL_PACKAGES = {
     "jinja2": "chats and reports",
     **dict.fromkeys(("torchao", "transformers", "peft"), "`prge tune` and `prge export`"),
     **dict.fromkeys(("starlette", "uvicorn"), "`prge serve`"),
@@ -95,7 +95,7 @@ def examine() -> Iterator[Check]:
         ("native", _check_native),
         ("memory", _check_memory),
         ("disk", _check_disk),
-        *[(name, _finder(name, purpose)) for name, purpose in FURTHER.items()],
+        *[(name, _finder(name, purpose)) for name, purpose in OPTIONAL_PACKAGES.items()],
     ]
     for name, check in checks:
         yield _run_check(name, check)
@@ -105,7 +105,7 @@ def run_lacks(checks: Sequence[Check]) -> list[str]:
     """Return what training needs and these checks report as missing."""
     missing = {check.name for check in checks if check.state == "missing"}
     native = any(check.name == "native" and check.state == "ok" for check in checks)
-    return [name for name in NEEDED if name in missing and not (native and name in NOT_FOR_NATIVE)]
+    return [name for name in REQUIRED if name in missing and not (native and name in NOT_NEEDED_BY_NATIVE)]
 
 
 def pip_command(names: Sequence[str]) -> str:

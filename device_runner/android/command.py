@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
-from device_runner.android.device import WITH_ROWS, Phone, PhoneFlags
+from device_runner.android.device import FILES_WITH_ROWS, Phone, PhoneFlags
 from device_runner.android.fleet_join import JoinFlags
 from device_runner.android.jobs import JobFlags, resume, wait_for
 from device_runner.android.preflight import examine
@@ -195,7 +195,7 @@ def _pull(phone: Phone, settings: PullSettings) -> int:
     _check_exists(phone, settings.name)
     out = settings.out or Path(settings.name)
     is_wanted = {LOG: settings.log, FEEDBACK: settings.rows}
-    phone.pull_run(settings.name, out, [file for file in WITH_ROWS if not is_wanted[file]])
+    phone.pull_run(settings.name, out, [file for file in FILES_WITH_ROWS if not is_wanted[file]])
     print(out / "final" if (out / "final").is_dir() else out)
     return 0
 

@@ -30,16 +30,16 @@ from prge.formats.documents import parse_json
 from prge.formats.run_folder import ENDED, JOURNAL, LOCK, LOG
 
 FOLDER = "/data/local/tmp/prge"
-OWN = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
+SUBFOLDERS = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
 START_SECONDS = 60.0
-RESTARTS = 5
+MAX_RESTARTS = 5
 HASH_SECONDS = 600.0
-PULLS = 5
-GROWING = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
+MAX_PULLS = 5
+GROWING_FILES = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
 # Files that show rows; they stay on the device unless the user asks for them.
-WITH_ROWS = (LOG, FEEDBACK)
+FILES_WITH_ROWS = (LOG, FEEDBACK)
 # Files whose first line identifies a run, one of which every run that has begun has.
-BEGUN = (JOURNAL, HISTORY, FEEDBACK)
+RUN_MARKERS = (JOURNAL, HISTORY, FEEDBACK)
 _PART = "prge-part "
 _WORDS = 200
 _RESERVE = 16 << 20
@@ -322,7 +322,7 @@ class Phone:
         self.make_folder(self.path("runs"))
         old = quote([f"{job}/{file}" for file in ("pid", "rc", "stop", "port", "restarts")])
         write_port = "" if port is None else f"echo {port} >{quote([f'{job}/port'])}\n"
-        allow_restarts = "" if port is None else f"export PRGE_RESTARTS={RESTARTS}\n"
+        allow_restarts = "" if port is None else f"export PRGE_RESTARTS={MAX_RESTARTS}\n"
         self.adb.check(
             f"rm -f {old}\n{write_port}{allow_restarts}"
             "session=setsid; command -v setsid >/dev/null 2>&1 || session=\n"
@@ -426,7 +426,7 @@ class Phone:
             time.sleep(0.2)
         return job
 
-    def pull_run(self, name: str, out: Path, excluded: Collection[str] = WITH_ROWS) -> list[str]:
+    def pull_run(self, name: str, out: Path, excluded: Collection[str] = FILES_WITH_ROWS) -> list[str]:
         """Copy the folder of a run or a server to this computer, whole or not at all.
 
         Args:
@@ -445,7 +445,7 @@ class Phone:
         remote = self.path("runs", name)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".pull-") as staging:
-            for attempt in range(PULLS):
+            for attempt in range(MAX_PULLS):
                 copy = Path(staging) / str(attempt)
                 copy.mkdir(mode=0o700)
                 try:
@@ -453,7 +453,7 @@ class Phone:
                     break
                 except DeviceError:
                     # A running run writes files and removes old checkpoints during the copy, so try again.
-                    if attempt + 1 == PULLS or self.job(name).state != "running":
+                    if attempt + 1 == MAX_PULLS or self.job(name).state != "running":
                         raise
             _replace(copy, out)
         return sorted(str(path.relative_to(out)) for path in files_of(out))
@@ -462,7 +462,7 @@ class Phone:
         """Copy a run folder into the folder `copy` and compare hashes; raises DeviceError."""
         hashes = self._hashes(remote) if self.exists(remote, "d") else {}
         names = [file for file in hashes if file not in (LOCK, *excluded)]
-        if not set(names) & set(BEGUN):
+        if not set(names) & set(RUN_MARKERS):
             raise DeviceError(
                 f"{remote} holds no run yet.",
                 remedy="See the output of its process: prge android logs NAME --console",
@@ -478,7 +478,7 @@ class Phone:
 
     def remove_all(self) -> None:
         """Remove all files of prge, and its folder if nothing else is in it."""
-        self.remove(*(self.path(name) for name in OWN))
+        self.remove(*(self.path(name) for name in SUBFOLDERS))
         self.adb.shell(f"rmdir {quote([self.folder])}")
 
     def _check_storage(self, size: int, remote: str) -> None:
@@ -608,14 +608,14 @@ def _compare(copy: Path, hashes: Mapping[str, str]) -> None:
 
 def _grows(name: str) -> bool:
     """Return whether a running run may extend a file; each round of a learning server has its own journal."""
-    return name in GROWING or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
+    return name in GROWING_FILES or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
 
 
 def _replace(copy: Path, out: Path) -> None:
     """Move a copied run to `out`, replacing an older copy; raises DeviceError for any other folder."""
     if out.exists():
         try:
-            name = next(name for name in BEGUN if (copy / name).is_file())
+            name = next(name for name in RUN_MARKERS if (copy / name).is_file())
             same = _first_line(out / name) == _first_line(copy / name)
         except OSError:
             same = False

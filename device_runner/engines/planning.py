@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prge.engine import STATES_AT_ONCE, Array, IntArray
+from prge.engine import MAX_HIDDEN_STATES, Array, IntArray
 from prge.formats.chain import MIN_TOKENS, Bounds
 
 # Sequences are padded to multiples of this, so that more of them have the same length.
@@ -45,7 +45,7 @@ def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
     held_states = 0
     for number in np.argsort(lengths, kind="stable").tolist():
         states = int(lengths[number]) * passes
-        if chosen and held_states + states > STATES_AT_ONCE:
+        if chosen and held_states + states > MAX_HIDDEN_STATES:
             yield np.array(chosen, np.int64)
             chosen, held_states = [], 0
         chosen.append(number)

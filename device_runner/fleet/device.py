@@ -54,7 +54,7 @@ from prge.training.checkpoint import TrainingState
 from prge.training.checkpoint_heads import load_bundle_task
 from prge.training.settings import ExampleFlags
 
-DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
+DEVICE, SEED_FILE, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
 # Agreements whose states are kept; a fleet that returns after more than these others sends its state again.
 KEPT_FLEETS = 4
@@ -87,8 +87,8 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     whole = with_absolute_paths(settings.with_date(), keep=hub_names(settings, ["train"]))
     with run_lock(folder):
         write_settings(folder / DEVICE, settings_to_yaml(whole))
-        if not (folder / OWN).exists():
-            write_file(folder / OWN, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
+        if not (folder / SEED_FILE).exists():
+            write_file(folder / SEED_FILE, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
 
 
 def answer(folder: Path, content: bytes) -> bytes:
@@ -161,7 +161,7 @@ class _Round:
         if not self._catch_up(state, stopped):
             raise self._out_of_time()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
-        seed = read_json(self.folder / OWN)["rows_seed"]
+        seed = read_json(self.folder / SEED_FILE)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
                 update = local.train(state, journal, seed, taken, stopped)

@@ -22,7 +22,7 @@ from prge.engine import FloatArray
 from prge.errors import PrgeError, printable, shortened
 from prge.formats.journal import Record
 
-FORM = 2
+FORMAT_VERSION = 2
 MAX_BYTES = 1 << 30
 _LONGEST_TEXT = 500
 _TASK, _DONE, _REFUSED = range(3)
@@ -249,9 +249,9 @@ class MessageReader:
     def read_type(self) -> int:
         """Check the format version and return the message type."""
         version, message_type = self.unpack("<BB")
-        if version != FORM:
+        if version != FORMAT_VERSION:
             raise MessageError(
-                f"a message of form {version}, but this version of prge uses form {FORM}",
+                f"a message of form {version}, but this version of prge uses form {FORMAT_VERSION}",
                 remedy="use the same version of prge on both sides",
                 code="message-of-other-version",
             )
@@ -281,7 +281,7 @@ class MessageReader:
 
 
 def _encode_header(message_type: int) -> bytes:
-    return struct.pack("<BB", FORM, message_type)
+    return struct.pack("<BB", FORMAT_VERSION, message_type)
 
 
 def _encode_floats(values: FloatArray) -> bytes:

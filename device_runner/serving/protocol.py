@@ -31,7 +31,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _WITHOUT_EFFECT = frozenset("metadata prompt_cache_retention safety_identifier service_tier store".split())
 # Strings by which clients keep requests from sharing cached prompts: vLLM's name, and OpenAI's.
 _CACHE_KEYS = ("cache_salt", "prompt_cache_key", "user")
-_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
+_DEFAULTS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -200,11 +200,11 @@ def _content(body: bytes, further: tuple[str, ...]) -> Json:
     for name, value in content.items():
         if name in (*_COMMON, *further) or name in _WITHOUT_EFFECT:
             continue
-        if name not in _AS_IT_IS:
+        if name not in _DEFAULTS_ONLY:
             raise RequestError(
                 400, f"unknown field {format_value(name)}", param=name, code="unknown_parameter"
             )
-        if value not in _AS_IT_IS[name]:
+        if value not in _DEFAULTS_ONLY[name]:
             raise RequestError(
                 400,
                 f"{name} is {format_value(value)}: this server does not support that",

@@ -29,8 +29,8 @@ from prge.training.costs import (
     step_shape,
 )
 
-_LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
-_LESS_TEXT = "give more, or take a smaller --context"
+_STEP_REMEDY = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
+_CONTEXT_REMEDY = "give more, or take a smaller --context"
 # Shortest useful context in tokens.
 _MIN_TOKENS, _STEP = 64, 64
 
@@ -68,7 +68,9 @@ def step_budget(
         )
 
     needed = [memory(shape) for shape in shapes]
-    return fit_budget(limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _LESS)
+    return fit_budget(
+        limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _STEP_REMEDY
+    )
 
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
@@ -132,7 +134,7 @@ def generation_budget(
             context = max(context // 2 // _STEP * _STEP, _MIN_TOKENS)
     context = min(context, most)
     process = "this process" if steps is None else "a server that learns"
-    return context, fit_budget(limit, needed(context), weights, process, _LESS_TEXT)
+    return context, fit_budget(limit, needed(context), weights, process, _CONTEXT_REMEDY)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from prge.data.tokenization.tokenizer import Control, Ids, Tokenizer
 
 Mask = NDArray[np.bool_]
 # A position after the end of every text.
-_FAR = np.iinfo(np.int64).max
+_AFTER_END = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _encode_joined(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
     spans = [
         bounds[index : index + 2] for index, each in enumerate(segments) if each.is_trained and each.text
     ]
-    first, last = np.array([*spans, (_FAR, _FAR)], np.int64).T
+    first, last = np.array([*spans, (_AFTER_END, _AFTER_END)], np.int64).T
     tokens, mask = array("i"), bytearray()
     joined, control = "".join(each.text for each in segments), _joined_control(segments, bounds, tokenizer)
     for chunk in tokenizer.parts(joined, control=control):

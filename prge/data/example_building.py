@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from prge.data.tokenization.chat import ChatTemplate
 
 # Maximum number of a candidate's tokens that an error lists.
-SPELLED = 8
+MAX_SPELLED_TOKENS = 8
 _READ_AS: Mapping[ControlTokens, str] = {
     "special": CONTROL_READ,
     "all": CONTROL_READ,
@@ -250,7 +250,7 @@ class _Builder:
         texts = [text.segments[-1].text for text in row.texts]
         token = self.segmenter.tokenizer.token
         return ", ".join(
-            f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:SPELLED])
+            f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:MAX_SPELLED_TOKENS])
             for text, tokens in zip(texts, candidates, strict=True)
         )
 

@@ -646,7 +646,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
 
 
 # Fields that manifests of earlier versions lack.
-_LATER = (
+_NEWER_FIELDS = (
     *("trains_a", "experts", "shared_in", "past", "shared", "chunk", "window"),
     *("input_specs", "output_specs", "method"),
 )
@@ -670,7 +670,7 @@ def _read(expected: Any, value: Any, name: str) -> Any:
             raise _unreadable(name, value, str(error)) from None
     if isinstance(expected, type) and is_dataclass(expected):
         block = _checked(name, value, Mapping)
-        present = [field for field in _hints(expected) if field in block or field not in _LATER]
+        present = [field for field in _hints(expected) if field in block or field not in _NEWER_FIELDS]
         return expected(
             **{field: _read(_hints(expected)[field], block.get(field), field) for field in present}
         )

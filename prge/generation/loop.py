@@ -36,7 +36,7 @@ Draft = Literal["off", "lookup"]
 # Who repeats this many tokens of a completion, or this many characters of its end, must have seen it.
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 # Most prompt tokens of a round, so that other completions continue during a long prefill.
-FED_AT_ONCE = 256
+MAX_PREFILL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -414,8 +414,8 @@ class Generator:
         return _OpenSequence(self.engine.open(adapter), adapter, sharing.group)
 
     def _prefill(self) -> None:
-        """Compute up to FED_AT_ONCE prompt tokens, oldest requests first; sample the first tokens."""
-        left = FED_AT_ONCE
+        """Compute up to MAX_PREFILL_TOKENS prompt tokens, oldest requests first; sample the first tokens."""
+        left = MAX_PREFILL_TOKENS
         for active in [active for active in self._active if active.prompt_rest]:
             chunk, active.prompt_rest = active.prompt_rest[:left], active.prompt_rest[left:]
             start = time.perf_counter()

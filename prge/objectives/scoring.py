@@ -16,7 +16,7 @@ from prge.objectives.examples import Example, microbatches, sequences_of, weight
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
 # Most tokens of a call that scores examples, so that scoring needs no more memory than a step.
-SCORED_TOKENS = 512
+MAX_SCORING_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _outputs(
     ]
     single.sort(key=lambda pair: len(pair[1].sequences[0].tokens), reverse=True)
     done = 0
-    for batch in microbatches([example for _, example in single], SCORED_TOKENS):
+    for batch in microbatches([example for _, example in single], MAX_SCORING_TOKENS):
         outputs = engine.forward(Call(sequences_of(batch), adapter.values[None]))
         yield single[done : done + len(batch)], outputs
         done += len(batch)

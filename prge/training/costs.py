@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from prge.engine import STATES_AT_ONCE
+from prge.engine import MAX_HIDDEN_STATES
 from prge.errors import BundleError, ConfigError, format_value
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
@@ -25,7 +25,7 @@ from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.numerics.vocabulary_shards import count_shards
 from prge.objectives.examples import Example, sequences_of
-from prge.objectives.scoring import SCORED_TOKENS
+from prge.objectives.scoring import MAX_SCORING_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
 
 MIB = 1 << 20
@@ -113,9 +113,9 @@ class StepShape:
         if self.is_exact:
             most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
-            most = SCORED_TOKENS
+            most = MAX_SCORING_TOKENS
         else:
-            most = STATES_AT_ONCE // (self.copies * (1 + self.queries))
+            most = MAX_HIDDEN_STATES // (self.copies * (1 + self.queries))
         return min(self.sequences * self.tokens, max(most, self.sequences_per_example * self.tokens))
 
     @property

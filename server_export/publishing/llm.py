@@ -35,7 +35,7 @@ from server_export.trace.patterns import replaceable_functions
 # products of more rows are hardly faster.
 MAX_TOKENS_PER_CALL = 256
 # Tokens of the traced call.
-_EXAMPLE = 7
+_EXAMPLE_TOKENS = 7
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class LlmSpec:
     eos: Sequence[int]
 
     def __post_init__(self) -> None:
-        if self.length < _EXAMPLE:
+        if self.length < _EXAMPLE_TOKENS:
             raise ConfigError(
                 "Cannot build the program:",
-                [f"sequence_length is {self.length}, must be at least {_EXAMPLE}"],
+                [f"sequence_length is {self.length}, must be at least {_EXAMPLE_TOKENS}"],
                 code="sequence-too-short",
             )
 
@@ -208,7 +208,7 @@ def _exportable(model: Any, spec: LlmSpec) -> Any:
 
 def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
     """Export the module with a dynamic number of tokens."""
-    example = _tokens(0, _EXAMPLE, exportable.model.config.vocab_size)
+    example = _tokens(0, _EXAMPLE_TOKENS, exportable.model.config.vocab_size)
     tokens = torch.export.Dim("tokens", min=1, max=spec.tokens_per_call)
     with _refused(torch_export_errors()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

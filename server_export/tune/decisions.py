@@ -34,7 +34,7 @@ _TOKENS_PER_NAT, _MIN_BETA = 10, 0.1
 ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
 _ADAPTER_SHARE = 1 / 4
 # A loss below this share of another loss is lower by more than chance.
-_CLEARLY = 0.98
+_CLEAR_GAIN = 0.98
 # Largest share of a memory limit that an estimate may take.
 _MARGIN = 0.95
 # Largest share of the remaining time that an estimate may take; and least share of all time for training.
@@ -141,7 +141,7 @@ def prepend_bos(name: str, without: float, begun: float) -> Decision:
         begun: this loss with the token at the beginning.
     """
     losses = f"the frozen model's loss of target tokens is {begun:.4g} after {name}, {without:.4g} without"
-    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
+    return Decision("prepend_bos", "always" if begun < _CLEAR_GAIN * without else "never", losses)
 
 
 def adapted(

@@ -33,7 +33,9 @@ from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Tokenizing
 from server_export.tune.user_rows import UserRows
 
-_LESS = "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
+_REMEDY = (
+    "Give more, or use --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k."
+)
 
 
 class DecisionMaker:
@@ -109,7 +111,7 @@ class DecisionMaker:
         if limit := self._limit():
             # Refused within seconds, and not after minutes of an export.
             needed = _on_a_row(estimated, model, min(length, longest))
-            fit_budget(limit, needed, estimated.weights, "a run of this model", _LESS)
+            fit_budget(limit, needed, estimated.weights, "a run of this model", _REMEDY)
         return rows.split(tokenizer, replace(spec, sequence_length=length))
 
     def _decide_adapter(self, model: str, rows: UserRows) -> Estimate:

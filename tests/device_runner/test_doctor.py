@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from device_runner import doctor
-from device_runner.doctor import NEEDED, main, pip_command, run_lacks
+from device_runner.doctor import REQUIRED, main, pip_command, run_lacks
 from device_runner.requirements import Check
 from prge.system.packages import install, requirement
 
@@ -193,7 +193,7 @@ def test_pip_command() -> None:
 def test_all_that_training_needs_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe_engine", lambda: GOOD_ENGINE)
     names = {check.name for check in doctor.examine()}
-    assert run_lacks([Check(name, "missing", "") for name in names]) == list(NEEDED)
+    assert run_lacks([Check(name, "missing", "") for name in names]) == list(REQUIRED)
 
 
 def test_torch_is_not_needed_to_run_where_the_native_engine_is() -> None:
