@@ -250,7 +250,7 @@ def _fleet(argv: list[str]) -> int:
 def _check_exists(phone: Phone, name: str) -> None:
     """Raise DeviceError unless the phone has a job or a run of this name."""
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
-        raise phone.no_run(name)
+        raise phone.no_run_error(name)
 
 
 REMOTE = {

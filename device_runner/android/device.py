@@ -384,7 +384,7 @@ class Phone:
         summary, last = _json(parts["summary"]), _json(parts["last"])
         return Job(name, state, process, code, summary, last, port, restarts or 0)
 
-    def no_run(self, name: str) -> DeviceError:
+    def no_run_error(self, name: str) -> DeviceError:
         """Return the error of a run that the device doesn't have."""
         return DeviceError(
             f"{self.adb.serial} has no run {name!r}; it has: {', '.join(self.jobs()) or 'none'}",

@@ -295,7 +295,7 @@ def _bundle_of(phone: Phone, name: str) -> str:
     """Return the path of a run's bundle on the device; raises DeviceError."""
     config = phone.read_file(phone.path("runs", name, CONFIG))
     if config is None:
-        raise phone.no_run(name)
+        raise phone.no_run_error(name)
     with suppress(DocumentError):
         if bundle := mapping(parse_yaml(config)).get("bundle"):
             return str(bundle)

@@ -159,14 +159,14 @@ class _Round:
         local, _ = open_local(self.plan, self.bundle, settings)
         line, privacy_epsilon = self._count_round(ledger, line, local)
         if not self._catch_up(state, stopped):
-            raise self._out_of_time()
+            raise self._out_of_time_error()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
         seed = read_json(self.folder / SEED_FILE)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
                 update = local.train(state, journal, seed, taken, stopped)
             if update is None:
-                raise self._out_of_time()
+                raise self._out_of_time_error()
             content = encode_result(self.agreement, task.number, state.step, privacy_epsilon, update)
         except DivergenceError:
             # Stored like a result: sampling new noise might lead to another outcome.
@@ -175,7 +175,7 @@ class _Round:
         ledger.mark_answered(line)
         return content
 
-    def _out_of_time(self) -> TaskRefusedError:
+    def _out_of_time_error(self) -> TaskRefusedError:
         # The time that the round took is not revealed, because it depends on the rows.
         return TaskRefusedError(f"out of time: a round may take {self.seconds:g} s", code="round-out-of-time")
 

@@ -269,7 +269,7 @@ class _Server:
                 if len(body) > self.max_bytes:
                     raise too_large
                 if self.held > MAX_HELD and len(body) > BYTES_BESIDES_PROMPTS:
-                    raise _busy("there are too many large requests: try again later")
+                    raise _busy_error("there are too many large requests: try again later")
 
         too_large = RequestError(413, f"the body has more than {self.max_bytes} bytes")
         try:
@@ -335,7 +335,7 @@ class _Server:
                 raise RequestError(503, "the server is shutting down", error_type="server_error")
             jobs = self.worker.submit([(each, make_handler(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
-            raise _busy(str(busy)) from None
+            raise _busy_error(str(busy)) from None
         except DataError as error:
             raise RequestError(400, str(error)) from None
 
@@ -398,7 +398,7 @@ async def _stream_events(
             answer = event.wait()
         except PrgeError as error:
             # The status was already sent.
-            yield _event(_failure(error).body)
+            yield _event(_failure_error(error).body)
             return
         answers[index] = answer
         ended(index, answer)
@@ -446,11 +446,11 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
         leaving.cancel()
 
 
-def _busy(why: str) -> RequestError:
+def _busy_error(why: str) -> RequestError:
     return RequestError(429, why, error_type="rate_limit_error", code="rate_limit_exceeded")
 
 
-def _failure(error: PrgeError) -> RequestError:
+def _failure_error(error: PrgeError) -> RequestError:
     return RequestError(500, error.what, error_type="server_error")
 
 
@@ -461,7 +461,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, PrgeError)
-    return JSONResponse(_failure(error).body, 500)
+    return JSONResponse(_failure_error(error).body, 500)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -125,9 +125,9 @@ class Models:
         sizes = [len(each) if isinstance(each, str) else 0 for each in parsed.prompts]
         longest = max([sum(map(len, texts)), *sizes])
         if longest > MAX_CHARACTERS * context:
-            raise _too_long(parsed, f"{longest} characters", context)
+            raise _too_long_error(parsed, f"{longest} characters", context)
         if len(texts) > context:
-            raise _too_long(parsed, f"{len(texts)} messages", context)
+            raise _too_long_error(parsed, f"{len(texts)} messages", context)
         return parsed
 
     def _render(self, parsed: ParsedRequest) -> tuple[Prompts, RenderedText]:
@@ -156,7 +156,7 @@ class Models:
         for prompt in _make_prompts(parsed, prompts, rendered, context):
             tokens = len(prompt.tokens)
             if tokens >= context:
-                raise _too_long(parsed, f"at least {tokens} tokens", context)
+                raise _too_long_error(parsed, f"at least {tokens} tokens", context)
             most = context - tokens if parsed.max_tokens is None else min(parsed.max_tokens, context)
             settings = GenerationSettings(most, parsed.stop, parsed.sampling, draft="lookup")
             requests += [Request(prompt, adapter, settings)] * parsed.count
@@ -177,7 +177,7 @@ def _make_prompts(
         raise RequestError(400, str(error)) from None
 
 
-def _too_long(parsed: ParsedRequest, size: str, context: int) -> RequestError:
+def _too_long_error(parsed: ParsedRequest, size: str, context: int) -> RequestError:
     return RequestError(
         400,
         f"the prompt has {size}; the context is {context} tokens for prompt and completion together",

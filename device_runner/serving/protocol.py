@@ -107,7 +107,7 @@ def read_chat(body: bytes) -> ParsedRequest:
     content = _content(body, ("messages", "max_completion_tokens", TEMPLATE_KWARGS))
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
+        raise _field_error("messages", messages, "a list of at least one message")
     parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
     try:
         variables = template_kwargs(content.get(TEMPLATE_KWARGS, {}))
@@ -123,10 +123,10 @@ def read_completion(body: bytes) -> ParsedRequest:
     if isinstance(prompt, str) or _is_tokens(prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong("prompt", prompt, "a string, a list of tokens, or a list of these")
+        raise _field_error("prompt", prompt, "a string, a list of tokens, or a list of these")
     for index, each in enumerate(prompt):
         if not isinstance(each, str) and not _is_tokens(each):
-            raise _wrong(f"prompt[{index}]", each, "a string or a list of tokens")
+            raise _field_error(f"prompt[{index}]", each, "a string or a list of tokens")
     prompts = tuple(each if isinstance(each, str) else tuple(each) for each in prompt)
     # OpenAI's default for completions; chats have none.
     return _parse_common(content, 16, prompts=prompts)
@@ -159,7 +159,8 @@ def read_feedback_request(body: bytes, max_characters: int) -> FeedbackRequest:
             )
     for name in ("id", "rating", "correction"):
         if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
-            raise _wrong(name, content.get(name), "the id of a response" if name == "id" else "a string")
+            needed = "the id of a response" if name == "id" else "a string"
+            raise _field_error(name, content.get(name), needed)
     if len(content.get("correction", "")) > max_characters:
         problem = (
             f"correction has {len(content['correction'])} characters, at most {max_characters} are allowed"
@@ -180,7 +181,7 @@ def read_version(body: bytes) -> int:
         raise RequestError(400, f"unknown field {format_value(min(unknown))}", code="unknown_parameter")
     version = content.get("version")
     if type(version) is not int:
-        raise _wrong("version", version, "the number of the version that is served")
+        raise _field_error("version", version, "the number of the version that is served")
     return version
 
 
@@ -222,7 +223,7 @@ def _parse_common(
 ) -> ParsedRequest:
     model = content.get("model")
     if not isinstance(model, str):
-        raise _wrong("model", model, "the name of a model")
+        raise _field_error("model", model, "the name of a model")
     most = default
     for name in _TOKENS:
         if name in content:
@@ -231,7 +232,7 @@ def _parse_common(
     stop = content.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise _wrong("stop", content["stop"], "a string or a list of strings")
+        raise _field_error("stop", content["stop"], "a string or a list of strings")
     if len(stop) > MAX_STOPS:
         raise RequestError(
             400, f"stop has {len(stop)} strings, at most {MAX_STOPS} are allowed", param="stop"
@@ -243,12 +244,12 @@ def _parse_common(
         )
     options = content.get("stream_options", {})
     if not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
+        raise _field_error("stream_options", options, "an object")
     stream = _switch(content, "stream", "stream")
     usage = _switch(options, "include_usage", "stream_options.include_usage")
     for name in _CACHE_KEYS:
         if not isinstance(content.get(name, ""), str):
-            raise _wrong(name, content[name], "a string")
+            raise _field_error(name, content[name], "a string")
     cache_key = tuple(content.get(name, "") for name in _CACHE_KEYS)
     return ParsedRequest(
         model,
@@ -277,10 +278,10 @@ def _choice(content: Json) -> SamplingSettings:
 
 def _message(where: str, message: object) -> Message:
     if not isinstance(message, dict):
-        raise _wrong(where, message, "an object with role and content")
+        raise _field_error(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        raise _field_error(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
             raise RequestError(
@@ -292,7 +293,7 @@ def _message(where: str, message: object) -> Message:
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise _wrong(f"{where}.content", message.get("content"), "a string or parts of type text")
+        raise _field_error(f"{where}.content", message.get("content"), "a string or parts of type text")
     return {"role": ROLES[role], "content": content}
 
 
@@ -307,18 +308,18 @@ def _is_tokens(value: object) -> bool:
 def _whole(content: Json, name: str, least: int) -> int:
     value = content[name]
     if type(value) is not int or value < least:
-        raise _wrong(name, value, f"an integer of at least {least}")
+        raise _field_error(name, value, f"an integer of at least {least}")
     return value
 
 
 def _switch(content: Json, name: str, where: str) -> bool:
     value = content.get(name)
     if value not in (None, True, False):
-        raise _wrong(where, value, "true or false")
+        raise _field_error(where, value, "true or false")
     return bool(value)
 
 
-def _wrong(where: str, value: object, needed: str) -> RequestError:
+def _field_error(where: str, value: object, needed: str) -> RequestError:
     description = "is missing" if value is None else f"is {format_value(value)}"
     return RequestError(400, f"{where} {description}, must be {needed}", param=where)
 

@@ -667,7 +667,7 @@ def _read(expected: Any, value: Any, name: str) -> Any:
         try:
             return TensorSpec.parse(_checked(name, value, str))
         except ValueError as error:
-            raise _unreadable(name, value, str(error)) from None
+            raise _unreadable_error(name, value, str(error)) from None
     if isinstance(expected, type) and is_dataclass(expected):
         block = _checked(name, value, Mapping)
         present = [field for field in _hints(expected) if field in block or field not in _NEWER_FIELDS]
@@ -688,11 +688,11 @@ def _checked(name: str, value: Any, expected: type) -> Any:
     """Return a JSON value, with tuples as lists; raises BundleError if it has another type."""
     value = [*value] if isinstance(value, tuple) else value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise _unreadable(name, value, f"must be {_TYPE_NAMES[expected]}")
+        raise _unreadable_error(name, value, f"must be {_TYPE_NAMES[expected]}")
     return value
 
 
-def _unreadable(name: str, value: Any, why: str) -> BundleError:
+def _unreadable_error(name: str, value: Any, why: str) -> BundleError:
     return BundleError(
         f"the manifest's chain can't be read: {name} is {format_value(value)}, {why}",
         remedy=_REMEDY,

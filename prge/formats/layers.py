@@ -93,10 +93,10 @@ def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str
     try:
         table = read_json(folder / LAYERS)
     except (OSError, DocumentError) as error:
-        raise _unusable(folder, str(error)) from None
+        raise _unusable_error(folder, str(error)) from None
     entries = mapping(table)
     if len(entries) > _MAX_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise _unusable(folder, "it has something else than layers")
+        raise _unusable_error(folder, "it has something else than layers")
     return {str(name): dict(entry) for name, entry in entries.items()}
 
 
@@ -112,11 +112,12 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
             try:
                 layers[name] = StoredLayer.from_json(entry, bundle.manifest["files"])
             except ValueError:
-                raise _unusable(bundle.folder, f"{format_value(name)} is {format_value(entry)}") from None
+                why = f"{format_value(name)} is {format_value(entry)}"
+                raise _unusable_error(bundle.folder, why) from None
     return layers
 
 
-def _unusable(folder: Path, why: str) -> BundleError:
+def _unusable_error(folder: Path, why: str) -> BundleError:
     return BundleError(
         f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again", code="layers-unusable"
     )

@@ -426,7 +426,7 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
     return bytes(safetensors.numpy.save(contiguous, metadata={"format": "pt"}))
 
 
-def _no_adapter(path: Path, reason: str) -> AdapterError:
+def _no_adapter_error(path: Path, reason: str) -> AdapterError:
     return AdapterError(
         f"{path.parent} is not a PEFT adapter",
         [f"{path.name}{reason}"],
@@ -435,7 +435,7 @@ def _no_adapter(path: Path, reason: str) -> AdapterError:
     )
 
 
-def _damaged(path: Path, problem: object) -> AdapterError:
+def _damaged_error(path: Path, problem: object) -> AdapterError:
     return AdapterError(
         f"{path} is damaged", [str(problem)], remedy="copy the folder again", code="adapter-damaged"
     )
@@ -445,7 +445,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return read_document(path, MAX_JSON_BYTES)
     except (OSError, DocumentError) as error:
-        raise _no_adapter(path, f": {getattr(error, 'strerror', None) or error}") from None
+        raise _no_adapter_error(path, f": {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -464,22 +464,22 @@ def _json_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content)
     except DocumentError as error:
-        raise _damaged(path, error) from None
+        raise _damaged_error(path, error) from None
     if not isinstance(value, dict):
-        raise _damaged(path, "it is not a JSON object")
+        raise _damaged_error(path, "it is not a JSON object")
     return value
 
 
 def _open_weights(path: Path) -> Any:
     """Open a safetensors file; its arrays are read on access."""
     if not path.is_file():
-        raise _no_adapter(path, " is missing")
+        raise _no_adapter_error(path, " is missing")
     try:
         return safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         if is_out_of_memory(error):
             raise MemoryError(f"{path} can't be read") from None
-        raise _damaged(path, error) from None
+        raise _damaged_error(path, error) from None
 
 
 def _check_hashes(folder: Path, only: str | None = None) -> None:

@@ -423,7 +423,7 @@ def _check_weights(
     messages = [f"it {what} {_join_names(sorted(keys))}" for what, keys in problems.items() if keys]
     messages += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
     if messages:
-        raise _other_weights(name, "; ".join(messages))
+        raise _other_weights_error(name, "; ".join(messages))
 
 
 def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
@@ -444,7 +444,7 @@ def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
     removed = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
     unused = {name for name in {*names} - stored_names(files, model) if not name.startswith(removed)}
     if unused := {name for name in unused if not any(each.search(name) for each in ignorable)}:
-        raise _other_weights(files.name, f"it does not use {_join_names(sorted(unused))}")
+        raise _other_weights_error(files.name, f"it does not use {_join_names(sorted(unused))}")
 
 
 def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
@@ -458,7 +458,7 @@ def _ignorable(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re
     return [BUFFERS, _HEADS, re.compile(rf"^(?!{re.escape(prefix)})")]
 
 
-def _other_weights(name: str, what: str) -> Refusal:
+def _other_weights_error(name: str, what: str) -> Refusal:
     return Refusal(
         "weights-incomplete",
         f"The weights of {name} don't match its configuration: {what}.",

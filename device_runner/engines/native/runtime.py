@@ -206,13 +206,13 @@ class _Call:
         for index, array in enumerate(inputs):
             dtype, rank = self._inputs[index]
             if array.dtype != dtype or array.ndim != rank or not array.flags.c_contiguous:
-                raise _unfit("input", index, array, f"{dtype} with {rank} axes")
+                raise _shape_error("input", index, array, f"{dtype} with {rank} axes")
             self._addresses[index] = _address(array)
         self._sizes[:] = list(chain.from_iterable(array.shape for array in inputs))
         for index, array in enumerate(outputs):
             dtype, _ = self._outputs[index]
             if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable:
-                raise _unfit("output", index, array, f"{dtype} that can be written")
+                raise _shape_error("output", index, array, f"{dtype} that can be written")
             self._output_addresses[index] = _address(array)
             self._output_room[index] = array.nbytes
 
@@ -297,7 +297,7 @@ def call(function: str, *arguments: Any) -> None:
     text = ctypes.create_string_buffer(_TEXT_BYTES)
     code = getattr(interface(), function)(*arguments, text, _TEXT_BYTES)
     if code:
-        raise _refused(code, text)
+        raise _refusal_error(code, text)
 
 
 @lru_cache(maxsize=1)
@@ -368,12 +368,12 @@ def _address(array: Array) -> int:
         return array.ctypes.data
 
 
-def _unfit(name: str, index: int, array: Array, expected: str) -> EngineRefusalError:
+def _shape_error(name: str, index: int, array: Array, expected: str) -> EngineRefusalError:
     actual = f"{array.dtype} {list(array.shape)}"
     return EngineRefusalError(f"{name} {index} is {actual}, must be contiguous {expected}")
 
 
-def _refused(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
+def _refusal_error(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
     log = text.value.decode(errors="replace")
     if code == _FAULT:
         return EngineRefusalError(log.strip().splitlines()[-1] if log.strip() else "the engine failed", log)

@@ -129,7 +129,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
         if len(source) > MAX_SOURCE:
             problem = f"has {len(source)} characters, more than the limit of {MAX_SOURCE}"
-            raise _unusable(problem, "chat-template-too-large")
+            raise _unusable_error(problem, "chat-template-too-large")
         self._date = date
         self._child = BoundedChild(_Renderer(), SECONDS, MEMORY)
         answer = self._request(source=source, special_tokens=dict(special_tokens))
@@ -216,9 +216,9 @@ class ChatTemplate:
         try:
             response: dict[str, Any] = json.loads(self._child.call(json.dumps(request).encode()))
         except LimitError as error:
-            raise _unusable(str(error), "chat-template-unbounded") from None
+            raise _unusable_error(str(error), "chat-template-unbounded") from None
         if "refused" in response:
-            raise _unusable(response["refused"], response["code"])
+            raise _unusable_error(response["refused"], response["code"])
         if "problems" in response:
             raise DataError(
                 response["what"], response["problems"], remedy=response["remedy"], code=response["code"]
@@ -227,11 +227,11 @@ class ChatTemplate:
             for each in (response, *response.get("renderings", ())):
                 each.get("text", "").encode()
         except UnicodeEncodeError:
-            raise _unusable("writes half of a character", "half-character") from None
+            raise _unusable_error("writes half of a character", "half-character") from None
         return response
 
 
-def _unusable(why: str, code: str) -> BundleError:
+def _unusable_error(why: str, code: str) -> BundleError:
     what, remedy = f"the bundle's chat template {why}", "copy or export the bundle again"
     return BundleError(what, remedy=remedy, code=code)
 

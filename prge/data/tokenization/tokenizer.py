@@ -125,7 +125,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.begin, self.end = self._surroundings()
         if max((*self.begin, *self.end), default=0) > LARGEST_ID:
-            raise _too_large()
+            raise _too_large_error()
         if prepend_bos and bos_id is not None and self.begin[:1] != (bos_id,):
             self.begin = (bos_id, *self.begin)
         self.special_tokens = {
@@ -287,7 +287,7 @@ class Tokenizer:
                 end = min(start + 2 * (end - start), len(text))
                 tokens = _starting_with(self._window(text, start, end, control), first)
             else:
-                raise _not_divisible(text[start : start + 20], end - start)
+                raise _not_divisible_error(text[start : start + 20], end - start)
         yield start, tokens
 
     def _window(self, text: str, start: int, end: int, control: Control) -> Tokens:
@@ -333,7 +333,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Return the text of token ids; with `special` false, special tokens are left out."""
-        with _library_errors(_undecodable):
+        with _library_errors(_decoding_error):
             return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
@@ -404,13 +404,13 @@ class _Aliases:
 
 def _encode(backend: Backend, text: str) -> Tokens:
     """Encode a text with the library, without special tokens around it."""
-    with _library_errors(_unencodable):
+    with _library_errors(_encoding_error):
         encoding = backend.encode(text, add_special_tokens=False)
     tokens = np.empty((len(encoding), 3), np.int32)
     try:
         tokens[:, 0] = encoding.ids
     except OverflowError:
-        raise _too_large() from None
+        raise _too_large_error() from None
     tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2)
     return tokens
 
@@ -435,7 +435,7 @@ def _starting_with(tokens: Tokens, first: Tokens | None) -> Tokens:
         return tokens
     at = np.flatnonzero((tokens == first).all(1))
     if not len(at):
-        raise _not_divisible("the same text in two ways", len(tokens))
+        raise _not_divisible_error("the same text in two ways", len(tokens))
     return tokens[int(at[0]) :]
 
 
@@ -449,11 +449,11 @@ def _unknown_id(backend: Backend) -> int | None:
     return None
 
 
-def _too_large() -> BundleError:
+def _too_large_error() -> BundleError:
     return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
 
 
-def _not_divisible(text: str, characters: int) -> DataError:
+def _not_divisible_error(text: str, characters: int) -> DataError:
     return DataError(
         "the text can't be tokenized",
         [f"it can't be divided within {characters} characters from {format_value(text)}"],
@@ -473,13 +473,13 @@ def _library_errors(make_error: Callable[[str], PrgeError]) -> Iterator[None]:
         raise make_error(str(error)) from None
 
 
-def _undecodable(problem: str) -> BundleError:
+def _decoding_error(problem: str) -> BundleError:
     return BundleError(
         f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
     )
 
 
-def _unencodable(problem: str) -> DataError:
+def _encoding_error(problem: str) -> DataError:
     return DataError(
         "the text can't be tokenized",
         [problem],

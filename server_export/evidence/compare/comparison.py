@@ -242,7 +242,7 @@ class Comparison:
                 f"{name} diverged: {last_lines(log)}", remedy=_point_to_log(log), code="diverged"
             )
         if code or not is_finished(run):
-            raise _failed(name, arguments[0], code, log)
+            raise _failed_error(name, arguments[0], code, log)
         return run
 
     def _score(self, run: Path, folder: Path) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Comparison:
             verb_settings = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
             code = self.verb(write_verb_config("eval", verb_settings, folder / "eval.yaml"), folder / OUTPUT)
             if code:
-                raise _failed(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
+                raise _failed_error(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
             partial.rename(path)
         return read_json(path)
 
@@ -291,7 +291,7 @@ def _log(text: str) -> None:
     print(text, flush=True)
 
 
-def _failed(name: Path, verb: str, code: int, log: Path) -> MethodError:
+def _failed_error(name: Path, verb: str, code: int, log: Path) -> MethodError:
     message = f"{name}: `prge {verb}` ended with code {code}: {last_lines(log)}"
     return MethodError(message, remedy=_point_to_log(log), code="verb-failed")
 

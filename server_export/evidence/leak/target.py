@@ -94,7 +94,7 @@ def open_target(settings: LeakSettings) -> AttackTarget:
     if bundle is not None:
         tokenizer, model = load_bundle_tokenizer(bundle), bundle.chain.model
         if model.is_encoder:
-            raise _encoder(settings.model_path)
+            raise _encoder_error(settings.model_path)
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = device_tokenizer(load_tokenizer(settings.model_path), "auto", vocabulary)
@@ -115,11 +115,11 @@ def _load(settings: LeakSettings) -> LoadedModel:
     """Load the model; raises PrgeError if there is none or it is an encoder."""
     loaded = load_model(settings.model_path)
     if not loaded.is_decoder:
-        raise _encoder(settings.model_path)
+        raise _encoder_error(settings.model_path)
     return loaded
 
 
-def _encoder(model: str) -> ConfigError:
+def _encoder_error(model: str) -> ConfigError:
     return ConfigError(
         "cannot attack this model:",
         [f"{model} is an encoder, and these attacks support decoders only"],
