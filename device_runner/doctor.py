@@ -198,12 +198,12 @@ def _check_engine() -> tuple[Check, Check]:
 def _check_native() -> Check:
     """Check that the engine without torch is available; compiles it on first use."""
     from device_runner.engines.native.build import library
-    from prge.errors import EngineError
+    from prge.errors import EngineError, as_clause
 
     try:
         return Check("native", "ok", f"the engine without torch: {library()}")
     except EngineError as error:
-        return Check("native", "warn", error.what, error.remedy.replace("\n", " "))
+        return Check("native", "warn", as_clause(error.what), error.remedy.replace("\n", " "))
 
 
 def probe_engine() -> dict[str, Any] | str:

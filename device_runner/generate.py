@@ -115,9 +115,9 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
     except (OSError, DocumentError, RowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"{path} can't be answered",
+            f"{path} can't be answered:",
             [reason],
-            remedy='write JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
+            remedy='Write JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
             code="messages-unusable",
         ) from None
 
@@ -173,7 +173,7 @@ def _read_row_prompts(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
+        raise DataError(f"{source.name} has rows that can't be answered:", problems, code="rows-unanswerable")
     for columns_read, count in column_counts.items():
         print_note(f"{source.name}: {count} rows {columns_read}")
     return numbered
@@ -231,9 +231,9 @@ def _written(
             problems += [f"row {row}: {problem}" for problem in error.problems]
     if problems:
         raise DataError(
-            f"{source} can't be answered",
+            f"{source} can't be answered:",
             dict.fromkeys(problems),
-            remedy="shorten them, set a larger --context, or use --overflow truncate",
+            remedy="Shorten them, set a larger --context, or use --overflow truncate.",
             code="rows-unanswerable",
         )
     written = 0

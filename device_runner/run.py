@@ -269,10 +269,10 @@ def _check_batch(run: _OpenRun) -> None:
     examples = len(first.get("rows", ())) if first is not None else 0
     if examples not in (0, run.sampler.batch_size):
         raise ConfigError(
-            "the run can't be resumed:",
+            "The run can't be resumed:",
             [f"its steps had {examples} examples, its settings now request {run.sampler.batch_size}"],
-            remedy="resume it with the version that run.json names, whose --batch-size counted the "
-            "sequences of a call, or start a new run",
+            remedy="Resume it with the version that run.json names, whose --batch-size counted the "
+            "sequences of a call, or start a new run.",
             code="batch-of-other-version",
         )
 
@@ -335,8 +335,8 @@ def _check_folder(settings: RunSettings) -> None:
     has_run = (settings.out / JOURNAL).is_file() and (settings.out / JOURNAL).stat().st_size > 0
     if has_run and settings.resume is None:
         raise RunError(
-            f"{settings.out} holds a run already",
-            remedy=f"resume it with: prge run --resume {settings.out}; or set --out to another folder",
+            f"{settings.out} holds a run already.",
+            remedy=f"Resume it with: prge run --resume {settings.out}; or set --out to another folder.",
             code="run-exists",
         )
     if settings.resume is None and not os.path.lexists(settings.out / JOURNAL):

@@ -32,7 +32,7 @@ class WatchSettings(ListenFlags):
 
     def __post_init__(self) -> None:
         if problems := bound_problems(self):
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
 
 def main(argv: Sequence[str]) -> int:

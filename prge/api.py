@@ -117,13 +117,13 @@ class Model:
             return self._prompts.encode_text(prompt)
         if not isinstance(prompt, list | tuple):
             problem = f"it is {format_value(prompt)}, must be a text, messages or token ids"
-            raise DataError("the prompt can't be used", [problem], code="prompt-unusable")
+            raise DataError("The prompt can't be used:", [problem], code="prompt-unusable")
         if not prompt or not isinstance(prompt[0], dict):
             return Prompt(tuple(prompt))
         try:
             messages = check_messages(to_json_value(prompt, "the prompt"), answered=False)
         except ValueError as error:
-            raise DataError("the prompt can't be used", [str(error)], code="messages-malformed") from None
+            raise DataError("The prompt can't be used:", [str(error)], code="messages-malformed") from None
         return self._prompts.encode_messages(messages)
 
 

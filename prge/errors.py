@@ -39,6 +39,17 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def as_clause(sentence: str) -> str:
+    """Return the first line of an error's sentence for the middle of another: without capital and period.
+
+    A first word with more capitals, such as UTF-8, keeps them.
+    """
+    line = sentence.partition("\n")[0]
+    if line[:1].isupper() and (len(line) == 1 or line[1].islower() or line[1].isspace()):
+        line = line[0].lower() + line[1:]
+    return line.rstrip(".:")
+
+
 def printable(text: str) -> str:
     """Return an untrusted text for a terminal, with long lines shortened and control characters escaped."""
     return escape_control("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))

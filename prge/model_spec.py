@@ -142,7 +142,7 @@ class ModelSpec:
         if not problems and trained > MAX_TRAINED:
             problems.append(f"the adapter has {trained} numbers, must have at most {MAX_TRAINED}")
         if problems:
-            raise ConfigError("the sizes of the model can't be used:", problems, code="model-sizes")
+            raise ConfigError("The sizes of the model can't be used:", problems, code="model-sizes")
 
     @property
     def is_encoder(self) -> bool:

@@ -58,7 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exprot"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "prge: error: there is no verb 'exprot' of prge",
+        "prge: error: There is no verb 'exprot' of prge.",
         "  did you mean `prge export`?",
     ]
     assert main(["zzz"]) == 2
@@ -89,7 +89,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("nonsense", "there is no verb 'nonsense' of prge"),
+        ("nonsense", "There is no verb 'nonsense' of prge"),
         ("inspect", "--bundle is missing"),
         ("inspect nowhere", "nowhere is not a bundle"),
         ("inspect damaged", "has 0 bytes, the manifest says 512"),
@@ -162,7 +162,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             MemoryError("7 TiB"),
             2,
             "prge inspect: error: there is not enough memory: 7 TiB\n"
-            "  close other programs, give more memory, or use a smaller model or fewer rows\n",
+            "  Close other programs, give more memory, or use a smaller model or fewer rows.\n",
         ),
         (SystemExit(0), 0, ""),
         (SystemExit(None), 0, ""),
@@ -171,8 +171,8 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
         (
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
-            "prge inspect: error: the package torch is not installed\n"
-            f"  {install_extra_command('')}\n  `prge doctor` shows what is missing\n",
+            "prge inspect: error: The package torch is not installed.\n"
+            f"  {install_extra_command('')}\n  `prge doctor` shows what is missing.\n",
         ),
     ],
     ids=lambda value: type(value).__name__,

@@ -307,7 +307,7 @@ def _not_ready_error(serial: str, state: str | None, states: dict[str, str], con
         listed = ", ".join(sorted(set(states) - {serial})) or "none"
         why = f"; adb connect: {connecting}" if connecting else ""
         return DeviceError(
-            f"There is no device {serial}. Connected devices: {listed}{why}",
+            f"There is no device {serial}. Connected devices: {listed}{why}.",
             remedy=_NOT_THERE,
             code="device-missing",
         )

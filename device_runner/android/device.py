@@ -290,7 +290,7 @@ class Phone:
         if manifest.get("driver") != driver_hash():
             raise DeviceError(
                 f"The runtime on {self.adb.serial} has the driver of another version of prge.",
-                remedy="Build it again and push it: prge android bundle runtime, prge android push runtime",
+                remedy="Build it again and push it: prge android bundle runtime, prge android push runtime.",
                 code="runtime-of-other-version",
             )
 
@@ -337,7 +337,7 @@ class Phone:
             time.sleep(0.2)
         raise DeviceError(
             f"{name} did not start within {START_SECONDS:.0f} seconds.",
-            remedy=f"See its output: prge android logs {name} --console",
+            remedy=f"See its output: prge android logs {name} --console.",
             code="job-not-started",
         )
 
@@ -465,7 +465,7 @@ class Phone:
         if not set(names) & set(RUN_MARKERS):
             raise DeviceError(
                 f"{remote} holds no run yet.",
-                remedy="See the output of its process: prge android logs NAME --console",
+                remedy="See the output of its process: prge android logs NAME --console.",
                 code="run-not-begun",
             )
         for top in sorted({file.partition("/")[0] for file in names}):

@@ -216,7 +216,7 @@ class RemoteCall:
                     self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device
                 )
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             [f"{flag(name)} can't be sent to a phone"],
             code="setting-not-portable",
         )

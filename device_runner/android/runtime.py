@@ -121,11 +121,12 @@ def build_runtime(settings: BundleSettings) -> Runtime:
             remedy="Remove it, or give another folder.",
             code="folder-exists",
         )
-    compiler = settings.compiler or f"{_TRIPLETS[settings.machine]}-g++"
+    triplet = _TRIPLETS[settings.machine]
+    compiler = settings.compiler or f"{triplet}-g++"
     if shutil.which((shlex.split(compiler) or [""])[0]) is None:
         raise EngineError(
             f"There is no compiler {compiler} for {settings.machine}.",
-            remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler.",
+            remedy=f"Install one (Debian: apt install g++-{triplet.replace('_', '-')}), or give --compiler.",
             code="compiler-missing",
         )
     # Absolute paths, since the programs that are called have other working folders.
@@ -169,13 +170,13 @@ def open_runtime(folder: Path) -> Runtime:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DeviceError(
             f"{folder} is not a runtime: {error}",
-            remedy="Build one: prge android bundle runtime",
+            remedy="Build one: prge android bundle runtime.",
             code="runtime-unreadable",
         ) from None
     if _hashes(folder) != files or digest((folder / MANIFEST).read_text(encoding="utf-8")) != tree:
         raise DeviceError(
             f"Files of {folder} were changed.",
-            remedy="Build it again: prge android bundle",
+            remedy="Build it again: prge android bundle.",
             code="runtime-changed",
         )
     return Runtime(folder, machine, tree)

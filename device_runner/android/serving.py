@@ -101,7 +101,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
         check_name(self.name)
         if not self.port:
             problem = "--port is 0, must be a fixed port"
-            raise ConfigError("these settings can't be used:", [problem], code="settings-unusable")
+            raise ConfigError("These settings can't be used:", [problem], code="settings-unusable")
         own = Path(self.path("runs", self.name))
         return {
             "host": "127.0.0.1",

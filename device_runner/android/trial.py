@@ -156,7 +156,7 @@ class TrialRunner:
         keys = {"tokens_a_second": "tokens_per_second", "prompt_tokens_a_second": "prefill_tokens_per_second"}
         rates = {name: [record[key] for record in records if record[key]] for name, key in keys.items()}
         if not all(rates.values()):
-            raise DeviceError("generate: The model ends its text at once.", code="text-not-written")
+            raise DeviceError("generate: the model ends its text at once.", code="text-not-written")
         return {
             **{name: statistics.median(values) for name, values in rates.items()},
             "prompt_tokens": records[0]["prompt_tokens"],

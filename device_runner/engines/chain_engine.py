@@ -81,8 +81,8 @@ class ChainEngine(CheckedEngine):
         limit, longest = self._chain.longest(role), max(len(each.tokens) for each in call.sequences)
         if longest > limit:
             raise EngineError(
-                f"a sequence has {longest} tokens, the role {role} of the bundle takes at most {limit}",
-                remedy="use shorter sequences, or export the bundle again",
+                f"A sequence has {longest} tokens, the role {role} of the bundle takes at most {limit}.",
+                remedy="Use shorter sequences, or export the bundle again.",
                 code="sequence-of-other-length",
             )
 

@@ -94,9 +94,9 @@ class ChainGenerationEngine:
         chain = blocks.chain
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
-                f"the bundle cannot generate text: it has the roles {', '.join(chain.roles)}",
-                remedy="export a causal language model with --roles forward backward prefill decode, or all, "
-                "as is the default of `prge export`; `prge tune` takes --roles too",
+                f"The bundle cannot generate text: it has the roles {', '.join(chain.roles)}.",
+                remedy="Export a causal language model with --roles forward backward prefill decode, or all, "
+                "as is the default of `prge export`; `prge tune` takes --roles too.",
                 code="role-missing",
             )
         self._blocks = blocks
@@ -136,7 +136,7 @@ class ChainGenerationEngine:
         """See GenerationEngine."""
         if len(self._sequences) >= self._slots:
             raise EngineError(
-                f"all {self._slots} slots are in use", remedy="close a sequence first", code="slots-full"
+                f"All {self._slots} slots are in use.", remedy="Close a sequence first.", code="slots-full"
             )
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
@@ -185,7 +185,7 @@ class ChainGenerationEngine:
             rest = rest[size:]
         if state is None:
             raise EngineError(
-                "there are no tokens to append", remedy="pass at least one token", code="tokens-missing"
+                "There are no tokens to append.", remedy="Pass at least one token.", code="tokens-missing"
             )
         return self._logits(state[:, -1:])[0]
 
@@ -237,8 +237,8 @@ class ChainGenerationEngine:
         """Grow the caches to hold this number of tokens of each sequence."""
         if length > self._context:
             raise EngineError(
-                f"a sequence of {length} tokens is too long, the limit is {self._context}",
-                remedy="shorten the prompt, or export the model with a larger --context",
+                f"A sequence of {length} tokens is too long, the limit is {self._context}.",
+                remedy="Shorten the prompt, or export the model with a larger --context.",
                 code="text-too-long",
             )
         if length <= self._capacity:

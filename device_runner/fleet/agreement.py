@@ -128,7 +128,7 @@ class Plan(OptimizerFlags, LearningRateFlags):
             raise ConfigError(
                 "These settings cannot be used:",
                 problems,
-                remedy="see `prge fleet serve --help`",
+                remedy="See `prge fleet serve --help`.",
                 code="settings-unusable",
             )
 
@@ -227,7 +227,7 @@ class Agreement:
             raise ConfigError(
                 "The server sent an invalid agreement:",
                 [str(error)],
-                remedy="use the same version of prge on both sides",
+                remedy="Use the same version of prge on both sides.",
                 code="agreement-unreadable",
             ) from None
 

@@ -153,7 +153,7 @@ def begin_fleet(
         if journal.first("start") is not None:
             raise RunError(
                 f"{folder} already holds a run.",
-                remedy=f"resume it with `prge fleet serve --resume {folder}`, or give another folder",
+                remedy=f"Resume it with `prge fleet serve --resume {folder}`, or give another folder.",
                 code="run-exists",
             )
         # Written last: a folder with this record has all of its initial files.
@@ -176,7 +176,7 @@ def read_agreement(folder: Path) -> Agreement:
     except (OSError, ConfigError) as error:
         raise RunError(
             f"{folder / AGREEMENT} is not from this version of prge: {error}",
-            remedy="use the version that started the fleet, or start a new fleet in another folder",
+            remedy="Use the version that started the fleet, or start a new fleet in another folder.",
             code="agreement-of-other-version",
         ) from None
 
@@ -222,7 +222,7 @@ class Coordinator:
         if not has_begun(folder):
             raise RunError(
                 f"{folder} does not contain a fleet.",
-                remedy="start a fleet with `prge fleet serve`",
+                remedy="Start a fleet with `prge fleet serve`.",
                 code="not-a-fleet",
             )
         self.folder = folder
@@ -234,7 +234,7 @@ class Coordinator:
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
                 f"{folder} is a fleet with another bundle.",
-                remedy="give the bundle that the fleet was started with",
+                remedy="Give the bundle that the fleet was started with.",
                 code="bundle-differs",
             )
         self.journal = Journal(folder / JOURNAL)
@@ -570,6 +570,6 @@ class Coordinator:
         reasons = "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
         raise RunError(
             f"No round was completed, {self._silent_rounds} times in a row: {reasons}",
-            remedy=f"when devices are available, resume with `prge fleet serve --resume {self.folder}`",
+            remedy=f"When devices are available, resume with `prge fleet serve --resume {self.folder}`.",
             code="devices-silent",
         )

@@ -120,7 +120,7 @@ class _Round:
         if not (folder / DEVICE).is_file():
             raise RunError(
                 f"{folder} is not the folder of a device.",
-                remedy="create one with `prge fleet join`",
+                remedy="Create one with `prge fleet join`.",
                 code="not-a-device-folder",
             )
         self.folder = folder

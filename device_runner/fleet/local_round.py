@@ -147,7 +147,7 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
         raise ConfigError(
             f"{describe_paths(settings.train)} cannot be used by a fleet:",
             ["its rows are preferences, which need reference scores that rounds do not carry"],
-            remedy="give rows of completions, or train on this device only, with `prge run`",
+            remedy="Give rows of completions, or train on this device only, with `prge run`.",
             code="rows-of-preferences",
         )
     if not plan.sends_projected_gradients and plan.clip:

@@ -252,7 +252,7 @@ class MessageReader:
         if version != FORMAT_VERSION:
             raise MessageError(
                 f"a message of form {version}, but this version of prge uses form {FORMAT_VERSION}",
-                remedy="use the same version of prge on both sides",
+                remedy="Use the same version of prge on both sides.",
                 code="message-of-other-version",
             )
         return int(message_type)

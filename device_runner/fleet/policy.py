@@ -70,7 +70,7 @@ class Policy:
             raise ConfigError(
                 "The policy cannot be used:",
                 problems,
-                remedy="correct the policy file",
+                remedy="Correct the policy file.",
                 code="settings-unusable",
             )
 

@@ -56,7 +56,7 @@ class FleetServeSettings(ServerSettings):
         if removed := sorted(_REMOVED_SETTINGS & stored.keys()):
             raise RunError(
                 f"These settings are from another version of prge; this version has no {', '.join(removed)}.",
-                remedy="use the version that started the fleet, or start a new fleet in another folder",
+                remedy="Use the version that started the fleet, or start a new fleet in another folder.",
                 code="settings-of-other-version",
             )
         return dict(stored)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.resume is None and (settings.out / SETTINGS).is_file():
         raise RunError(
             f"{settings.out} already holds a fleet.",
-            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
+            remedy=f"Resume it with `prge fleet serve --resume {settings.out}`, or give another folder.",
             code="run-exists",
         )
     with watched_memory(settings.memory, _print):
@@ -112,7 +112,7 @@ def check_keys(keys: Path | None, insecure: bool) -> None:
         raise ConfigError(
             "These settings cannot be used:",
             ["give --keys or --insecure, and not both"],
-            remedy="`prge fleet keys` creates keys for a server and its devices",
+            remedy="`prge fleet keys` creates keys for a server and its devices.",
             code="settings-unusable",
         )
 

@@ -142,7 +142,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
                 for name in vars(plan)
                 if getattr(stored_agreement.plan, name) != getattr(plan, name)
             ],
-            remedy=f"resume it with `prge fleet serve --resume {settings.out}`, or give another folder",
+            remedy=f"Resume it with `prge fleet serve --resume {settings.out}`, or give another folder.",
             code="plan-differs",
         )
     return coordinator
@@ -172,7 +172,7 @@ def _head(
         raise ConfigError(
             "A fleet with an encoder needs a classification head and a task:",
             ["devices keep their rows, and the server has no rows to fit the head to"],
-            remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
+            remedy="Give --task, and --head-rows with a few labelled rows, or --adapter with a run's head.",
             code="head-missing",
         )
     return head

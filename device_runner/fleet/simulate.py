@@ -163,7 +163,7 @@ class Simulation:
         elif not path.is_file() or read_json(path) != self.identity:
             raise RunError(
                 f"{fleet.folder} is a fleet with other devices or rows.",
-                remedy="give another folder with --out",
+                remedy="Give another folder with --out.",
                 code="rows-differ",
             )
         for record in fleet.finished_rounds:

@@ -90,7 +90,7 @@ def read_status(folder: Path) -> FleetStatus:
     if not (folder / JOURNAL).is_file():
         raise RunError(
             f"{folder} does not contain a fleet.",
-            remedy="give the folder that was --out of `prge fleet serve`",
+            remedy="Give the folder that was --out of `prge fleet serve`.",
             code="not-a-fleet",
         )
     plan = read_agreement(folder).plan
@@ -137,5 +137,5 @@ def _names(folder: Path) -> dict[int, str]:
         return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
     except (DocumentError, AttributeError, ValueError) as error:
         raise RunError(
-            f"{folder / NAMES} cannot be read: {error}", remedy="remove it", code="file-unreadable"
+            f"{folder / NAMES} cannot be read: {error}", remedy="Remove it.", code="file-unreadable"
         ) from None

@@ -83,7 +83,7 @@ def _check_installed(settings: Mapping[str, object]) -> None:
     missing = [name for name, value in settings.items() if value and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             [f"--{name} needs the package {name}, which is not installed" for name in missing],
             remedy=install_extra_command(*missing),
             code="package-missing",

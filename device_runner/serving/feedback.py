@@ -14,7 +14,7 @@ from pathlib import Path
 from device_runner.serving.protocol import FeedbackRequest, ParsedRequest, RequestError
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.readers.feedback import AnswerRecord, Fields, append_feedback, row_bytes
-from prge.errors import RunError
+from prge.errors import RunError, as_clause
 
 # Limits of the memory of completions: their number, and characters of them and their prompts together.
 MAX_ANSWERS = 1000
@@ -146,7 +146,7 @@ class Feedback:
             if not isinstance(error, RunError):
                 raise
             self._fail(str(error))
-            what = f"feedback cannot be stored: {error.what}"
+            what = f"feedback cannot be stored: {as_clause(error.what)}"
             raise RequestError(503, what, error_type="server_error") from None
         self.problem = ""
         self._on_stored(row)
@@ -168,7 +168,7 @@ class Feedback:
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
                 raise RunError(
-                    f"{file.path} cannot be written: another process holds its lock", code="file-in-use"
+                    f"{file.path} cannot be written: another process holds its lock.", code="file-in-use"
                 )
 
         append_feedback(file.path, [row], wait)

@@ -88,7 +88,7 @@ class History:
         if (begun := self._journal.first("start")) is None:
             self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
-            remedy = "serve those, or give another folder with --learn"
+            remedy = "Serve those, or give another folder with --learn."
             raise ConfigError(f"{folder} was started with:", problems, remedy=remedy, code="learning-differs")
         for record in self._journal.records:
             with self._journal.reading(record):

@@ -438,7 +438,7 @@ def _settings(
         unread = {"bundle", "out", "adapter", "resume", "sample_prompts", "heads_of"}
         unread |= {"train", "dev"} if has_rows else set()
         unread |= set() if flags.kept is None else {"train", "dev", "task"}
-        remedy = "give the rows that must not be forgotten with --kept"
+        remedy = "Give the rows that must not be forgotten with --kept."
         settings = read_stored(RunSettings, run / CONFIG, "prge run", unread, remedy)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])

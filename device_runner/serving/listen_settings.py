@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEY = "PRGE_API_KEY"
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+", re.IGNORECASE)
 MAX_KEY_BYTES = 4096
-_REMEDY = f"give --api-key-file FILE, or set {KEY}"
+_REMEDY = f"Give --api-key-file FILE, or set {KEY}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ListenFlags:
             raise ConfigError(
                 "These settings cannot be used:",
                 problems,
-                remedy=f"{_REMEDY}; with --insecure, anyone may send requests",
+                remedy=f"{_REMEDY}; with --insecure, anyone may send requests.",
                 code="settings-unusable",
             )
 
@@ -103,7 +103,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """
     if path is None and KEY not in os.environ:
         return ()
-    where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
+    where, key, remedy = KEY, os.environ.get(KEY, ""), f"Set it, or unset {KEY} to serve without a key."
     if path is not None:
         command = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         where, remedy = str(path), f"(umask 077; {command} > {path})"
@@ -112,7 +112,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
             key = read_document(path, MAX_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:
             why = getattr(error, "strerror", None) or error
-            remedy = f"give a file, or set {KEY}"
+            remedy = f"Give a file, or set {KEY}."
             raise ConfigError(
                 "There is no usable API key:",
                 [f"{path} cannot be read: {why}"],

@@ -44,7 +44,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         raise RunError(
             f"Cannot listen at {host}:{port}: {error.strerror}",
-            remedy="give another --host or --port",
+            remedy="Give another --host or --port.",
             code="address-not-available",
         ) from None
     with listener:

@@ -137,7 +137,7 @@ class GenerateSettings(GenerationFlags, SelectionFlags, RowsFlags, BundleFlags):
         if self.system is not None and self.prompt and not self.chat:
             problems.append("--system requires --chat, --messages or --data")
         if problems:
-            raise ConfigError("these settings can't be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def open_generative_bundle(folder: Path) -> Bundle:
     bundle = open_bundle(folder)
     if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} cannot generate text: its readout is {bundle.chain.readout}",
-            remedy="export a causal language model, without label words",
+            f"{folder} cannot generate text: its readout is {bundle.chain.readout}.",
+            remedy="Export a causal language model, without label words.",
             code="readout-writes-no-text",
         )
     return bundle
@@ -209,9 +209,9 @@ def adapters_by_name(named: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]
         f"{name!r} is the name of {count} adapters" for name, count in counts.items() if count > 1
     ]:
         raise ConfigError(
-            "adapters need different names:",
+            "Adapters need different names:",
             problems,
-            remedy="give --adapter NAME=PATH",
+            remedy="Give --adapter NAME=PATH.",
             code="adapter-names-unusable",
         )
     return dict(named)

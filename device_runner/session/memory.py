@@ -29,8 +29,8 @@ from prge.training.costs import (
     step_shape,
 )
 
-_STEP_REMEDY = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
-_CONTEXT_REMEDY = "give more, or take a smaller --context"
+_STEP_REMEDY = "Give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter."
+_CONTEXT_REMEDY = "Give more, or take a smaller --context."
 # Shortest useful context in tokens.
 _MIN_TOKENS, _STEP = 64, 64
 

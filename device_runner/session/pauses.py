@@ -64,9 +64,9 @@ class Pauses:
         problems = [f"{flag}: {reading.reason}" for flag, reading in readings if reading.value is None]
         if problems:
             raise ConfigError(
-                "the device lacks sensors for these constraints:",
+                "The device lacks sensors for these constraints:",
                 problems,
-                remedy="leave them out",
+                remedy="Leave them out.",
                 code="condition-not-measurable",
             )
 

@@ -150,7 +150,7 @@ def resolve_settings(settings: RunSettings, bundle: Bundle) -> RunSettings:
 
 
 def _settings_error(code: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy, code=code)
+    return ConfigError("The settings don't fit the bundle:", [problem], remedy=remedy, code=code)
 
 
 def _resolve_steps(settings: RunSettings, batch: int, examples: int) -> RunSettings:

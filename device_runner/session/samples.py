@@ -20,7 +20,7 @@ from prge.data.forms.messages import template_variables
 from prge.data.readers.files import FORMATS, Row, read_rows, read_text
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import Engine
-from prge.errors import DataError, format_value
+from prge.errors import DataError, as_clause, format_value
 from prge.formats.documents import DocumentError, parse_json
 from prge.formats.journal import Record
 from prge.formats.run_folder import SAMPLES, as_run_error
@@ -63,11 +63,10 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
         except ValueError as error:
             problems.append(f"row {row.number}: {error}")
         except DataError as error:
-            headline = error.what.partition("\n")[0]
-            problems.append(f"row {row.number}: {'; '.join([headline, *error.problems])}")
+            problems.append(f"row {row.number}: {'; '.join([as_clause(error.what), *error.problems])}")
     if problems or not samples:
         raise DataError(
-            f"{path} can't be used as prompts", problems or ["it has none"], code="prompts-unusable"
+            f"{path} can't be used as prompts:", problems or ["it has none"], code="prompts-unusable"
         )
     return samples
 

@@ -148,9 +148,9 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             problems.append("--clip-examples with --head-learning-rate: the head's gradient isn't clipped")
         if problems:
             raise ConfigError(
-                "these settings can't be used:",
+                "These settings can't be used:",
                 problems,
-                remedy="see `prge run --help`",
+                remedy="See `prge run --help`.",
                 code="settings-unusable",
             )
 

@@ -54,7 +54,7 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
     matches = [verb for verb in _names_by_alias("verbs").get(name.lower(), ()) if verb in verbs]
     similar = next(iter(matches), "") or closest_match(name, verbs, 0.6)
     remedy = f"did you mean `{prog} {similar}`?" if similar else f"`{prog} --help` lists the verbs"
-    return PrgeError(f"there is no verb {format_value(name)} of {prog}", remedy=remedy, code="verb-unknown")
+    return PrgeError(f"There is no verb {format_value(name)} of {prog}.", remedy=remedy, code="verb-unknown")
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float) -> str:

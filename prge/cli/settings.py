@@ -157,7 +157,7 @@ def parse_path(value: object, where: str) -> Path:
         return Path(convert_value(value, Path))
     except CONVERSION_ERRORS:
         raise ConfigError(
-            "a setting can't be used:",
+            "A setting can't be used:",
             [f"{where} must be a path, not {format_value(value)}"],
             code="settings-unusable",
         ) from None
@@ -464,8 +464,8 @@ def _with_stored(
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
-                f"{folder} is no run: it has no {settings_type.STORED}",
-                remedy="give the folder that `--out` named",
+                f"{folder} is no run: it has no {settings_type.STORED}.",
+                remedy="Give the folder that `--out` named.",
                 code="not-a-run",
             )
         overridden = {"out", "resume", *(entry.key for entry in entries)}
@@ -522,7 +522,7 @@ def _build(
     raise ConfigError(
         f"{count} can't be used:",
         problems,
-        remedy=f"`{prog} --help` lists all settings",
+        remedy=f"`{prog} --help` lists all settings.",
         code="settings-unusable",
     )
 

@@ -38,7 +38,7 @@ from prge.data.tokenization.control_tokens import ControlTokens
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.data.truncation import SequenceFitter, shares_sequence
 from prge.engine import Target, TokenSequence
-from prge.errors import DataError, format_value
+from prge.errors import DataError, as_clause, format_value
 from prge.model_spec import ModelSpec
 from prge.objectives.examples import Example
 
@@ -107,7 +107,7 @@ def build_examples(
             lists all rows and has the code of the first.
     """
     if not rows:
-        raise DataError(f"{source} can't be used", ["it has no rows"], code="rows-empty")
+        raise DataError(f"{source} can't be used:", ["it has no rows"], code="rows-empty")
     options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
     if task is not None:
         row_format = task_format(rows, task, model, options, training, source)
@@ -128,9 +128,9 @@ def build_examples(
     examples = builder.build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
-            f"{source} has rows that can't be used",
+            f"{source} has rows that can't be used:",
             [f"row {number}: {problem}" for number, problem in report.unusable.items()],
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code=builder.codes[0],
         )
     _check_dropped(report, source, options.max_dropped)
@@ -159,8 +159,7 @@ class _Builder:
                 report.unusable[row.number] = str(problem)
                 self.codes.append(problem.code)
             except DataError as error:
-                headline = error.what.partition("\n")[0]
-                report.unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
+                report.unusable[row.number] = f"{as_clause(error.what)}: {'; '.join(error.problems)}"
                 self.codes.append(error.code)
         report.rows = len(rows) - len(report.unusable)
         report.examples = len(examples)
@@ -270,12 +269,12 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
     if limit is not None and share > limit:
         targets = report.dropped + sum(report.targets)
         raise DataError(
-            f"{source} would lose {share:.0%} of its target tokens",
+            f"{source} would lose {share:.0%} of its target tokens:",
             [
                 f"{report.dropped} of {targets} don't fit rows of {report.sequence_length} tokens; "
                 f"--max-dropped is {limit:g}"
             ],
-            remedy="keep them with --overflow split or an export with a larger --sequence-length, or allow "
-            "dropping them with a larger --max-dropped",
+            remedy="Keep them with --overflow split or an export with a larger --sequence-length, or allow "
+            "dropping them with a larger --max-dropped.",
             code="targets-dropped",
         )

@@ -104,12 +104,12 @@ def read_source(
         present = present_columns(source.rows)
         if lacking := [column for column in renamed.values() if column not in present]:
             raise DataError(
-                f"{source.name} can't be used",
+                f"{source.name} can't be used:",
                 [
                     f"no row has the column {format_value(column)}, which --columns names"
                     for column in lacking
                 ],
-                remedy=f"its columns are {format_column_names(present)}",
+                remedy=f"Its columns are {format_column_names(present)}.",
                 code="column-missing",
             )
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
@@ -142,16 +142,16 @@ def find_row_files(where: Paths | str, part: Part) -> list[Path]:
     if len(paths) == 1:
         path = find_row_file(paths[0], part)
         return [] if path is None else [path]
-    what = f"{len(paths)} words are given as files of rows"
+    what = f"{len(paths)} words are given as files of rows:"
     if missing := [path for path in paths if not os.path.exists(path)]:
         joined = " ".join(map(str, paths))
-        remedy = "quote a path that has spaces" if os.path.exists(joined) else "check the paths"
+        remedy = "Quote a path that has spaces." if os.path.exists(joined) else "Check the paths."
         raise DataError(what, [f"there is no {path}" for path in missing], remedy=remedy, code="file-missing")
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise DataError(
             what,
             [f"{path} is given twice" for path in twice],
-            remedy="give each file once",
+            remedy="Give each file once.",
             code="file-twice",
         )
     return [find_part_file(path, part) if path.is_dir() else path for path in paths]
@@ -178,9 +178,9 @@ def _read_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> 
         broken += problems
     elif problems:
         raise DataError(
-            f"{name} have rows that can't be read",
+            f"{name} have rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     return RowSource(name, rows, digest.hexdigest())
@@ -207,7 +207,7 @@ def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSou
         raise ConfigError(
             "--columns can't be used:",
             problems,
-            remedy=f"before the = stands one of {', '.join(read)}; after it, the name that the file has",
+            remedy=f"Before the = stands one of {', '.join(read)}; after it, the name that the file has.",
             code="columns-unusable",
         )
 
@@ -228,9 +228,9 @@ def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
             rows.append(Row(row.number, fields))
     if (problems and broken is None) or not rows:
         raise DataError(
-            f"{source.name} has rows that can't be read",
+            f"{source.name} has rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     return replace(source, rows=rows)
@@ -273,10 +273,10 @@ def _convert_feedback(source: RowSource, broken: list[str] | None, objective: Ob
     rows = [row for row in source.rows if is_feedback(row.fields)]
     if not rows:
         return source
-    what = f"{source.name} can't be used"
+    what = f"{source.name} can't be used:"
     if len(rows) < len(source.rows):
         raise DataError(
-            what, ["it mixes feedback with other rows"], remedy="make a file of each", code="forms-mixed"
+            what, ["it mixes feedback with other rows"], remedy="Make a file of each.", code="forms-mixed"
         )
     row_problems = {row.number: find_feedback_problem(row.fields) for row in rows}
     problems: list[str] = [] if broken is None else broken
@@ -286,7 +286,7 @@ def _convert_feedback(source: RowSource, broken: list[str] | None, objective: Ob
         raise DataError(
             what,
             problems or [f"no row is left to train on: {summary}"],
-            remedy="correct them",
+            remedy="Correct them.",
             code="feedback-unsound" if problems else "rows-empty",
         )
     return replace(source, rows=converted, feedback_summary=summary)
@@ -312,9 +312,9 @@ def find_part_file(folder: Path, part: Part) -> Path:
     names = " or ".join(PART_NAMES[part])
     problem = f"it has {', '.join(path.name for path in files)}" if files else "it has none"
     raise DataError(
-        f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}",
+        f"{folder} must have one file of {part} rows, {names} with one of {', '.join(FORMATS)}:",
         [problem],
-        remedy="name the file itself",
+        remedy="Name the file itself.",
         code="part-missing",
     )
 
@@ -375,7 +375,7 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
         raise ConfigError(
             "--columns can't be used:",
             problems,
-            remedy="give --columns prompt=question completion=answer",
+            remedy="Give --columns prompt=question completion=answer.",
             code="columns-unusable",
         )
     return {name: column for name, _, column in pairs}
@@ -393,7 +393,7 @@ def _renamed(fields: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
 
 
 def _read_hub(name: str, part: Part) -> RowSource:
-    what = f"{name} can't be read as data"
+    what = f"{name} can't be read as data:"
     try:
         import datasets
         from huggingface_hub import HfApi, constants
@@ -404,7 +404,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
                 "there is no such file or folder, and for a data set of the hub the package datasets is "
                 "not installed"
             ],
-            remedy=f"check the path, or {install_extra_command('data')}",
+            remedy=f"Check the path, or {install_extra_command('data')}.",
             code="package-missing",
         ) from None
     repository, _, configuration = name.partition(":")
@@ -419,7 +419,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
             raise DataError(
                 what,
                 [f"it has no {part} rows: its splits are {', '.join(splits)}"],
-                remedy="name a file",
+                remedy="Name a file.",
                 code="part-missing",
             )
         loaded = datasets.load_dataset(repository, configuration or None, split=split, download_config=once)
@@ -436,7 +436,7 @@ def _read_hub(name: str, part: Part) -> RowSource:
                 "there is no such file or folder, and the data set could not be loaded: "
                 f"{type(error).__name__}: {reason}"
             ],
-            remedy="check name and connection; HF_HUB_OFFLINE=1 uses a data set that was loaded before",
+            remedy="Check name and connection; HF_HUB_OFFLINE=1 uses a data set that was loaded before.",
             code="data-set-missing",
         ) from None
     content = json.dumps([json_fields(row.fields) for row in rows], sort_keys=True).encode()

@@ -122,27 +122,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise BundleError(
-            f"{folder} is not a bundle: it has no {MANIFEST}",
-            remedy="give the folder that `prge export` wrote",
+            f"{folder} is not a bundle: it has no {MANIFEST}.",
+            remedy="Give the folder that `prge export` wrote.",
             code="not-a-bundle",
         )
     try:
         manifest = read_json(path)
     except DocumentError as error:
         raise BundleError(
-            f"{path} is damaged: {error}", remedy="copy or export the bundle again", code="manifest-damaged"
+            f"{path} is damaged: {error}", remedy="Copy or export the bundle again.", code="manifest-damaged"
         ) from None
     format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
     if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen not in _READ:
         raise BundleError(
-            f"{path} has format {format_value(format_seen)}, this version reads {FORMAT_3} and {FORMAT}",
-            remedy="export the model again with this version",
+            f"{path} has format {format_value(format_seen)}, this version reads {FORMAT_3} and {FORMAT}.",
+            remedy="Export the model again with this version.",
             code="bundle-format",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise BundleError(
-            f"{path} was changed after it was written: its own hash differs",
-            remedy="copy or export the bundle again",
+            f"{path} was changed after it was written: its own hash differs.",
+            remedy="Copy or export the bundle again.",
             code="manifest-changed",
         )
     return manifest
@@ -166,8 +166,8 @@ def open_bundle(folder: Path | str) -> Bundle:
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise BundleError(
-            f"{folder / MANIFEST} lists no files",
-            remedy="export the bundle again",
+            f"{folder / MANIFEST} lists no files.",
+            remedy="Export the bundle again.",
             code="manifest-without-files",
         )
     chain = read_chain(folder, manifest)
@@ -186,8 +186,8 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
-            f"{folder / MANIFEST} doesn't list {format_value(missing[0])}",
-            remedy="copy or export the bundle again",
+            f"{folder / MANIFEST} doesn't list {format_value(missing[0])}.",
+            remedy="Copy or export the bundle again.",
             code="manifest-lacks-file",
         )
     return chain
@@ -199,8 +199,8 @@ def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
         for path in sorted((folder / name).glob("[!.]*")):
             if f"{name}/{path.name}" not in files:
                 raise BundleError(
-                    f"{path} is not in the bundle's manifest",
-                    remedy="remove it, or copy the bundle again",
+                    f"{path} is not in the bundle's manifest.",
+                    remedy="Remove it, or copy the bundle again.",
                     code="file-not-in-manifest",
                 )
 
@@ -216,38 +216,38 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bo
     if relative.is_absolute() or ".." in relative.parts or "\\" in name:
         raise BundleError(
             f"{folder / MANIFEST} names a file outside the bundle: {format_value(name)}",
-            remedy="don't use this bundle",
+            remedy="Don't use this bundle.",
             code="file-outside-bundle",
         )
     if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
         raise BundleError(
-            f"{folder / MANIFEST} has no size or no hash of {name}",
-            remedy="export the bundle again",
+            f"{folder / MANIFEST} has no size or no hash of {name}.",
+            remedy="Export the bundle again.",
             code="manifest-lacks-hash",
         )
     path = folder / relative
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in relative.parts):
         raise BundleError(
-            f"the bundle lacks its file {format_value(name)}",
-            remedy="copy or export the bundle again",
+            f"The bundle lacks its file {format_value(name)}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-missing",
         )
     if any((folder / part).is_symlink() for part in (relative, *relative.parents[:-1])):
         raise BundleError(
-            f"{path} is a link or in a linked folder",
-            remedy="copy the bundle with its links followed",
+            f"{path} is a link or in a linked folder.",
+            remedy="Copy the bundle with its links followed.",
             code="bundle-file-linked",
         )
     if not path.is_file():
         raise BundleError(
-            f"the bundle lacks its file {name}",
-            remedy="copy or export the bundle again",
+            f"The bundle lacks its file {name}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-missing",
         )
     if path.stat().st_size != entry["bytes"]:
         raise BundleError(
-            f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}",
-            remedy="copy or export the bundle again",
+            f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-size",
         )
     if by_hash:
@@ -259,7 +259,7 @@ def check_content(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     path = folder / name
     if file_sha256(path) != manifest["files"][name]["sha256"]:
         raise BundleError(
-            f"{path} is not the file that the manifest names: its SHA-256 differs",
-            remedy="copy or export the bundle again",
+            f"{path} is not the file that the manifest names: its SHA-256 differs.",
+            remedy="Copy or export the bundle again.",
             code="bundle-file-hash",
         )

@@ -73,7 +73,7 @@ _MAX_SCORES, _MIN_CHUNK = 1 << 21, 64
 # Value that masks add to the scores of hidden tokens: the exponential of its sum with any score is exactly 0
 # in float32, and no sum overflows.
 MASKED = -3e4
-_REMEDY = "export the bundle again with this version of prge"
+_REMEDY = "Export the bundle again with this version of prge."
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class Chain:
             self.model  # noqa: B018
         except ConfigError as error:
             raise BundleError(
-                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
+                f"The manifest describes no chain that can be run: {'; '.join(error.problems)}",
                 remedy=_REMEDY,
                 code="chain-not-runnable",
             ) from None
@@ -602,8 +602,8 @@ class Chain:
         """Raise BundleError if the bundle doesn't have a role."""
         if role not in self.roles:
             raise BundleError(
-                f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
-                remedy="choose another estimator, or export it with that role",
+                f"The bundle lacks the role {role}, it has {', '.join(self.roles)}.",
+                remedy="Choose another estimator, or export it with that role.",
                 code="role-missing",
             )
 
@@ -624,8 +624,8 @@ class Chain:
         readout = block.get("readout") if isinstance(block, Mapping) else None
         if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
-                "the bundle compares label words only, as version 0.1 did",
-                remedy="export it again without --label-words: tasks compare their label words themselves",
+                "The bundle compares label words only, as version 0.1 did.",
+                remedy="Export it again without --label-words: tasks compare their label words themselves.",
                 code="bundle-of-label-words",
             )
         chain: Chain = _read(cls, block, "chain")
@@ -694,7 +694,7 @@ def _checked(name: str, value: Any, expected: type) -> Any:
 
 def _unreadable_error(name: str, value: Any, why: str) -> BundleError:
     return BundleError(
-        f"the manifest's chain can't be read: {name} is {format_value(value)}, {why}",
+        f"The manifest's chain can't be read: {name} is {format_value(value)}, {why}.",
         remedy=_REMEDY,
         code="chain-unreadable",
     )

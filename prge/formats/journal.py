@@ -142,7 +142,7 @@ class Journal:
             where = " ".join(str(record[name]) for name in ("kind", "step") if name in record)
             raise RunError(
                 f"{self.path}: the record {where!r} can't be used: {type(error).__name__}: {error}",
-                remedy="restore the run folder from a copy, or start the run again in a new folder",
+                remedy="Restore the run folder from a copy, or start the run again in a new folder.",
                 code="journal-damaged",
             ) from error
 
@@ -208,8 +208,8 @@ def _read(path: Path) -> tuple[list[Record], int]:
             if number == len(lines):
                 break
             raise RunError(
-                f"{path}: line {number} of {len(lines)} is damaged",
-                remedy="restore the run folder from a copy, or start the run again in a new folder",
+                f"{path}: line {number} of {len(lines)} is damaged.",
+                remedy="Restore the run folder from a copy, or start the run again in a new folder.",
                 code="journal-damaged",
             )
         records.append(record)

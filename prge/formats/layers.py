@@ -119,5 +119,5 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
 
 def _unusable_error(folder: Path, why: str) -> BundleError:
     return BundleError(
-        f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again", code="layers-unusable"
+        f"{folder / LAYERS} can't be used: {why}", remedy="Export the bundle again.", code="layers-unusable"
     )

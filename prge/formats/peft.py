@@ -154,14 +154,14 @@ def find_adapter(source: Path) -> Path:
             return folder
     if (source / JOURNAL).is_file():
         raise RunError(
-            f"{source} is a run without a result",
-            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+            f"{source} is a run without a result.",
+            remedy=f"Finish it with `prge run --resume {source}`, or give one of its checkpoints.",
             code="run-unfinished",
         )
     raise AdapterError(
         f"{source} holds no trained adapter:",
         [f"neither {CONFIG} nor {FINAL}/{CONFIG} is there"],
-        remedy="give a run folder, a checkpoint or a PEFT folder",
+        remedy="Give a run folder, a checkpoint or a PEFT folder.",
         code="adapter-missing",
     )
 
@@ -185,9 +185,9 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     problems = _variant_problems(config, heads) + _number_problems(config)
     if problems:
         raise AdapterError(
-            f"the adapter {folder} can't be used:",
+            f"The adapter {folder} can't be used:",
             problems,
-            remedy="train it as plain LoRA on linear layers",
+            remedy="Train it as plain LoRA on linear layers.",
             code="adapter-unsupported",
         )
     matrices: dict[str, dict[str, FloatArray]] = {"A": {}, "B": {}}
@@ -200,7 +200,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     lora_a, lora_b = matrices.values()
     problems += _pair_problems(config, lora_a, lora_b)
     if problems:
-        raise AdapterError(f"the adapter {folder} can't be used:", problems, code="adapter-incomplete")
+        raise AdapterError(f"The adapter {folder} can't be used:", problems, code="adapter-incomplete")
     return PeftAdapter(config, lora_a, lora_b)
 
 
@@ -243,9 +243,9 @@ def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
                 problems += _infinite(name, weights.get_tensor(name))
         if problems:
             raise AdapterError(
-                f"the adapter {folder} doesn't fit the bundle",
+                f"The adapter {folder} doesn't fit the bundle:",
                 problems,
-                remedy="give an adapter of this bundle, or export a bundle from it with --start-adapter",
+                remedy="Give an adapter of this bundle, or export a bundle from it with --start-adapter.",
                 code="adapter-does-not-fit",
             )
         # Allocated only after the file has confirmed the sizes, which come from a manifest.
@@ -327,10 +327,10 @@ def read_compatible_adapter(
             )
     if problems:
         raise AdapterError(
-            f"the adapter {folder} doesn't fit the bundle",
+            f"The adapter {folder} doesn't fit the bundle:",
             problems,
-            remedy="export a bundle from it with --start-adapter, or give one of this model"
-            + ("; a bundle of --adapter lora takes any lora_A" if differing else ""),
+            remedy="Export a bundle from it with --start-adapter, or give one of this model"
+            + ("; a bundle of --adapter lora takes any lora_A." if differing else "."),
             code="adapter-does-not-fit",
         )
     return Adapter(adapter.modules, adapter.values, lora_a) if differing else adapter
@@ -367,9 +367,9 @@ def write_peft(
     """
     if problem := _infinite("its vector", adapter.values):
         raise AdapterError(
-            f"the adapter is not written to {folder}",
+            f"The adapter is not written to {folder}:",
             problem,
-            remedy="train again with a lower learning rate",
+            remedy="Train again with a lower learning rate.",
             code="adapter-not-finite",
         )
     template = Path(template_folder)
@@ -379,9 +379,9 @@ def write_peft(
         problems = _tensor_problems(weights, adapter.modules)
         if problems:
             raise AdapterError(
-                f"the adapter {template} is not of these modules",
+                f"The adapter {template} is not of these modules:",
                 problems.values(),
-                remedy="give the bundle's own adapter",
+                remedy="Give the bundle's own adapter.",
                 code="adapter-of-other-modules",
             )
         for module in adapter.modules:
@@ -413,9 +413,9 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
             return {name: weights.get_tensor(name) for name in sorted(weights.keys())}
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise AdapterError(
-                f"{path} can't be read",
+                f"{path} can't be read:",
                 [f"{error}"],
-                remedy="give a file that prge wrote",
+                remedy="Give a file that prge wrote.",
                 code="arrays-unreadable",
             ) from None
 
@@ -428,16 +428,16 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
 
 def _no_adapter_error(path: Path, reason: str) -> AdapterError:
     return AdapterError(
-        f"{path.parent} is not a PEFT adapter",
+        f"{path.parent} is not a PEFT adapter:",
         [f"{path.name}{reason}"],
-        remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+        remedy=f"Give a folder with {CONFIG} and {WEIGHTS}.",
         code="not-an-adapter",
     )
 
 
 def _damaged_error(path: Path, problem: object) -> AdapterError:
     return AdapterError(
-        f"{path} is damaged", [str(problem)], remedy="copy the folder again", code="adapter-damaged"
+        f"{path} is damaged:", [str(problem)], remedy="Copy the folder again.", code="adapter-damaged"
     )
 
 
@@ -501,9 +501,9 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
             problems.append(f"{name} was changed after it was written: its SHA-256 differs")
     if problems:
         raise AdapterError(
-            f"{folder} is damaged",
+            f"{folder} is damaged:",
             problems,
-            remedy=f"copy the folder again; if the change was meant, delete its {HASHES}",
+            remedy=f"Copy the folder again; if the change was meant, delete its {HASHES}.",
             code="adapter-changed",
         )
 

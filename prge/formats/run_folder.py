@@ -160,13 +160,13 @@ def read_metrics(folder: Path) -> list[Record]:
         lines = read_regular(path).splitlines(keepends=True)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
-            f"{folder} is not a run: it has no {METRICS}",
-            remedy="give the folder of `prge run --out`",
+            f"{folder} is not a run: it has no {METRICS}.",
+            remedy="Give the folder of `prge run --out`.",
             code="not-a-run",
         ) from None
     except OSError as error:
         raise RunError(
-            f"{path} can't be read: {error.strerror}", remedy="give another run", code="run-unreadable"
+            f"{path} can't be read: {error.strerror}", remedy="Give another run.", code="run-unreadable"
         ) from None
     records = []
     for number, line in enumerate(lines, 1):
@@ -175,8 +175,8 @@ def read_metrics(folder: Path) -> list[Record]:
             records.append(record)
         elif number < len(lines):
             raise RunError(
-                f"{path}: line {number} is damaged: no record of metrics",
-                remedy="remove that line, or start a new run",
+                f"{path}: line {number} is damaged: no record of metrics.",
+                remedy="Remove that line, or start a new run.",
                 code="metrics-damaged",
             )
     return records
@@ -278,8 +278,8 @@ def _hold(folder: Path) -> _Held:
                 stream.seek(0)
                 if not _LOCK_CONTENT.fullmatch(stream.read(_LONGEST_HOLDER)):  # its content would be lost
                     raise RunError(
-                        f"{folder / LOCK} is not a lock of prge",
-                        remedy="give another folder",
+                        f"{folder / LOCK} is not a lock of prge.",
+                        remedy="Give another folder.",
                         code="lock-foreign",
                     )
                 if not _lock(stream) and not _lock_after_end(stream):
@@ -292,8 +292,8 @@ def _hold(folder: Path) -> _Held:
             if attempt == _ATTEMPTS - 1:
                 raise
     raise RunError(
-        f"{folder} is in use by process {_holder_of(folder) or 'unknown'}",
-        remedy="wait for it or stop it, or give another folder with --out",
+        f"{folder} is in use by process {_holder_of(folder) or 'unknown'}.",
+        remedy="Wait for it or stop it, or give another folder with --out.",
         code="run-in-use",
     )
 
@@ -318,8 +318,8 @@ def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
     existing = [name for name in (*run_names, *names) if os.path.lexists(folder / name)]
     if existing:
         raise RunError(
-            f"{folder} holds {existing[0]}, which a run would replace",
-            remedy="give a new or empty folder with --out",
+            f"{folder} holds {existing[0]}, which a run would replace.",
+            remedy="Give a new or empty folder with --out.",
             code="folder-occupied",
         )
 

@@ -121,8 +121,8 @@ def check_links(folder: Path) -> None:
             path = os.path.join(parent, name)
             if os.path.islink(path) and is_outside(within, path, is_written=True):
                 raise RunError(
-                    f"{path} is a link to {os.readlink(path)}, outside of {folder}",
-                    remedy="put what it leads to in its place, or remove it",
+                    f"{path} is a link to {os.readlink(path)}, outside of {folder}.",
+                    remedy="Put what it leads to in its place, or remove it.",
                     code="link-outside",
                 )
 

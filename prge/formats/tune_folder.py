@@ -56,14 +56,14 @@ class Tuning:
     def _subfolder(self, name: str, what: str) -> Path:
         if not (self.folder / name).is_dir():
             raise RunError(
-                f"{self.folder} is a tuning that has no {what} yet",
-                remedy=f"finish it with `prge tune --resume {self.folder}`",
+                f"{self.folder} is a tuning that has no {what} yet.",
+                remedy=f"Finish it with `prge tune --resume {self.folder}`.",
                 code="tuning-unfinished",
             )
         if is_outside(self.folder, str(self.folder / name), is_written=True):
             raise RunError(
-                f"{self.folder / name} is a link to a place outside of {self.folder}",
-                remedy="put what it leads to in its place",
+                f"{self.folder / name} is a link to a place outside of {self.folder}.",
+                remedy="Put what it leads to in its place.",
                 code="link-outside",
             )
         return self.folder / name
@@ -85,9 +85,9 @@ def read_bundle_path(config: Path) -> Path | None:
     if exists and is_outside(config.parent, str(bundle)) and not has_own_signature(content, config.name):
         raise RunError(
             f"{config} names the bundle {format_value(bundle)}, outside of its folder, "
-            "and isn't as your prge wrote it",
-            remedy=f"if that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
-            "--adapter to verbs that generate or score",
+            "and isn't as your prge wrote it.",
+            remedy=f"If that is the bundle that you want, give --bundle {bundle}; and {config.parent} with "
+            "--adapter to verbs that generate or score.",
             code="path-outside",
         )
     return Path(str(bundle))

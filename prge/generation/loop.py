@@ -70,7 +70,7 @@ class GenerationSettings:
             problems.append(f"--stop is {format_value(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("invalid generation parameters:", problems, code="settings-unusable")
+            raise ConfigError("Invalid generation parameters:", problems, code="settings-unusable")
 
     def facts(self) -> dict[str, Any]:
         """Return the parameters by name, as a row of feedback stores them."""
@@ -341,7 +341,7 @@ class Generator:
         tokens = check_token_ids(request.prompt.tokens, self.engine.vocabulary_size)
         if not tokens:
             raise DataError(
-                what, ["it is empty: nothing predicts the answer"], remedy="give a text", code="prompt-empty"
+                what, ["it is empty: nothing predicts the answer"], remedy="Give a text.", code="prompt-empty"
             )
         if request.settings.overflow == "truncate":
             room = context - min(request.settings.max_tokens, context // 2)
@@ -353,7 +353,7 @@ class Generator:
             raise DataError(
                 what,
                 [f"it has {len(tokens)} tokens, the context is {context} for prompt and answer together"],
-                remedy="shorten it, open the model with a longer context, or set overflow to truncate",
+                remedy="Shorten it, open the model with a longer context, or set overflow to truncate.",
                 code="prompt-too-long",
             )
         return tokens

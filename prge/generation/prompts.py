@@ -118,9 +118,9 @@ class Prompts:
         """
         if self.chat is None:
             raise DataError(
-                "messages can't be formatted",
+                "Messages can't be formatted:",
                 ["the model has no chat template"],
-                remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
+                remedy="Export with --chat-template plain, use a chat model, or give a text as the prompt.",
                 code="chat-template-missing",
             )
         _ = self._after_turn  # cached here, because it renders the template, too

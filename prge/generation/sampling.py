@@ -63,7 +63,7 @@ class SamplingSettings:
                 problems.append(f"{flag(item.name)} is {format_value(value)}, must be {number}")
         problems = problems or bound_problems(self)
         if problems:
-            raise ConfigError("invalid sampling parameters:", problems, code="settings-unusable")
+            raise ConfigError("Invalid sampling parameters:", problems, code="settings-unusable")
 
 
 class TokenSampler:
@@ -90,8 +90,8 @@ class TokenSampler:
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):
             raise EngineError(
-                f"the model's largest logit is {logits[best]}",
-                remedy="the adapter or the bundle is damaged: try another one",
+                f"The model's largest logit is {logits[best]}.",
+                remedy="The adapter or the bundle is damaged: try another one.",
                 code="logits-not-finite",
             )
         if settings.temperature == 0 or settings.top_k == 1:

@@ -289,9 +289,9 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
         )
     if problems:
         raise ConfigError(
-            "these settings can't be used:",
+            "These settings can't be used:",
             problems,
-            remedy="leave them out",
+            remedy="Leave them out.",
             code="setting-of-other-objective",
         )
     if entry is None:

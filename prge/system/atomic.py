@@ -50,8 +50,8 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     folder = Path(folder)
     if not overwrite and (folder.exists() or folder.is_symlink()):
         raise RunError(
-            f"{folder} exists already",
-            remedy="give another folder, or allow overwriting it",
+            f"{folder} exists already.",
+            remedy="Give another folder, or allow overwriting it.",
             code="folder-exists",
         )
     partial: Path | None = None
@@ -168,8 +168,8 @@ def check_writable_folder(folder: Path, required_bytes: int = 0) -> None:
     if required_bytes > free:
         raise RunError(
             f"{folder} has too little room: about {required_bytes / 1e6:,.0f} MB are needed, "
-            f"{free / 1e6:,.0f} MB are free",
-            remedy="free some storage, or write to another place",
+            f"{free / 1e6:,.0f} MB are free.",
+            remedy="Free some storage, or write to another place.",
             code="storage-full",
         )
 
@@ -186,11 +186,11 @@ def storage_error(path: Path, error: OSError) -> RunError:
     """Return the RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
-        code, remedy = "storage-full", "free some storage, or write to another place"
+        code, remedy = "storage-full", "Free some storage, or write to another place."
     elif error.errno in _REFUSED:
-        code, remedy = "write-refused", "check its permissions, or write to another place"
+        code, remedy = "write-refused", "Check its permissions, or write to another place."
     else:
-        code, remedy = "write-failed", "check the path and the storage"
+        code, remedy = "write-failed", "Check the path and the storage."
     return RunError(f"{path} can't be written: {reason}", remedy=remedy, code=code)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-OUT_OF_MEMORY_REMEDY = "close other programs, give more memory, or use a smaller model or fewer rows"
+OUT_OF_MEMORY_REMEDY = "Close other programs, give more memory, or use a smaller model or fewer rows."
 # Messages of Python, the C++ library, the dynamic linker, XNNPACK and torch.
 _OUT_OF_MEMORY = re.compile(
     "not enough memory|out of memory|out_of_memory|bad_alloc|cannot allocate memory|can't allocate memory|"

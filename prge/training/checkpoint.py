@@ -323,9 +323,9 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
         for name, target in targets.items()
     ):
         raise AdapterError(
-            f"{folder / OPTIMIZER} belongs to another optimizer",
+            f"{folder / OPTIMIZER} belongs to another optimizer:",
             [f"it holds {sorted(arrays)}, this run needs {sorted(targets)}"],
-            remedy="resume with the settings of the run",
+            remedy="Resume with the settings of the run.",
             code="optimizer-differs",
         )
     try:
@@ -334,9 +334,9 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _SavedState:
             raise ValueError(f"its step is {progress.step}")
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
-            f"{folder / STATE} is damaged",
+            f"{folder / STATE} is damaged:",
             [str(error)],
-            remedy="remove this checkpoint",
+            remedy="Remove this checkpoint.",
             code="checkpoint-damaged",
         ) from None
     head = None
@@ -383,9 +383,9 @@ def read_head(path: Path, head: Head) -> None:
     ]
     if problems:
         raise AdapterError(
-            f"{path} doesn't fit the task",
+            f"{path} doesn't fit the task:",
             problems,
-            remedy="use the head of a run on this task",
+            remedy="Use the head of a run on this task.",
             code="head-does-not-fit",
         )
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]

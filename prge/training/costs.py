@@ -216,8 +216,8 @@ class ModelSizes:
             )
         except (KeyError, TypeError, ValueError):
             raise BundleError(
-                f"the manifest's outline can't be read: {format_value(block)}",
-                remedy="export the bundle again",
+                f"The manifest's outline can't be read: {format_value(block)}",
+                remedy="Export the bundle again.",
                 code="outline-unreadable",
             ) from None
 
@@ -676,8 +676,8 @@ def bundle_costs(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
     manifest = bundle.manifest
     if "outline" not in manifest:
         raise BundleError(
-            f"cannot estimate the memory of {bundle.folder}: an earlier version exported it",
-            remedy="leave --memory out, or export the bundle again",
+            f"Cannot estimate the memory of {bundle.folder}: an earlier version exported it.",
+            remedy="Leave --memory out, or export the bundle again.",
             code="outline-missing",
         )
     outline = ModelSizes.from_json(manifest["outline"], bundle.chain)

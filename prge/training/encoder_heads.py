@@ -82,9 +82,9 @@ def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Exampl
         return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
     except ValueError as error:
         raise ConfigError(
-            "the classification head can't be fitted",
+            "The classification head can't be fitted:",
             [str(error)],
-            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+            remedy="Give more rows of every class" + (", or fewer --head-folds." if folds else "."),
             code="head-not-fitted",
         ) from None
 

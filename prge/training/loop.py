@@ -28,7 +28,7 @@ from prge.training.checkpoint import TrainingProgress, TrainingState
 from prge.training.estimators.protocol import GRADIENT_KEYS, Estimator, Measurement, Step
 from prge.training.sampler import Sampler
 
-_REMEDY = "start a new run with a lower learning rate"
+_REMEDY = "Start a new run with a lower learning rate."
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class AdapterLearner:
             state.apply(record, gradient)
         if problem := state.overflow():
             raise DivergenceError(
-                f"step {state.step - 1}: {problem}", remedy=_REMEDY, code="adapter-not-finite"
+                f"Step {state.step - 1}: {problem}", remedy=_REMEDY, code="adapter-not-finite"
             )
         if replayed is None:
             self.journal.append(record)

@@ -75,10 +75,10 @@ class Recipe(RunFlags):
         """
         if unknown := stored.keys() - {each.name for each in fields(cls)}:
             raise ConfigError(
-                "the run was started by an earlier version of prge:",
+                "The run was started by an earlier version of prge:",
                 [f"this version has no setting {', '.join(sorted(unknown))}"],
-                remedy="finish it with the version that run.json names, or start a new run from its adapter "
-                "with --adapter",
+                remedy="Finish it with the version that run.json names, or start a new run from its adapter "
+                "with --adapter.",
                 code="run-of-other-version",
             )
         return cls(**stored)

@@ -102,10 +102,10 @@ class RunStore:
                 problems.append("the objective is different")
         if problems:
             raise ConfigError(
-                "the run was started with other settings:",
+                "The run was started with other settings:",
                 problems,
-                remedy="resume without them, or start a new run in another folder"
-                + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
+                remedy="Resume without them, or start a new run in another folder"
+                + ("; --change-estimator lets these differ." if changed and refused <= CHANGEABLE else "."),
                 code="settings-changed",
             )
         # Once a user resumes a run of another machine with its settings, they are signed as the user's own.

@@ -128,7 +128,7 @@ def _translated_errors(name: str, token: str, further: str = "") -> Iterator[Non
     except OfflineModeIsEnabled:
         raise PrgeError(
             f"Cannot push to {name} because the hub is offline.",
-            remedy=f"Unset HF_HUB_OFFLINE.{further}",
+            remedy=f"Unset HF_HUB_OFFLINE.{further}.",
             code="hub-offline",
         ) from None
     except HfHubHTTPError as error:
@@ -141,7 +141,7 @@ def _translated_errors(name: str, token: str, further: str = "") -> Iterator[Non
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise PrgeError(
             what.replace(token, "***"),
-            remedy=f"Check that {where} can be reached.{further}",
+            remedy=f"Check that {where} can be reached.{further}.",
             code="hub-unreachable",
         ) from None
 

@@ -72,7 +72,7 @@ def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
     if not loaded.is_decoder:
         if config.readout not in (None, "pooled"):
             raise ConfigError(
-                "the readout doesn't fit the model:",
+                "The readout doesn't fit the model:",
                 [
                     f"{loaded.name_or_path} is an encoder ({loaded.config.model_type}), "
                     "it has the readout pooled only"

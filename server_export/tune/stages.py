@@ -394,7 +394,7 @@ class _Tuning:
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError(
-                "the final run diverged", remedy=f"give a --learning-rate below {rate:g}", code="diverged"
+                "The final run diverged.", remedy=f"Give a --learning-rate below {rate:g}.", code="diverged"
             )
         return summary
 

@@ -235,8 +235,8 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     """If the user insists on the rate, the final run's message says what to do."""
     words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
-    assert done.returncode == 2 and "the final run diverged" in done.stderr
-    assert "give a --learning-rate below 1e+30" in done.stderr
+    assert done.returncode == 2 and "The final run diverged" in done.stderr
+    assert "Give a --learning-rate below 1e+30" in done.stderr
     prge("tune", "--resume", tmp_path / "out", "--learning-rate", 0.01)
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -261,7 +261,7 @@ def set_threads(threads: int | None) -> int:
                 call("prge_threads", threads, ctypes.byref(count))
         except EngineRefusalError as error:
             raise EngineError(
-                f"the engine has no threads: {explain(error)}", code="threads-missing"
+                f"The engine has no threads: {explain(error)}", code="threads-missing"
             ) from None
     return count.value
 
@@ -284,7 +284,7 @@ def backend_sha256() -> str:
         return file_sha256(Path(min(paths)))
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"the loaded {_BACKEND} can't be read: {error}", code="native-library-unusable"
+            f"The loaded {_BACKEND} can't be read: {error}", code="native-library-unusable"
         ) from None
 
 
@@ -343,9 +343,9 @@ def interface() -> Any:
             function.restype = result_type  # type: ignore[attr-defined]
             function.argtypes = [*arguments, *text]  # type: ignore[attr-defined]
     except (OSError, AttributeError) as error:
-        rebuild = f"remove the folder {path.parent} to build it again, or use --engine torch"
+        rebuild = f"Remove the folder {path.parent} to build it again, or use --engine torch."
         raise EngineError(
-            f"the native engine's library can't be loaded: {error}",
+            f"The native engine's library can't be loaded: {error}",
             remedy=OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else rebuild,
             code="native-library-unusable",
         ) from None

@@ -103,8 +103,8 @@ def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[Fle
         except httpx.HTTPStatusError as error:
             raise DeviceError(
                 f"{server} does not admit this device: it returned status {error.response.status_code}.",
-                remedy="its NAME.pub must be in devices/ of the server's keys when the server starts; if the "
-                "key was used from another folder, wait a minute",
+                remedy="Its NAME.pub must be in devices/ of the server's keys when the server starts; if the "
+                "key was used from another folder, wait a minute.",
                 code="device-not-admitted",
             ) from None
         except httpx.TransportError as error:
@@ -155,7 +155,7 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     except OSError as error:  # includes ssl errors
         raise PrgeError(
             f"{keys and keys.authority} is not a certificate: {error}",
-            remedy="give ca.pem of the server's keys; see `prge fleet keys`",
+            remedy="Give ca.pem of the server's keys; see `prge fleet keys`.",
             code="certificate-unreadable",
         ) from None
     host = host.strip("[]")
@@ -166,14 +166,14 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     except ssl.SSLCertVerificationError as error:
         code = "server-of-other-certificate"
         problem = f"{server} is not the server of this certificate: {error.verify_message}"
-        remedy = "give the ca.pem of this server; `prge fleet keys --hosts` names its hosts"
+        remedy = "Give the ca.pem of this server; `prge fleet keys --hosts` names its hosts."
     except ssl.SSLError as error:
         code, problem = "server-without-tls", f"{server} does not use TLS: {error.reason}"
-        remedy = "check whether the server runs with --insecure"
+        remedy = "Check whether the server runs with --insecure."
     except (OSError, UnicodeError) as error:
         code = "server-not-reachable"
         problem = f"No server at {server}: {getattr(error, 'strerror', None) or error}"
-        remedy = "start it with `prge fleet serve`, and check the address and the firewall"
+        remedy = "Start it with `prge fleet serve`, and check the address and the firewall."
     else:
         return
     raise DeviceError(problem, remedy=remedy, code=code)

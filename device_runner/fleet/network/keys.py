@@ -150,7 +150,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
         raise KeysError(
             f"{folder} cannot be used:",
             [f"it has only one of {AUTHORITY_KEY} and {SERVER}/{AUTHORITY}"],
-            remedy="restore the other one, or give another folder",
+            remedy="Restore the other one, or give another folder.",
             code="authority-incomplete",
         )
     key = ec.generate_private_key(ec.SECP256R1())
@@ -253,7 +253,7 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
         raise KeysError(
             "These keys of devices cannot be used:",
             problems,
-            remedy="create keys with `prge fleet keys`",
+            remedy="Create keys with `prge fleet keys`.",
             code="key-unreadable",
         )
     return keys

@@ -78,7 +78,7 @@ class Mailbox:
         if not self._state.is_running():
             raise RunError(
                 "Flower has given up the run, as it does when this machine sleeps.",
-                remedy="resume with `prge fleet serve --resume FOLDER`",
+                remedy="Resume with `prge fleet serve --resume FOLDER`.",
                 code="flower-stopped",
             )
         sent_tasks = [SentTask(node, number) for node in tasks]

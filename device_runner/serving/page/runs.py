@@ -59,7 +59,7 @@ class Runs:
         if not root.is_dir():
             raise RunError(
                 f"{root} is not a folder.",
-                remedy="give a run, or a folder with runs",
+                remedy="Give a run, or a folder with runs.",
                 code="folder-missing",
             )
         self._root = root.resolve()

@@ -214,7 +214,7 @@ def find_form(
     Raises:
         DataError: the columns match no form, or the rows have several forms.
     """
-    what = f"{source} can't be used"
+    what = f"{source} can't be used:"
     forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional, *form.chat_columns}]
     if objective == "completion":
         forms = [form for form in forms if form.prefers != "ratings"]
@@ -227,7 +227,7 @@ def find_form(
         raise DataError(
             what,
             [f"its columns are {format_column_names(present_columns(rows))}; known are {known}"],
-            remedy="map them, for example with --columns prompt=question completion=answer, or give a --task",
+            remedy="Map them, for example with --columns prompt=question completion=answer, or give --task.",
             code="form-unknown",
         )
     if len(matches) > 1:
@@ -235,7 +235,7 @@ def find_form(
         raise DataError(
             what,
             [f"it mixes rows of several forms: {names}"],
-            remedy="make a file for each form",
+            remedy="Make a file for each form.",
             code="forms-mixed",
         )
     form = next(form for form in forms if form in matches)

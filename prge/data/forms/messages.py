@@ -211,7 +211,7 @@ class Conversation:
             return self.chat.renderings(protect(self.messages), self.trained, protect(self.variables))
         except BundleError as error:
             raise BundleError(
-                f"{error.what} (row {self.row})", remedy=error.remedy, code=error.code
+                f"{error.what.rstrip('.')} (row {self.row}).", remedy=error.remedy, code=error.code
             ) from None
 
     def to_segments(self, rendering: Rendering) -> SegmentedText:
@@ -271,7 +271,7 @@ class Conversation:
         renderings = part.renderings()
         if len(renderings) > 1:
             raise DataError(
-                "the chat template renders turns differently once others follow",
+                "The chat template renders turns differently once others follow.",
                 [],
                 code="turns-rendered-differently",
             )

@@ -199,7 +199,7 @@ class Task:
                     problems.append("candidate: must contain {candidate}")
         if problems:
             raise ConfigError(
-                f"the task {self.name or '(without a name)'} can't be used", problems, code="task-unusable"
+                f"The task {self.name or '(without a name)'} can't be used:", problems, code="task-unusable"
             )
 
     @property
@@ -332,15 +332,15 @@ def load_task(name_or_path: str | Path) -> Task:
     if not path.is_file():
         close = difflib.get_close_matches(str(name_or_path), task_names(), 1)
         raise ConfigError(
-            f"there is no task or task file {str(name_or_path)!r}",
+            f"There is no task or task file {str(name_or_path)!r}:",
             [f"did you mean {close[0]}?"] if close else [],
-            remedy=f"give a path to a YAML file, or one of {', '.join(task_names())}",
+            remedy=f"Give a path to a YAML file, or one of {', '.join(task_names())}.",
             code="task-unknown",
         )
     try:
         content = read_yaml(path)
     except DocumentError as error:
-        raise ConfigError(f"{path} can't be read as a task", [str(error)], code="task-unreadable") from None
+        raise ConfigError(f"{path} can't be read as a task:", [str(error)], code="task-unreadable") from None
     return parse_task(content, str(path))
 
 
@@ -348,7 +348,7 @@ def parse_task(content: object, source: str) -> Task:
     """Create a task from parsed YAML; `source` names it in errors. Raises ConfigError with all problems."""
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{source} is not a task file", ["it must hold keys and values"], code="task-unreadable"
+            f"{source} is not a task file:", ["it must hold keys and values"], code="task-unreadable"
         )
     names = [each.name for each in fields(Task)]
     problems = []
@@ -383,14 +383,14 @@ def parse_task(content: object, source: str) -> Task:
             arguments[key] = value
         else:
             problems.append(f"{key} is {format_value(value)}, must be a text")
-    remedy = f"known keys: {', '.join(names)}"
+    remedy = f"Known keys: {', '.join(names)}."
     try:
         task = Task(**{"name": "", "template": "", **arguments})
     except ConfigError as error:
         reported = {problem.split()[0].rstrip(":") for problem in problems}
         problems += [problem for problem in error.problems if problem.split()[0].rstrip(":") not in reported]
     if problems:
-        raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy, code="task-unusable")
+        raise ConfigError(f"{source} can't be used as a task:", problems, remedy=remedy, code="task-unusable")
     return task
 
 

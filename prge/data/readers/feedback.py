@@ -120,8 +120,8 @@ def check_feedback(path: Path) -> None:
         with open_regular(path, "rb") as stream:
             for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
                 if line.strip() and not _starts_with_feedback(line):
-                    what = f"{path} holds something else than feedback: row {number}"
-                    raise DataError(what, [], remedy="give another file", code="feedback-foreign")
+                    what = f"{path} holds something else than feedback in row {number}."
+                    raise DataError(what, [], remedy="Give another file.", code="feedback-foreign")
                 if line.strip():
                     return
     except OSError as error:

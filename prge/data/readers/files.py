@@ -109,7 +109,7 @@ class Selection:
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
             problems.append(f"shuffle_seed is {self.shuffle_seed}, must be from 0 to 2**64 - 1")
         if problems:
-            raise ConfigError("the selection of rows can't be used", problems, code="selection-unusable")
+            raise ConfigError("The selection of rows can't be used:", problems, code="selection-unusable")
 
 
 def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
@@ -128,16 +128,16 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             [f"its name ends in {suffix!r}; known formats are {', '.join(FORMATS)}"],
-            remedy="convert or rename the file",
+            remedy="Convert or rename the file.",
             code="file-format",
         )
     if not path.is_file():
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             ["there is no such file"],
-            remedy="check the path",
+            remedy="Check the path.",
             code="file-missing",
         )
     problems: list[str] = [] if broken is None else broken
@@ -157,16 +157,16 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
         check_expansion(path, size, ROW_BYTES * len(rows))
     if problems and (broken is None or not rows):
         raise DataError(
-            f"{path} has rows that can't be read",
+            f"{path} has rows that can't be read:",
             problems,
-            remedy="correct or remove these rows",
+            remedy="Correct or remove these rows.",
             code="rows-unreadable",
         )
     if not rows:
         raise DataError(
-            f"{path} can't be used",
+            f"{path} can't be used:",
             ["it has no rows"],
-            remedy="give a file with at least one row",
+            remedy="Give a file with at least one row.",
             code="rows-empty",
         )
     return rows
@@ -190,9 +190,9 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     chosen = [rows[index] for index in order[selection.start : end]]
     if not chosen:
         raise DataError(
-            "the selection leaves no rows",
+            "The selection leaves no rows:",
             [f"the file has {len(rows)} rows, start is {selection.start}"],
-            remedy="give a smaller start",
+            remedy="Give a smaller start.",
             code="selection-empty",
         )
     return chosen
@@ -205,7 +205,7 @@ def read_text(path: Path, whole: bool = False) -> str:
     """
     content = path.read_bytes()
     content = whole_lines(content) if whole else content
-    what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
+    what, remedy = f"{path} is not UTF-8:", "Save the file as UTF-8."
     if content.startswith(UTF16_MARKS):
         raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy, code="not-utf8")
     skipped = len(UTF8_MARK) if content.startswith(UTF8_MARK) else 0

@@ -37,7 +37,7 @@ _MAX_ROWS, _BATCH_BYTES = 256, 4 << 20
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 _RESERVED_BYTES = 1 << 30
 _ERROR, _BATCH = b"e", b"b"
-_REMEDY = "write the file again, or as jsonl"
+_REMEDY = "Write the file again, or as jsonl."
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -47,7 +47,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         DataError: pyarrow isn't installed, the file is not parquet, or its rows take far more memory than
             its size explains.
     """
-    what = f"{path} can't be read as data"
+    what = f"{path} can't be read as data:"
     try:
         import pyarrow.compute
         import pyarrow.parquet  # imported before the child, which can't open files
@@ -55,7 +55,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(
             what,
             ["parquet needs the package pyarrow, which is not installed"],
-            remedy=f"{install_extra_command('data')}, or write the rows as jsonl",
+            remedy=f"{install_extra_command('data')}, or write the rows as jsonl.",
             code="package-missing",
         ) from None
     try:
@@ -108,12 +108,12 @@ def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
     limit = MIN_BYTES + BYTES_PER_BYTE * file_bytes
     if row_bytes > limit:
         raise DataError(
-            f"{path} can't be read as data",
+            f"{path} can't be read as data:",
             [
                 f"its {file_bytes:,} bytes expand to rows of more than {row_bytes >> 20:,} MiB; the limit "
                 f"for a file of this size is {limit >> 20:,} MiB"
             ],
-            remedy="if this is intended, write the rows as jsonl or as several files",
+            remedy="If this is intended, write the rows as jsonl or as several files.",
             code="file-expands",
         )
 

@@ -232,7 +232,7 @@ class ChatTemplate:
 
 
 def _unusable_error(why: str, code: str) -> BundleError:
-    what, remedy = f"the bundle's chat template {why}", "copy or export the bundle again"
+    what, remedy = f"The bundle's chat template {why}.", "Copy or export the bundle again."
     return BundleError(what, remedy=remedy, code=code)
 
 
@@ -347,7 +347,7 @@ class _Renderer:
         # A template is a program: any exception in it concerns these messages.
         except Exception as error:
             raise DataError(
-                "the chat template refuses the messages",
+                "The chat template refuses the messages:",
                 [str(error) or type(error).__name__],
                 code="messages-refused",
             ) from None
@@ -448,9 +448,9 @@ class _Renderer:
         if start >= 0:
             return through, start, size == len(header)
         raise DataError(
-            "the chat template can't be used for this conversation",
+            "The chat template can't be used for this conversation:",
             [f"the beginning of message {index + 1} can't be found in the rendered text"],
-            remedy="begin the conversation with a question, or give this message the weight 0",
+            remedy="Begin the conversation with a question, or give this message the weight 0.",
             code="turns-not-separable",
         )
 
@@ -498,9 +498,9 @@ class _Renderer:
             ends = [0, *(len(self._render_with_spans(messages[: index + 1])[1]) for index in written)]
             if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
-                    "the chat template can't be used for this conversation",
+                    "The chat template can't be used for this conversation:",
                     ["its generation tags can't be assigned to messages, of which only some are trained on"],
-                    remedy="make one row of the messages up to each assistant turn to train on",
+                    remedy="Make one row of the messages up to each assistant turn to train on.",
                     code="turns-not-separable",
                 )
             chosen = [number for number, index in enumerate(written) if index in set(trained)]

@@ -35,9 +35,9 @@ def decode_utf8(content: bytes, source: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{source} is not UTF-8",
+            f"{source} is not UTF-8:",
             [f"byte {error.start} is 0x{content[error.start]:02x}"],
-            remedy="give it in UTF-8",
+            remedy="Give it in UTF-8.",
             code="not-utf8",
         ) from None
 
@@ -58,12 +58,12 @@ def check_text(text: str) -> None:
     """Raise DataError if a text has an unpaired surrogate, which invalid UTF-8 may have become."""
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         raise DataError(
-            "the text can't be tokenized",
+            "The text can't be tokenized:",
             [
                 f"character {half.start() + 1} is U+{ord(half[0]):04X}, half of a surrogate pair: the text "
                 "was not UTF-8"
             ],
-            remedy="give it in UTF-8",
+            remedy="Give it in UTF-8.",
             code="half-character",
         )
 
@@ -83,13 +83,13 @@ def to_json_value(value: object, name: str) -> Any:
     except UnicodeEncodeError:
         problem = "it has half of a surrogate pair: the text was not UTF-8"
         raise DataError(
-            f"{name} can't be used", [problem], remedy="give it in UTF-8", code="half-character"
+            f"{name} can't be used:", [problem], remedy="Give it in UTF-8.", code="half-character"
         ) from None
     except (DocumentError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{name} can't be used",
+            f"{name} can't be used:",
             [str(error)],
-            remedy="give texts, numbers, lists and mappings",
+            remedy="Give texts, numbers, lists and mappings.",
             code="not-json",
         ) from None
 
@@ -121,7 +121,7 @@ def check_token_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, .
             number = -1
         if not 0 <= number < vocabulary_size:
             raise DataError(
-                "the prompt can't be used",
+                "The prompt can't be used:",
                 [
                     f"token {index} is {format_value(each)}, must be a whole number from 0 to "
                     f"{vocabulary_size - 1}: no other tokens are this bundle's"

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-REMEDY = "copy or export the bundle again"
+REMEDY = "Copy or export the bundle again."
 MAX_TEMPLATE_BYTES = 4_000_000
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -450,14 +450,16 @@ def _unknown_id(backend: Backend) -> int | None:
 
 
 def _too_large_error() -> BundleError:
-    return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY, code="token-too-large")
+    return BundleError(
+        f"The tokenizer has a token above {LARGEST_ID}.", remedy=REMEDY, code="token-too-large"
+    )
 
 
 def _not_divisible_error(text: str, characters: int) -> DataError:
     return DataError(
-        "the text can't be tokenized",
+        "The text can't be tokenized:",
         [f"it can't be divided within {characters} characters from {format_value(text)}"],
-        remedy="break up repetitions in it",
+        remedy="Break up repetitions in it.",
         code="text-not-divisible",
     )
 
@@ -475,15 +477,15 @@ def _library_errors(make_error: Callable[[str], PrgeError]) -> Iterator[None]:
 
 def _decoding_error(problem: str) -> BundleError:
     return BundleError(
-        f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
+        f"The tokenizer can't decode its tokens: {problem}", remedy=REMEDY, code="tokens-not-decodable"
     )
 
 
 def _encoding_error(problem: str) -> DataError:
     return DataError(
-        "the text can't be tokenized",
+        "The text can't be tokenized:",
         [problem],
-        remedy="remove unusual characters from it",
+        remedy="Remove unusual characters from it.",
         code="text-not-encodable",
     )
 
@@ -508,14 +510,14 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     """
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
-        raise BundleError(f"the bundle has no {path}", remedy=REMEDY, code="bundle-file-missing")
+        raise BundleError(f"The bundle has no {path}.", remedy=REMEDY, code="bundle-file-missing")
     backend = read_backend(path)
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
         if identifier is not None and not _is_token(backend, identifier):
             raise BundleError(
-                f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have",
+                f"The manifest's {name}_token_id is {identifier!r}, which {path} doesn't have.",
                 remedy=REMEDY,
                 code="token-unknown",
             )
@@ -529,14 +531,14 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         ) from None
     if template is None and block.get("chat_template"):
         raise BundleError(
-            f"the bundle has no {template_path}, which its manifest requires",
+            f"The bundle has no {template_path}, which its manifest requires.",
             remedy=REMEDY,
             code="bundle-file-missing",
         )
     stop_ids = block.get("stop_token_ids", [])
     if not isinstance(stop_ids, list) or not all(_is_token(backend, each) for each in stop_ids):
         raise BundleError(
-            f"the manifest's stop_token_ids are {format_value(stop_ids)}, not tokens of {path}",
+            f"The manifest's stop_token_ids are {format_value(stop_ids)}, not tokens of {path}.",
             remedy=REMEDY,
             code="token-unknown",
         )
@@ -581,7 +583,7 @@ def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> Chat
         from prge.data.tokenization.chat import ChatTemplate
     except ImportError:
         raise DataError(
-            "a chat template needs the package jinja2",
+            "A chat template needs the package jinja2.",
             [],
             remedy="pip install jinja2",
             code="package-missing",

@@ -79,7 +79,7 @@ def _try(work: Callable[[bytes], object], request: bytes, path: Path) -> None:
         problem = f"trying it {error}"
     if problem:
         raise BundleError(
-            f"{path} is damaged: {problem}", remedy="copy or download it again", code="tokenizer-damaged"
+            f"{path} is damaged: {problem}", remedy="Copy or download it again.", code="tokenizer-damaged"
         )
 
 

@@ -85,8 +85,8 @@ class Exact:
         """
         if GRADIENT not in record:
             raise RunError(
-                f"the journal has no gradient of step {step}: it keeps those since the newest checkpoint",
-                remedy="a run with --keep-gradients can be replayed",
+                f"The journal has no gradient of step {step}: it keeps those since the newest checkpoint.",
+                remedy="A run with --keep-gradients can be replayed.",
                 code="gradient-missing",
             )
         return decode_array(record[GRADIENT])
@@ -104,6 +104,6 @@ def check_single_sequences(examples: Sequence[Example]) -> None:
         raise ConfigError(
             "--clip-examples takes examples of one sequence each:",
             [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
-            remedy="leave --clip-examples out, or bound the norm of a step's gradient with --clip",
+            remedy="Leave --clip-examples out, or bound the norm of a step's gradient with --clip.",
             code="clipping-several-sequences",
         )

@@ -182,7 +182,7 @@ def _unsuitable_error(what: str, problem: str) -> ConfigError:
     return ConfigError(
         f"executorch-training doesn't fit the {what}:",
         [problem],
-        remedy="use another method, such as backprop-lora-fa",
+        remedy="Use another method, such as backprop-lora-fa.",
         code=f"{what}-unfit",
     )
 

@@ -135,7 +135,7 @@ class BaselineLearner:
             problem = loss_has_risen(self.progress, self._settings.divergence_ratio)
         if problem:
             raise DivergenceError(
-                problem, remedy="start a new run with a lower learning rate", code="loss-risen"
+                problem, remedy="Start a new run with a lower learning rate.", code="loss-risen"
             )
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
         record = {"kind": "step", "step": number, **figures}

@@ -95,15 +95,15 @@ class Comparison:
                 content = read_yaml(stored)
             except DocumentError as error:
                 raise RunError(
-                    f"cannot read {stored}: {error}",
-                    remedy="give another folder with --out",
+                    f"Cannot read {stored}: {error}",
+                    remedy="Give another folder with --out.",
                     code="file-unreadable",
                 ) from None
             self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
-                f"{self.out} is not empty and holds no comparison: it has no {CONFIG}",
-                remedy="give an empty or new folder with --out",
+                f"{self.out} is not empty and holds no comparison: it has no {CONFIG}.",
+                remedy="Give an empty or new folder with --out.",
                 code="not-a-comparison",
             )
         self.rows = write_splits(self.settings, self.out / "data")
@@ -269,7 +269,7 @@ class Comparison:
         if changed:
             raise RunError(
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
-                remedy="give another folder with --out, or the settings that it was begun with",
+                remedy="Give another folder with --out, or the settings that it was begun with.",
                 code="settings-changed",
             )
 

@@ -65,9 +65,9 @@ class AttackTarget:
         needed = self.settings.limit * batch
         if len(long) < needed:
             raise DataError(
-                "there are too few rows:",
+                "There are too few rows:",
                 [f"{needed} rows with {length} unknown tokens are needed, and {len(long)} are long enough"],
-                remedy="give more rows, or smaller --limit, --lengths or --batches",
+                remedy="Give more rows, or smaller --limit, --lengths or --batches.",
                 code="rows-too-few",
             )
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
@@ -86,9 +86,9 @@ def open_target(settings: LeakSettings) -> AttackTarget:
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
     if bundle is not None and bundle.chain.trains_a:
         raise ConfigError(
-            "cannot attack this bundle:",
+            "Cannot attack this bundle:",
             [f"{bundle.folder} trains both matrices, and these attacks need gradients of lora_b alone"],
-            remedy="export it with --adapter lora-fa",
+            remedy="Export it with --adapter lora-fa.",
             code="trains-both-matrices",
         )
     if bundle is not None:
@@ -121,8 +121,8 @@ def _load(settings: LeakSettings) -> LoadedModel:
 
 def _encoder_error(model: str) -> ConfigError:
     return ConfigError(
-        "cannot attack this model:",
+        "Cannot attack this model:",
         [f"{model} is an encoder, and these attacks support decoders only"],
-        remedy="give a decoder; this does not mean that an encoder's reports reveal nothing",
+        remedy="Give a decoder; this does not mean that an encoder's reports reveal nothing.",
         code="encoder-not-attacked",
     )

@@ -35,7 +35,7 @@ def _check(model: Any, longest: int) -> None:
             "indexer-budget",
             f"The attention of {type(model).__name__} sees only {budget} tokens, which an indexer "
             f"selects, but texts may have {longest}.",
-            remedy=f"export it with --context {budget}",
+            remedy=f"Export it with --context {budget}.",
         )
 
 

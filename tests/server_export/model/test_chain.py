@@ -291,4 +291,4 @@ def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> N
     outline.config.attention_chunk_size = 32
     with raises(Refusal, "attention-chunk", saying="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
-    assert caught.value.remedy == "export it with --context 32"
+    assert caught.value.remedy == "Export it with --context 32."
