@@ -13,6 +13,7 @@ from prge.errors import (
     ProblemsError,
     Refusal,
     RunError,
+    as_clause,
     format_value,
     printable,
     refused_as,
@@ -37,6 +38,21 @@ def test_problems_are_listed_one_per_line() -> None:
     )
     assert str(error).splitlines() == ["two settings can't be used:", "  - first", "  - second", "  see help"]
     assert error.problems == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "clause"),
+    [
+        ("The disk is full.", "the disk is full"),
+        ("These settings can't be used:\n  - first", "these settings can't be used"),
+        ("UTF-8 is expected.", "UTF-8 is expected"),
+        ("A row is empty", "a row is empty"),
+        ("--threads is 0.", "--threads is 0"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_within_another(sentence: str, clause: str) -> None:
+    assert as_clause(sentence) == clause
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
