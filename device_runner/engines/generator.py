@@ -94,7 +94,7 @@ class ChainGenerationEngine:
         chain = blocks.chain
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
-                f"The bundle cannot generate text: it has the roles {', '.join(chain.roles)}.",
+                f"The bundle can't generate text: it has the roles {', '.join(chain.roles)}.",
                 remedy="Export a causal language model with --roles forward backward prefill decode, or all, "
                 "as is the default of `prge export`; `prge tune` takes --roles too.",
                 code="role-missing",

@@ -126,7 +126,7 @@ class Plan(OptimizerFlags, LearningRateFlags):
             problems.append(f"--warmup is {self.warmup}, but there are only {self.steps} steps")
         if problems:
             raise ConfigError(
-                "These settings cannot be used:",
+                "These settings can't be used:",
                 problems,
                 remedy="See `prge fleet serve --help`.",
                 code="settings-unusable",
@@ -212,7 +212,7 @@ class Agreement:
         """Parse the bytes of `content`.
 
         Raises:
-            ConfigError: the bytes are not an agreement, or its settings cannot be used.
+            ConfigError: the bytes are not an agreement, or its settings can't be used.
         """
         try:
             if len(content) > MAX_AGREEMENT_BYTES:

@@ -143,7 +143,7 @@ def begin_fleet(
         head: the initial classification head of an encoder.
 
     Raises:
-        RunError: the folder holds a run, or cannot be written.
+        RunError: the folder holds a run, or can't be written.
     """
     if not (folder / JOURNAL).is_file():
         check_new_run(folder, [AGREEMENT])
@@ -170,7 +170,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_agreement(folder: Path) -> Agreement:
-    """Read the agreement of a fleet's folder; raises RunError if this version of prge cannot use it."""
+    """Read the agreement of a fleet's folder; raises RunError if this version of prge can't use it."""
     try:
         return Agreement.parse((folder / AGREEMENT).read_bytes())
     except (OSError, ConfigError) as error:

@@ -78,7 +78,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     """Write the settings of a device to a folder; an existing seed and ledger stay.
 
     Raises:
-        PrgeError: the bundle, the task or the policy cannot be used, or the folder cannot be written.
+        PrgeError: the bundle, the task or the policy can't be used, or the folder can't be written.
     """
     open_bundle(settings.bundle)
     if settings.task:
@@ -97,7 +97,7 @@ def answer(folder: Path, content: bytes) -> bytes:
     Errors about rows, files and settings name private things: the server learns only that there was an error.
 
     Raises:
-        RunError: the folder is not a device's, or cannot be written.
+        RunError: the folder is not a device's, or can't be written.
     """
     with run_lock(folder):
         try:

@@ -139,13 +139,13 @@ def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local
         settings: the settings of a `prge run` that takes the plan's steps, with the device's rows and engine.
 
     Raises:
-        PrgeError: the rows or the bundle cannot be used.
+        PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
     warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
-            f"{describe_paths(settings.train)} cannot be used by a fleet:",
+            f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which need reference scores that rounds do not carry"],
             remedy="Give rows of completions, or train on this device only, with `prge run`.",
             code="rows-of-preferences",

@@ -66,4 +66,4 @@ def partition_examples(examples: Sequence[Example], devices: int, how: str, seed
 
 
 def _error(code: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError("The rows cannot be partitioned:", [problem], remedy=remedy, code=code)
+    return ConfigError("The rows can't be partitioned:", [problem], remedy=remedy, code=code)

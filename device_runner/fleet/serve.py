@@ -80,7 +80,7 @@ def serve(settings: FleetServeSettings) -> Path:
     """Run the remaining rounds of a fleet, and return the folder of the final adapter.
 
     Raises:
-        PrgeError: the input is invalid, the address cannot be listened at, or no device answers round after
+        PrgeError: the input is invalid, the address can't be listened at, or no device answers round after
             round.
     """
     from device_runner.fleet.network.keys import ServerKeys
@@ -110,7 +110,7 @@ def check_keys(keys: Path | None, insecure: bool) -> None:
     """Raise ConfigError unless exactly one of the two settings is given."""
     if (keys is None) != insecure:
         raise ConfigError(
-            "These settings cannot be used:",
+            "These settings can't be used:",
             ["give --keys or --insecure, and not both"],
             remedy="`prge fleet keys` creates keys for a server and its devices.",
             code="settings-unusable",

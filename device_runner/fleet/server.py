@@ -111,7 +111,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
             evaluated.
 
     Raises:
-        PrgeError: the bundle, rows or folder cannot be used, or the folder belongs to another fleet.
+        PrgeError: the bundle, rows or folder can't be used, or the folder belongs to another fleet.
     """
     plan = select_settings(Plan, settings)
     bundle = open_bundle(settings.bundle)

@@ -94,7 +94,7 @@ def simulate(settings: SimulateSettings, on_round: Callable[[RoundReport], None]
         The figures of the simulation.
 
     Raises:
-        PrgeError: settings, rows or bundle cannot be used, or the folder belongs to another simulation.
+        PrgeError: settings, rows or bundle can't be used, or the folder belongs to another simulation.
     """
     simulation = Simulation(settings)
     with open_fleet(simulation.settings, simulation.opened) as fleet:

@@ -137,5 +137,5 @@ def _names(folder: Path) -> dict[int, str]:
         return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
     except (DocumentError, AttributeError, ValueError) as error:
         raise RunError(
-            f"{folder / NAMES} cannot be read: {error}", remedy="Remove it.", code="file-unreadable"
+            f"{folder / NAMES} can't be read: {error}", remedy="Remove it.", code="file-unreadable"
         ) from None

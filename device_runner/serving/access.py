@@ -1,6 +1,6 @@
 """Access control: which requests are accepted, by host name, origin, API key and content type.
 
-A web page in a browser may send requests to any address, including this machine's. It cannot choose their
+A web page in a browser may send requests to any address, including this machine's. It can't choose their
 `Host` and `Origin`, nor send JSON without a preflight request. The owner of a domain can point it at this
 machine (DNS rebinding), so that the browser takes the domain's pages and this server for one origin. `Host`
 must therefore be a name that the server knows, or an address, which nobody can point elsewhere. The server's
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from device_runner.serving.protocol import RequestError
 from prge.errors import format_value
 
-# Answered without a key, because a browser cannot send one before it has the page.
+# Answered without a key, because a browser can't send one before it has the page.
 HEALTH = "/health"
 # Error code while the server pauses, and the seconds after which a client may try again.
 PAUSED, PAUSED_SECONDS = "paused", 30

@@ -37,7 +37,7 @@ class FeedbackFile:
 
     Attributes:
         path: the path of the file.
-        examples: builds a row's examples, to refuse rows that cannot be trained on.
+        examples: builds a row's examples, to refuse rows that can't be trained on.
         storage: its one thread is the only one that uses `examples` and the file.
         max_bytes: largest size of the file.
     """
@@ -126,7 +126,7 @@ class Feedback:
             client: address of the client, which quotas count by.
 
         Raises:
-            RequestError: the feedback cannot be trained on, or cannot be stored.
+            RequestError: the feedback can't be trained on, or can't be stored.
         """
         answer_record, file = self.answer_record(feedback_request), self._file
         assert file is not None
@@ -146,14 +146,14 @@ class Feedback:
             if not isinstance(error, RunError):
                 raise
             self._fail(str(error))
-            what = f"feedback cannot be stored: {as_clause(error.what)}"
+            what = f"feedback can't be stored: {as_clause(error.what)}"
             raise RequestError(503, what, error_type="server_error") from None
         self.problem = ""
         self._on_stored(row)
 
     def _fail(self, problem: str) -> None:
         if not self.problem:
-            self._log(f"feedback cannot be stored: {problem}")
+            self._log(f"feedback can't be stored: {problem}")
         self.problem = problem
 
     def _keep(self, file: FeedbackFile, row: Fields, client: str, deadline: float) -> None:
@@ -168,7 +168,7 @@ class Feedback:
         def wait() -> None:
             if self._ends.wait(_SECONDS_BETWEEN) or time.monotonic() > deadline:
                 raise RunError(
-                    f"{file.path} cannot be written: another process holds its lock.", code="file-in-use"
+                    f"{file.path} can't be written: another process holds its lock.", code="file-in-use"
                 )
 
         append_feedback(file.path, [row], wait)

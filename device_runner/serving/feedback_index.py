@@ -196,7 +196,7 @@ def read_rows(path: Path, entries: Sequence[IndexEntry]) -> list[Fields]:
 
     Raises:
         ChangedError: the rows are no longer there.
-        OSError: the file cannot be read.
+        OSError: the file can't be read.
     """
     try:
         with open_regular(path, "rb", buffering=0) as stream:

@@ -73,7 +73,7 @@ class History:
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.
-        RunError: the journal is damaged, or cannot be written.
+        RunError: the journal is damaged, or can't be written.
     """
 
     def __init__(self, folder: Path, start: Record, date: str | None = None) -> None:

@@ -79,7 +79,7 @@ class OnlineLearner:
         loaded: bytes of weights that the process of a round may keep loaded; None: all.
 
     Raises:
-        ConfigError, RunError: the folder belongs to something else, or cannot be used.
+        ConfigError, RunError: the folder belongs to something else, or can't be used.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OnlineLearner:
         self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_retained, bundle
         self._folder, self._start = flags.learn, start
         self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
-        """Builds the examples of feedback; also used to refuse feedback that cannot be trained on."""
+        """Builds the examples of feedback; also used to refuse feedback that can't be trained on."""
         self._chat_template = tokenizer.chat_template
         self._serve, self._log, self._begin = serve, log, begin
         self.storage, self._loaded = storage, loaded
@@ -395,13 +395,13 @@ def plan_rounds(
         tokenizer: the tokenizer of the bundle.
 
     Raises:
-        PrgeError: the rows that must not be forgotten cannot be used, or the bundle's programs cannot train
+        PrgeError: the rows that must not be forgotten can't be used, or the bundle's programs can't train
             the initial adapter.
     """
     assert flags.learn is not None
     run = None
     if source is not None:
-        # An adapter for generation may have a lora_a that the bundle's programs cannot train with.
+        # An adapter for generation may have a lora_a that the bundle's programs can't train with.
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
         run = find_run(find_adapter(source))
     tuning = None if source is None or flags.kept is not None else find_tuning(source)

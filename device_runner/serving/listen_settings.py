@@ -77,7 +77,7 @@ class ListenFlags:
             problems.append(f"--host {self.host} lets other machines send requests, but there is no API key")
         if problems:
             raise ConfigError(
-                "These settings cannot be used:",
+                "These settings can't be used:",
                 problems,
                 remedy=f"{_REMEDY}; with --insecure, anyone may send requests.",
                 code="settings-unusable",
@@ -88,7 +88,7 @@ def refuse_api_key_flag(argv: Sequence[str]) -> None:
     """Refuse an API key on the command line; raises ConfigError."""
     if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
         raise ConfigError(
-            "A setting cannot be used:",
+            "A setting can't be used:",
             ["--api-key would show the key to everyone who can list processes"],
             remedy=_REMEDY,
             code="api-key-in-command",
@@ -99,7 +99,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """Return the accepted API keys, one per line of a file or the environment variable; empty without both.
 
     Raises:
-        ConfigError: the file cannot be read, or one of its lines is not a key.
+        ConfigError: the file can't be read, or one of its lines is not a key.
     """
     if path is None and KEY not in os.environ:
         return ()
@@ -115,7 +115,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
             remedy = f"Give a file, or set {KEY}."
             raise ConfigError(
                 "There is no usable API key:",
-                [f"{path} cannot be read: {why}"],
+                [f"{path} can't be read: {why}"],
                 remedy=remedy,
                 code="file-unreadable",
             ) from None

@@ -107,7 +107,7 @@ class Models:
             context: most tokens of prompt and completion together.
 
         Raises:
-            RequestError: the request cannot be answered.
+            RequestError: the request can't be answered.
         """
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._parser_thread, self._read, body, read, context)

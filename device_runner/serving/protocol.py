@@ -55,7 +55,7 @@ _TOKENS = ("max_completion_tokens", "max_tokens")
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: its HTTP status, and OpenAI's error object."""
+    """A request that can't be answered: its HTTP status, and OpenAI's error object."""
 
     def __init__(
         self,

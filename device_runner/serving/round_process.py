@@ -41,7 +41,7 @@ class RoundProcess:
         lock: file descriptor that the child inherits; None: none.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: the process can't be started.
     """
 
     words = ("-m", "device_runner.serving.round_process")

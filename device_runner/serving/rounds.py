@@ -109,7 +109,7 @@ def _well_rated(source: RowSource) -> list[Row]:
 def split_held_out(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
     """Split rows into rows to learn and rows to hold out; rows with the same question stay together.
 
-    Rows that cannot be trained on are dropped.
+    Rows that can't be trained on are dropped.
     """
     numbers: dict[int, int] = {}
     parts: tuple[list[IndexEntry], list[IndexEntry]] = [], []
@@ -184,13 +184,13 @@ def run_round(round: Round, log: Callable[[str], object]) -> Record:
 
     Args:
         round: what to learn, and into which folder.
-        log: called with a message about each row that cannot be trained on.
+        log: called with a message about each row that can't be trained on.
 
     Returns:
         The verdict for the journal.
 
     Raises:
-        PrgeError, OSError: rows cannot be read, or the storage or the engine fails.
+        PrgeError, OSError: rows can't be read, or the storage or the engine fails.
         ChangedError: rows were deleted meanwhile.
     """
     settings, bundle = round.settings, open_bundle(round.settings.bundle)
@@ -313,7 +313,7 @@ class _Feedback:
 
 
 def unlearnable(row: Fields, error: UnlearnableError) -> str:
-    """Format the log message about a row that cannot be trained on."""
+    """Format the log message about a row that can't be trained on."""
     return f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} is not usable: {error.problem}"
 
 

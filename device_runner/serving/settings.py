@@ -106,4 +106,4 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
                 f"--feedback is {self.feedback}: --learn sets it to a file in its folder; leave it out"
             )
         if problems:
-            raise ConfigError("These settings cannot be used:", problems, code="settings-unusable")
+            raise ConfigError("These settings can't be used:", problems, code="settings-unusable")

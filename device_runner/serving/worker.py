@@ -73,7 +73,7 @@ class Worker:
 
         Raises:
             BusyError: the queue is full.
-            DataError: a prompt cannot be used.
+            DataError: a prompt can't be used.
         """
         with self._lock:
             if not self.alive or len(self._tickets) + len(requests) > self._max_requests:

@@ -163,7 +163,7 @@ def open_generative_bundle(folder: Path) -> Bundle:
     bundle = open_bundle(folder)
     if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} cannot generate text: its readout is {bundle.chain.readout}.",
+            f"{folder} can't generate text: its readout is {bundle.chain.readout}.",
             remedy="Export a causal language model, without label words.",
             code="readout-writes-no-text",
         )

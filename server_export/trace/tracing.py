@@ -212,7 +212,7 @@ def _refuse_data_dependence() -> Iterator[None]:
         raise Refusal(
             "data-dependent-control-flow",
             f"The control flow of the model depends on values that it computes: {first_line(error)}",
-            remedy="Programs cannot branch on values. Use a checkpoint of another model type.",
+            remedy="Programs can't branch on values. Use a checkpoint of another model type.",
         ) from error
 
 

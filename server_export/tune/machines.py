@@ -102,7 +102,7 @@ class PhoneMachine:
                 raise PrgeError(
                     f"The phone can't train: {check['name']}: {check['detail']}",
                     remedy=check["remedy"],
-                    code="phone-cannot-train",
+                    code="phone-can't-train",
                 )
         values = {name: check["value"] for name, check in checks.items()}
         return PhoneFacts(

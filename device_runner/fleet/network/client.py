@@ -144,7 +144,7 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     """Connect to the server once, to report what is wrong.
 
     Raises:
-        PrgeError: the authority's file cannot be used.
+        PrgeError: the authority's file can't be used.
         DeviceError: no server is there, or another one.
     """
     host, _, port = server.rpartition(":")

@@ -325,7 +325,7 @@ class FleetState:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep a run without an app alive until the block ends; raises RunError if it cannot be started."""
+        """Keep a run without an app alive until the block ends; raises RunError if it can't be started."""
         state = self._state
         state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
         self._run = state.create_run(
@@ -400,7 +400,7 @@ class FleetState:
         """Return the replies to these tasks, complete or not.
 
         Raises:
-            LookupError, TypeError, ValueError: Flower cannot read one of them.
+            LookupError, TypeError, ValueError: Flower can't read one of them.
         """
         return [
             FlowerReply(
@@ -495,7 +495,7 @@ def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Recei
 
     Args:
         state: the state of the server.
-        has_keys: whether devices prove who they are, and cannot register themselves.
+        has_keys: whether devices prove who they are, and can't register themselves.
         allows: a function that decides about changes of messages that devices request; called in the web
             server's thread.
     """

@@ -23,7 +23,7 @@ def flower_home(folder: Path) -> Path:
     """Return Flower's folder within `folder`, accessible only to its owner; sets Flower's environment.
 
     Raises:
-        RunError: the folder cannot be created.
+        RunError: the folder can't be created.
     """
     home = folder.absolute() / NAME
     private_folder(home)

@@ -1,7 +1,7 @@
 """Sends tasks to devices and collects their replies, through Flower's store within this process.
 
 Flower's Grid polls its own server over HTTP, and believes what a message says about the task that it answers.
-Here the store's records say which task a reply belongs to, the content of a device's message cannot raise
+Here the store's records say which task a reply belongs to, the content of a device's message can't raise
 errors, and messages of other rounds are deleted.
 """
 

@@ -67,7 +67,7 @@ def superlink(
         max_bytes: the size of the largest reply of a device.
 
     Raises:
-        RunError: the address cannot be listened at, or Flower does not start.
+        RunError: the address can't be listened at, or Flower does not start.
     """
     home = flower_home(folder)
     log_to(home / "superlink.log")

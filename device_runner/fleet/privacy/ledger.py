@@ -30,7 +30,7 @@ class Ledger:
     """The ledger of one device; a truncated last line is dropped.
 
     Raises:
-        RunError: the ledger is damaged, or cannot be written.
+        RunError: the ledger is damaged, or can't be written.
     """
 
     def __init__(self, path: Path) -> None:

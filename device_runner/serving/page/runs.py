@@ -38,7 +38,7 @@ from prge.formats.run_folder import (
 MAX_RUNS, MAX_ENTRIES, DEEPEST = 200, 10_000, 5
 MAX_STREAMS = 16
 SECONDS, SECONDS_TO_CATCH_UP = 1.0, 0.2
-# Longest silence of a stream: a line that cannot be sent shows that the client is gone.
+# Longest silence of a stream: a line that can't be sent shows that the client is gone.
 SECONDS_OF_SILENCE = 10.0
 _MARKS = (JOURNAL, METRICS, SUMMARY)
 _SECONDS_OF_TEMPERATURE = 10.0
@@ -91,7 +91,7 @@ class Runs:
         return folder
 
     async def stop(self, name: str) -> None:
-        """Ask a run to stop after its step; raises RequestError if it cannot be asked."""
+        """Ask a run to stop after its step; raises RequestError if it can't be asked."""
         await self._run_in_thread(lambda: self._stop(name))
 
     def _stop(self, name: str) -> None:
@@ -101,7 +101,7 @@ class Runs:
         if not is_running:
             problem = "is not running"
         elif process is None:
-            problem = "cannot be stopped from here: press Ctrl-C in its terminal"
+            problem = "can't be stopped from here: press Ctrl-C in its terminal"
         elif (folder, process) in self._stop_requests:
             # A second signal would end the run at once, in the middle of a step.
             problem = "was already asked to stop, and stops after its step"
@@ -220,7 +220,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
         entries[0] -= 1
         if entries[0] <= 0:
             return
-        # A browser cannot ask for a name that is not valid Unicode.
+        # A browser can't ask for a name that is not valid Unicode.
         is_text = entry.name == entry.name.encode(errors="ignore").decode()
         is_other = entry.name.startswith(".") or entry.name in (CHECKPOINTS, FINAL)
         if depth and is_text and not is_other:

@@ -674,7 +674,7 @@ def test_feedback_is_stored_by_the_id_of_a_completion(tmp_path: Path) -> None:
         assert _judged(server, id=id, rating="good") == (200, "")
         server.process.send_signal(signal.SIGTERM)
         output = server.process.communicate()[0]
-        assert output.count("feedback cannot be stored") == 1
+        assert output.count("feedback can't be stored") == 1
 
 
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
