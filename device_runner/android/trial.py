@@ -124,10 +124,10 @@ class TrialRunner:
         return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
-            **({"memory": self._least_memory()} if self.trial.is_least else {}),
+            **({"memory": self._min_memory()} if self.trial.is_least else {}),
         }
 
-    def _least_memory(self) -> int:
+    def _min_memory(self) -> int:
         """Return the smallest memory limit, in bytes, that a run on the phone can keep."""
         output = self.phone.python(_BASE_MEMORY.format(bundle=self.remote)).split()
         held = int(output[-1]) + _GROWTH if output else None

@@ -73,7 +73,7 @@ def superlink(
     log_to(home / "superlink.log")
     with listening(host, port) as plain:
         state = FleetState(home / "superlink.db")
-        mailbox, listener = Mailbox(state), Listener(plain, _most_connections())
+        mailbox, listener = Mailbox(state), Listener(plain, _max_connections())
         state.delete_runs()
         with closing(sqlite3.connect(home / "superlink.db")) as database:
             database.execute("VACUUM")
@@ -87,7 +87,7 @@ def superlink(
             yield SuperLink(format_address(listener), state, mailbox)
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     """Return how many connections devices may have, so that files remain for the fleet itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
