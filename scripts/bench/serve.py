@@ -141,7 +141,7 @@ def generated_texts(
 
 
 def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Measurements:
-    """Generate dictated texts with a bundle, with drafts and without."""
+    """Generate given texts by teacher forcing, with drafts and without."""
     import numpy as np
     from teacher_forcing import TeacherForcedEngine, of_few_words, repeating
     from tokenizers import Tokenizer as Backend
@@ -168,7 +168,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
                 settings = GenerationSettings(new, draft=draft)
                 (completion,) = generator.generate([Request(prompt_tokens, adapter, settings)])
                 if list(completion.tokens) != engine.text[prompt:]:
-                    raise ValueError("the completion differs from the dictated text")
+                    raise ValueError("the completion differs from the given text")
                 seconds.append(completion.decode_seconds)
         generator.close()
         yield seconds

@@ -1,4 +1,4 @@
-"""Dictated texts: the engine computes as usual, but the next token is predetermined.
+"""Teacher forcing: the engine computes as usual, but the next token is predetermined.
 
     engine = TeacherForcedEngine(open_generation_engine(bundle))
     engine.text = [*prompt, *answer]
@@ -37,20 +37,20 @@ class TeacherForcedEngine:
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
-        return self._dictate(self.length(sequence) + len(tokens), self._engine.feed(sequence, tokens))
+        return self._force(self.length(sequence) + len(tokens), self._engine.feed(sequence, tokens))
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See GenerationEngine."""
         first = self.length(sequence) + 1
         outputs = self._engine.check(sequence, tokens)
-        return np.stack([self._dictate(first + position, logits) for position, logits in enumerate(outputs)])
+        return np.stack([self._force(first + position, logits) for position, logits in enumerate(outputs)])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See GenerationEngine."""
         outputs = self._engine.step(tokens)
-        return {each: self._dictate(self.length(each), logits) for each, logits in outputs.items()}
+        return {each: self._force(self.length(each), logits) for each, logits in outputs.items()}
 
-    def _dictate(self, position: int, logits: FloatArray) -> FloatArray:
+    def _force(self, position: int, logits: FloatArray) -> FloatArray:
         logits[self.text[position]] = np.finfo(np.float32).max
         return logits
 
