@@ -117,8 +117,8 @@ def _target_text(outcome: Outcome) -> str:
         return f"There is no target: {target.origin}."
     return (
         f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and forward "
-        "passes to the target are measured where a run's curve first reaches it, interpolated linearly between the two "
-        "evaluations around that point. “<” is an upper bound: the first evaluation was already below the "
+        "passes to the target are measured where a run's curve first reaches it, interpolated linearly "
+        "between the two evaluations around that point. “<” is an upper bound: the first evaluation was already below the "
         "target."
     )
 
@@ -205,9 +205,10 @@ def _how(result: Result) -> Iterator[Block]:
     yield Heading("How it was run")
     yield Bullets(
         (
-            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward pass counts "
-            "as two forward passes. Evaluations on development rows don't count. They come after the "
-            f"same numbers of forward passes for all methods, by factors of {settings['evaluation_growth']:g}.",
+            f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget'].replace('_', ' ')}; a "
+            "backward pass counts as two forward passes. Evaluations on development rows don't count. They "
+            "come after the same numbers of forward passes for all methods, by factors of "
+            f"{settings['evaluation_growth']:g}.",
             f"Rows: {counts['train']:,} for training, {counts['dev']:,} for development, {counts['test']:,} "
             "for tests. All methods read the same files in the same order for a seed. Test rows are "
             "read once, at a run's best step on development rows.",
