@@ -77,10 +77,10 @@ class ExportConfig:
     rank: int = 8
     """The rank of the adapter."""
 
-    alpha: float = 16.0
+    lora_alpha: float = 16.0
     """LoRA alpha. The adapter's output is scaled by alpha / rank."""
 
-    rs_lora: bool = False
+    use_rslora: bool = False
     """Whether to scale the adapter's output by alpha / sqrt(rank) instead of alpha / rank (rsLoRA), which
     helps adapters of high rank."""
 
@@ -179,7 +179,7 @@ class ExportConfig:
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.start_adapter is not None:
-            from_adapter = {"adapt_layers": None, "init": "random", "rs_lora": False}
+            from_adapter = {"adapt_layers": None, "init": "random", "use_rslora": False}
             problems += [
                 f"{name} is {getattr(self, name)}, but start_adapter is set and already determines it"
                 for name, value in from_adapter.items()

@@ -91,7 +91,7 @@ def test_every_path_setting_is_an_input_or_an_output() -> None:
 
 
 # Stored text settings that don't name a path.
-WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles", "target_modules", "when"}
+WORDS = {"columns", "estimator", "eval_at", "host", "on", "quantize", "roles", "target_modules", "when"}
 WORDS |= {"adapt_layers", "date", "name", "server"}
 
 

@@ -32,7 +32,7 @@ from prge.training.settings import LearningRateFlags, OptimizerFlags
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
 # Within these bounds, grid values fit 64-bit integers and their products fit float32.
-_WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
+_WITH_NOISE = {"noise": (1e-3, 1e6), "max_grad_norm": (1e-6, 1e6)}
 
 
 class FleetRecipe(Recipe):
@@ -69,7 +69,7 @@ class Plan(OptimizerFlags, LearningRateFlags):
     epsilon: float = 1e-2
     """antithetic, fzoo: length of a perturbation."""
 
-    clip: float = 0.0
+    max_grad_norm: float = 0.0
     """Largest norm of an example's gradient (estimated by tangent, or exact), or of the step's gradient with
     antithetic and fzoo. 0: no clipping. Required by --noise."""
     noise: float = 0.0
@@ -93,11 +93,11 @@ class Plan(OptimizerFlags, LearningRateFlags):
     """Scale down results that are this many times longer than the round's median."""
     optimizer: OptimizerName = "adam"
     """sgd, momentum or adam."""
-    beta2: float = 0.98
+    adam_beta2: float = 0.98
     """Second coefficient of adam."""
     learning_rate: float = 1e-2
-    schedule: ScheduleName = "constant"
-    warmup: int = 0
+    lr_scheduler_type: ScheduleName = "constant"
+    warmup_steps: int = 0
     """Steps of linear warm-up."""
 
     seed: int = 42
@@ -105,8 +105,8 @@ class Plan(OptimizerFlags, LearningRateFlags):
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        if self.noise and not self.clip:
-            problems.append("--noise needs --clip: the noise is relative to the clipping norm")
+        if self.noise and not self.max_grad_norm:
+            problems.append("--noise needs --max-grad-norm: the noise is relative to the clipping norm")
         for name, (least, most) in _WITH_NOISE.items():
             if self.noise and not least <= (value := getattr(self, name)) <= most and value:
                 problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
@@ -117,13 +117,13 @@ class Plan(OptimizerFlags, LearningRateFlags):
                 f"--noise with --estimator {self.estimator} needs --examples 1, but it is {self.examples}: "
                 "only tangent and exact clip each example"
             )
-        if self.loss_normalisation == "token" and (self.noise or self.clip):
+        if self.loss_normalisation == "token" and (self.noise or self.max_grad_norm):
             problems.append(
-                "--loss-normalisation token allows neither --clip nor --noise: an example's weight would "
-                "depend on other examples"
+                "--loss-normalisation token allows neither --max-grad-norm nor --noise: an example's "
+                "weight would depend on other examples"
             )
-        if self.warmup > self.steps:
-            problems.append(f"--warmup is {self.warmup}, but there are only {self.steps} steps")
+        if self.warmup_steps > self.steps:
+            problems.append(f"--warmup-steps is {self.warmup_steps}, but there are only {self.steps} steps")
         if problems:
             raise ConfigError(
                 "These settings cannot be used:",
@@ -160,16 +160,16 @@ class Plan(OptimizerFlags, LearningRateFlags):
             epsilon=Recipe.epsilon
             if self.estimator not in estimators_with_setting("epsilon")
             else self.epsilon,
-            clip=0.0 if exact else self.clip,
-            clip_examples=self.clip if exact else 0.0,
+            max_grad_norm=0.0 if exact else self.max_grad_norm,
+            max_example_grad_norm=self.max_grad_norm if exact else 0.0,
             batch_size=self.examples,
             loss_normalisation=self.loss_normalisation,
             optimizer=self.optimizer,
             momentum=self.momentum,
-            beta2=self.beta2,
+            adam_beta2=self.adam_beta2,
             learning_rate=self.learning_rate,
-            schedule=self.schedule,
-            warmup=self.warmup,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
             steps=self.steps,
             seed=self.seed,
         )

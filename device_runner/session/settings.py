@@ -102,7 +102,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     keep_gradients: bool = False
     """exact: keep the gradient of every step in the journal, so that the run can be replayed. Default: keep
     those since the latest checkpoint, which is written at least every 4 steps, whatever
-    --checkpoint-every."""
+    --save-steps."""
     change_estimator: bool = False
     """With --resume: continue with another estimator, with the settings and learning rate that you set for
     it."""
@@ -140,12 +140,15 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
         problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
-        if self.clip_examples and self.loss_normalisation == "token":
+        if self.max_example_grad_norm and self.loss_normalisation == "token":
             problems.append(
-                "--clip-examples with --loss-normalisation token: an example's weight would depend on others"
+                "--max-example-grad-norm with --loss-normalisation token: an example's weight would depend on "
+                "others"
             )
-        if self.clip_examples and self.head_learning_rate:
-            problems.append("--clip-examples with --head-learning-rate: the head's gradient isn't clipped")
+        if self.max_example_grad_norm and self.head_learning_rate:
+            problems.append(
+                "--max-example-grad-norm with --head-learning-rate: the head's gradient isn't clipped"
+            )
         if problems:
             raise ConfigError(
                 "these settings can't be used:",

@@ -56,7 +56,7 @@ class BaselineSettings(TrainingFlags):
     """Examples per step. Default: as many as have 4 sequences in total, at least 1."""
     optimizer: BaselineOptimizer | None = None
     """Optimizer. Default: adam, or the only one that the method supports."""
-    beta2: float = ESTIMATORS["exact"].beta2
+    adam_beta2: float = ESTIMATORS["exact"].adam_beta2
     """Second coefficient of adam and adamw."""
 
     def __post_init__(self) -> None:
