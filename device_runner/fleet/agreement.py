@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from device_runner.session.settings import RunSettings
-from prge.cli.bounds import bound_problems
+from prge.cli.bounds import bound_problems, flag
 from prge.cli.field_types import Paths
 from prge.cli.settings import settings_from_mapping
 from prge.data.forms.task import Task
@@ -109,7 +109,9 @@ class Plan(OptimizerFlags, LearningRateFlags):
             problems.append("--noise needs --max-grad-norm: the noise is relative to the clipping norm")
         for name, (least, most) in _WITH_NOISE.items():
             if self.noise and not least <= (value := getattr(self, name)) <= most and value:
-                problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
+                problems.append(
+                    f"{flag(name)} is {value:g}, with noise it must be from {least:g} to {most:g}"
+                )
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: otherwise each example has noise of its own")
         if self.noise and self.estimator in estimators_with_setting("epsilon") and self.examples != 1:
@@ -218,7 +220,7 @@ class Agreement:
             if len(content) > MOST_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
             fields = parse_json(content)
-            plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan")
+            plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan", takes_old_names=False)
             agreement = cls(plan=plan, **fields)
             if not all(isinstance(value, str) for value in fields.values()):
                 raise ValueError("a hash is not a string")

@@ -142,8 +142,8 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             problems.append("--sample-prompts and --sample-rows are both set: set only one of them")
         if self.max_example_grad_norm and self.loss_normalisation == "token":
             problems.append(
-                "--max-example-grad-norm with --loss-normalisation token: an example's weight would depend on "
-                "others"
+                "--max-example-grad-norm with --loss-normalisation token: an example's weight would "
+                "depend on others"
             )
         if self.max_example_grad_norm and self.head_learning_rate:
             problems.append(

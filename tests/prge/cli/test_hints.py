@@ -61,9 +61,9 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -
     ("settings_type", "word", "message"),
     [
         (RunSettings, "--dataset", "; here it is --train"),
-        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an optimizer"),
+        (RunSettings, "--gradient_accumulation_steps", ": --batch-size is the number of examples of an"),
         (RunSettings, "--lora_r", "; other verbs call it --rank"),
-        (ExportConfig, "--lora_alpha", "; here it is --lora-alpha"),
+        (ExportConfig, "--lora_rank", "; here it is --rank"),
         (PublishConfig, "--push-to-hub", "; here it is --push"),
         (RunSettings, "--push-to-hub", ": `prge publish RUN --out FOLDER --push OWNER/NAME` does that"),
         (TuneSettings, "--bf16", ": adapters are float32; --quantize of `prge tune` and"),
