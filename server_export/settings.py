@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.cli.bounds import bound_problems
 from prge.cli.field_types import Bytes
@@ -50,6 +50,8 @@ def roles_problems(roles: Collection[str]) -> list[str]:
 @dataclass(frozen=True)
 class ExportConfig:
     """Export a transformers model as a bundle that can be fine-tuned on a device."""
+
+    EXAMPLE: ClassVar = "--model HuggingFaceTB/SmolLM2-135M-Instruct --out bundle"
 
     model: str
     """The model to export: the folder or Hub id of a transformers causal language model or encoder, or a GGUF
@@ -222,6 +224,8 @@ class ExportConfig:
 @dataclass(frozen=True)
 class EstimateConfig(ExportConfig, ExampleFlags):
     """Estimate the cost of an export and of its runs; takes the flags of `prge export`."""
+
+    EXAMPLE: ClassVar = "--model HuggingFaceTB/SmolLM2-135M-Instruct --memory 400MB"
 
     out: Path = Path("bundle")
     """Ignored; accepted so that you can pass the settings of an export unchanged."""

@@ -52,7 +52,7 @@ def verbs() -> tuple[Taken, ...]:
     def keep_settings(settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: object) -> None:
         taken.append(Taken(prog, settings_type, kinds))
 
-    def keep_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
+    def keep_verbs(prog: str, helps: Mapping[str, str], about: str, groups: Mapping[str, str]) -> None:
         below.extend(helps)
 
     with (

@@ -92,6 +92,7 @@ def when_problems(when: str) -> list[str]:
 class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    EXAMPLE: ClassVar = "--bundle bundle --train rows.jsonl --out run"
     STORED: ClassVar = CONFIG
 
     resume: InputFolder | None = None
@@ -172,6 +173,8 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
 @dataclass(frozen=True)
 class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Score an adapter on rows; prints the loss and the metric of the task."""
+
+    EXAMPLE: ClassVar = "bundle --data test.jsonl --adapter run"
 
     bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.cli.bounds import flag
 from prge.cli.inputs import TestRows
@@ -32,6 +32,10 @@ class BaselineSettings(TrainingFlags):
 
     The bundle gives the adapter, the tokenizer, the maximum row length and the quantization.
     """
+
+    EXAMPLE: ClassVar = (
+        "--method backprop-lora --model model --bundle bundle --train rows.jsonl --out baseline"
+    )
 
     method: MethodName
     """Training method."""

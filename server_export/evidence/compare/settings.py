@@ -27,6 +27,7 @@ SEARCH_SEED = 7
 class CompareSettings(ExampleFlags):
     """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
 
+    EXAMPLE: ClassVar = "--preset demo --out comparison"
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: OutputFolder
