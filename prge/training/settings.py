@@ -35,10 +35,8 @@ class RowsFlags:
     """Renames columns of the rows, such as prompt=question completion=answer."""
     control_tokens: ControlTokens = "special"
     """Where control tokens that are written out in rows, such as <|im_end|>, are read as control tokens and
-    not as
-    plain characters. special: in texts, prompts and completions, not in messages; prompt: only in prompts;
-        all: also
-    in messages; text: nowhere. Their number is reported."""
+    not as plain characters. special: in texts, prompts and completions, not in messages; prompt: only in
+    prompts; all: also in messages; text: nowhere. Their number is reported."""
     date: Day | None = None
     """Date that chat templates get as today's; default: the date of the run that is resumed or evaluated,
     else today."""

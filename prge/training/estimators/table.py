@@ -40,8 +40,7 @@ class EstimatorFlags:
     differ much."""
     max_example_grad_norm: float = 0.0
     """exact: clip the gradient of each example to this norm; every example is then computed alone. For
-    differential
-    privacy, which also needs noise, or if a few examples are outliers. 0: no clipping."""
+    differential privacy, which also needs noise, or if a few examples are outliers. 0: no clipping."""
 
 
 @dataclass(frozen=True)
