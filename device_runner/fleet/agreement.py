@@ -9,20 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from device_runner.session.settings import RunSettings
 from prge.cli.bounds import bound_problems, flag
 from prge.cli.field_types import Paths
+from prge.cli.hints import current_name
 from prge.cli.settings import settings_from_mapping
 from prge.data.forms.task import Task
 from prge.errors import ConfigError
-from prge.formats.documents import parse_json
+from prge.formats.documents import mapping, parse_json
 from prge.objectives.examples import LossNormalisation
 from prge.training.estimators.table import ESTIMATORS, EstimatorName, estimators_with_setting
 from prge.training.optimizers import OptimizerName, ScheduleName
@@ -219,10 +220,10 @@ class Agreement:
         try:
             if len(content) > MOST_AGREEMENT_BYTES:
                 raise ValueError(f"it has {len(content)} bytes")
-            fields = parse_json(content)
-            plan = settings_from_mapping(Plan, fields.pop("plan"), "the server's plan", takes_old_names=False)
-            agreement = cls(plan=plan, **fields)
-            if not all(isinstance(value, str) for value in fields.values()):
+            values = parse_json(content)
+            plan = _parse_plan(values.pop("plan"))
+            agreement = cls(plan=plan, **values)
+            if not all(isinstance(value, str) for value in values.values()):
                 raise ValueError("a hash is not a string")
             return agreement
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -232,6 +233,20 @@ class Agreement:
                 remedy="use the same version of prge on both sides",
                 code="agreement-unreadable",
             ) from None
+
+
+def _parse_plan(content: Any) -> Plan:
+    """Parse a plan; raises ConfigError, also for names of the previous version, which give other bytes."""
+    names = {item.name for item in fields(Plan)}
+    if old_names := sorted(name for name in mapping(content) if current_name(name, names) != name):
+        raise ConfigError(
+            "The fleet's plan is from another version of prge:",
+            [f"this version has no setting {', '.join(old_names)}"],
+            remedy="use the same version of prge on the server and all devices, or start a new fleet in "
+            "another folder",
+            code="settings-of-other-version",
+        )
+    return settings_from_mapping(Plan, content, "the server's plan")
 
 
 def task_sha256(task: Task | None) -> str:

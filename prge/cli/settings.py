@@ -175,7 +175,6 @@ def settings_from_mapping(
     fields: Mapping[str, Any],
     where: str,
     prog: str = "prge",
-    takes_old_names: bool = True,
 ) -> Settings:
     """Create settings from a mapping, such as the arguments of a Python call; raises as `parse_settings`.
 
@@ -184,10 +183,9 @@ def settings_from_mapping(
         fields: Values by the settings' names.
         where: What messages call the mapping, such as `run()`.
         prog: The command with the same settings.
-        takes_old_names: Whether the names of the previous version are accepted.
     """
     problems: list[str] = []
-    entries = _parse_mapping(fields, where, _field_types(settings_type), problems, takes_old_names)
+    entries = _parse_mapping(fields, where, _field_types(settings_type), problems)
     settings = _build(settings_type, _with_stored(settings_type, entries, problems), problems, prog)
     check_outputs(settings)
     return settings
@@ -496,11 +494,10 @@ def _parse_mapping(
     where: str,
     field_types: Mapping[str, Any],
     problems: list[str],
-    takes_old_names: bool = True,
 ) -> list[_SettingValue]:
     entries: list[_SettingValue] = []
     for key, value in content.items():
-        name = current_name(key, field_types) if takes_old_names and isinstance(key, str) else key
+        name = current_name(key, field_types) if isinstance(key, str) else key
         if name in field_types:
             new_name = "" if name == key else name
             entries.append(_SettingValue.of(f"{where}: {key}", name, to_python_value(value), new_name))
