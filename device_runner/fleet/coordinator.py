@@ -191,7 +191,7 @@ class RoundsFlags:
     """Fewest results that complete a round; with fewer the server asks for the round again."""
     seconds: float = 600.0
     """Seconds to wait for the results of a round."""
-    evaluate_every: int = 1
+    eval_steps: int = 1
     """Rounds between evaluations on the development rows; 0: only before the first and after the last
     round."""
 
@@ -513,7 +513,7 @@ class Coordinator:
 
     def _is_due(self, rounds: int) -> bool:
         """Whether an evaluation is due after this many rounds."""
-        every = self.flags.evaluate_every or self.plan.rounds
+        every = self.flags.eval_steps or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:

@@ -30,7 +30,7 @@ class Store(Protocol):
         ...
 
     @property
-    def checkpoint_every(self) -> int:
+    def save_steps(self) -> int:
         """Steps between checkpoints; 0: none."""
         ...
 
@@ -55,14 +55,14 @@ class RunStore:
         folder: the run folder, with `checkpoints/` and `final/`.
         journal: the run's journal.
         template: PEFT folder of the bundle's adapter.
-        checkpoint_every: steps between checkpoints; 0: none.
+        save_steps: steps between checkpoints; 0: none.
         keep_gradients: whether the journal keeps the gradients of steps before the newest checkpoint.
     """
 
     folder: Path
     journal: Journal
     template: Path
-    checkpoint_every: int
+    save_steps: int
     keep_gradients: bool = False
 
     def begin(self, identity: Record, config: str, *, date: str | None, may_change: bool) -> None:
@@ -127,9 +127,7 @@ class RunStore:
 
     def save(self, state: TrainingState) -> None:
         """See Store; checkpoints that are no longer needed are removed."""
-        keep_state(
-            self.folder, state, self.template, self.journal, self.checkpoint_every, self.keep_gradients
-        )
+        keep_state(self.folder, state, self.template, self.journal, self.save_steps, self.keep_gradients)
 
     def write_result(self, state: TrainingState) -> Path:
         """Write the adapter of the best step to `final/`; return that folder."""

@@ -124,9 +124,9 @@ class Bench:
         arguments += [
             "--steps",
             STEPS,
-            "--evaluate-every",
+            "--eval-steps",
             4,
-            "--checkpoint-every",
+            "--save-steps",
             3,
             "--learning-rate",
             "0.01",

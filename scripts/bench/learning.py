@@ -192,7 +192,7 @@ def _measure_run(bundle: Path, rows: Path, threads: int, steps: int, out: Path) 
         "--threads",
         threads,
     ]
-    run_verb("run", *arguments, "--evaluate-every", 0, "--out", out, "--quiet", quiet=True)
+    run_verb("run", *arguments, "--eval-steps", 0, "--out", out, "--quiet", quiet=True)
     return steps / float(read_json(out / "run.json")["train"]["seconds"])
 
 

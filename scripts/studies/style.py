@@ -36,7 +36,7 @@ BEFORE = "base"
 # babyllama was trained with a begin-of-sequence token, which its tokenizer doesn't add.
 SHAPE: dict[str, Any] = {"target_modules": "all-linear", "prepend_bos": "always", "quantize": "8da4w"}
 # The rate was chosen on development rows with seed 42, for each estimator.
-SETTINGS: dict[str, Any] = {"steps": 600, "schedule": "linear", "learning_rate": 3e-3}
+SETTINGS: dict[str, Any] = {"steps": 600, "lr_scheduler_type": "linear", "learning_rate": 3e-3}
 ESTIMATORS = ["exact", "tangent", "antithetic"]
 
 

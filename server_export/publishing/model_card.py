@@ -29,8 +29,9 @@ _WHAT = {
 }
 # Settings of a run that a card shows; others name files of the user, or don't affect the result.
 _SETTINGS = (
-    *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
-    *("weight_decay", "batch_size", "calls", "loss_normalisation", "clip", "patience"),
+    *("steps", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("optimizer", "momentum", "adam_beta2"),
+    *("weight_decay", "batch_size", "calls", "loss_normalisation", "max_grad_norm", "patience"),
     *("head_learning_rate", "head_folds"),
 )
 

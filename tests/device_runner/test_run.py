@@ -55,10 +55,10 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         steps=STEPS,
         batch_size=EXAMPLES,
         learning_rate=0.02,
-        schedule="constant",
-        warmup=0,
-        evaluate_every=4,
-        checkpoint_every=5,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        eval_steps=4,
+        save_steps=5,
         head_folds=4,
         select="loss",
         quiet=True,
@@ -124,7 +124,7 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
     with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
-        run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
+        run(replace(settings, dev=None, select="metric", eval_steps=0, sample_rows=3))
 
 
 def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
@@ -237,7 +237,7 @@ def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
     for at in ([], [0], [0, 6]):
         device.calls_left = 1000
         out = settings.out.with_name(f"run-{len(at)}")
-        run(replace(settings, out=out, evaluate_every=0, evaluate_at=at))
+        run(replace(settings, out=out, eval_steps=0, eval_at=at))
         calls.append(1000 - device.calls_left)
     assert calls[1] - calls[0] == calls[2] - calls[1] > 0
     device.calls_left = calls[1] - 10
@@ -282,11 +282,11 @@ def test_a_report_of_it_is_written_however_it_ended(
     assert f"prge publish {settings.out}" in page.read_text()
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 5])
+@pytest.mark.parametrize("save_steps", [0, 5])
 def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
-    device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
+    device: Device, settings: RunSettings, save_steps: int, tmp_path: Path
 ) -> None:
-    settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
+    settings = replace(settings, save_steps=save_steps, eval_steps=3)
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
 
@@ -452,8 +452,8 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
 
 
 def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--warmup"):
-        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
+    with raises(ConfigError, "settings-unusable", saying="--warmup-steps"):
+        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup_steps=9))
     assert not (settings.out / "journal.jsonl").exists()
 
 
@@ -613,7 +613,7 @@ def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
     """Return settings of a short run of a bundle with the role backward."""
     device.has_back = True
     bundle = device.write_bundle(tmp_path / "exact")
-    return replace(settings, bundle=bundle, estimator="exact", checkpoint_every=100)
+    return replace(settings, bundle=bundle, estimator="exact", save_steps=100)
 
 
 @pytest.mark.parametrize(("every", "kept"), [(100, 4), (3, 3), (0, 4)])
@@ -629,7 +629,7 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
         return record
 
     monkeypatch.setattr(Journal, "append", counted)
-    run(replace(exact, checkpoint_every=every))
+    run(replace(exact, save_steps=every))
     assert max(counts) == kept
     lines = (exact.out / "journal.jsonl").read_bytes().splitlines(keepends=True)
     plain = [len(line) for line in lines if b'"type":"step"' in line]
@@ -648,12 +648,12 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("clip", [0.0, 1e-3])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
 def test_a_gradient_that_is_not_finite_is_no_step(
-    device: Device, exact: RunSettings, tmp_path: Path, bad: float, clip: float
+    device: Device, exact: RunSettings, tmp_path: Path, bad: float, max_grad_norm: float
 ) -> None:
     """The run ends with the previous state, and resumes from there to the same bits."""
-    exact = replace(exact, clip=clip)
+    exact = replace(exact, max_grad_norm=max_grad_norm)
     run(replace(exact, out=tmp_path / "whole"))
     device.calls_left = 8
     with pytest.raises(Killed):

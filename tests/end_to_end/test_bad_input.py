@@ -112,8 +112,8 @@ def test_every_problem_of_a_settings_file_at_once(fails: Run, tmp_path: Path) ->
 
 
 def test_settings_that_contradict_each_other(fails: Run) -> None:
-    message = fails("--estimator", "exact", "--queries", 2, "--warmup", 99, "--epsilon", 0)
-    assert all(part in message for part in ("--queries", "--warmup is 99", "--epsilon is 0"))
+    message = fails("--estimator", "exact", "--queries", 2, "--warmup-steps", 99, "--epsilon", 0)
+    assert all(part in message for part in ("--queries", "--warmup-steps is 99", "--epsilon is 0"))
 
 
 def test_loss_that_is_not_finite(fails: Run, tmp_path: Path) -> None:

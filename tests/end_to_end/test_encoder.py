@@ -15,7 +15,7 @@ from tests.verbs import prge
 def _words(encoder: Path, workshop: Path, out: Path) -> list[object]:
     return [
         "--bundle", encoder, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--steps", 6, "--evaluate-every", 3,
+        "--task", workshop / "task.yaml", "--out", out, "--steps", 6, "--eval-steps", 3,
         "--divergence-ratio", 1e9,
     ]  # fmt: skip
 

@@ -32,7 +32,7 @@ def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFact
     for name in ESTIMATORS:
         prge(
             "run", "--bundle", bundle, *data, "--out", folder / name, "--steps", 6, "--estimator", name,
-            "--evaluate-every", 3, "--learning-rate", 0.01, "--keep-gradients",
+            "--eval-steps", 3, "--learning-rate", 0.01, "--keep-gradients",
         )  # fmt: skip
     return {name: folder / name for name in ESTIMATORS}
 

@@ -23,9 +23,9 @@ from tests.workshop import write_rows
 def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
     return [
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--evaluate-every", 20,
-        "--checkpoint-every", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
-        "--schedule", "constant", "--warmup", 0,
+        "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--eval-steps", 20,
+        "--save-steps", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
+        "--lr-scheduler-type", "constant", "--warmup-steps", 0,
     ]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
     bundle = open_bundle(workshop / "bundle")
     words = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1]
     words += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
-    words += ["--warmup", 0, "--schedule", "constant"]
+    words += ["--warmup-steps", 0, "--lr-scheduler-type", "constant"]
     moved = {}
     for name in ("token", "example"):
         prge(*words, "--out", tmp_path / name, "--loss-normalisation", name)

@@ -23,7 +23,7 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out, "--steps", 12,
-        "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01, "--estimator", "tangent",
+        "--eval-steps", 4, "--save-steps", 5, "--learning-rate", 0.01, "--estimator", "tangent",
     )  # fmt: skip
     return out
 
@@ -49,7 +49,7 @@ def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_pat
     (shards / "c.jsonl").write_text("".join(lines[10:]))
     words: list[object] = [
         "--bundle", workshop / "bundle", "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml",
-        "--steps", 12, "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--steps", 12, "--eval-steps", 4, "--save-steps", 5, "--learning-rate", 0.01,
         "--estimator", "tangent",
     ]  # fmt: skip
     trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]

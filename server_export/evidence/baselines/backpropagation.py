@@ -62,4 +62,4 @@ def _make_optimizer(settings: BaselineSettings, trained: Sequence[nn.Parameter])
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(trained, lr=0.0, momentum=0.9 if name == "momentum" else 0.0)
     optimizer_class = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return optimizer_class(trained, lr=0.0, betas=(0.9, settings.beta2))
+    return optimizer_class(trained, lr=0.0, betas=(0.9, settings.adam_beta2))

@@ -82,7 +82,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     with watcher, graceful_stop(watcher):
         watcher.note(inputs.report)
         # Baselines can't be resumed, so no checkpoints are written.
-        train(learner, settings.loop_settings(checkpoint_every=0), watcher, lambda: watcher.stopped)
+        train(learner, settings.loop_settings(save_steps=0), watcher, lambda: watcher.stopped)
         if watcher.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
         watcher.stop_clock()
@@ -113,7 +113,7 @@ class BaselineLearner:
         self._file = settings.out / BEST
         self._batch = Sampler(inputs.train, problem.batch_size, settings.seed).examples_at
         self._rate = schedule(
-            settings.schedule, settings.learning_rate, settings.steps, settings.warmup_steps
+            settings.lr_scheduler_type, settings.learning_rate, settings.steps, settings.resolved_warmup_steps
         )
 
     @property

@@ -213,7 +213,7 @@ def _how(result: Result) -> Iterator[Block]:
             "for tests. All methods read the same files in the same order for a seed. Test rows are "
             "read once, at a run's best step on development rows.",
             f"Frozen weights: {settings['quantize']}, with the same values for all methods. Optimizer: "
-            f"{settings['optimizer']}{''.join(own)}, {settings['schedule']}; "
+            f"{settings['optimizer']}{''.join(own)}, {settings['lr_scheduler_type']}; "
             f"{_count(settings['threads'], 'thread')}. A step of a method with several queries has fewer "
             f"examples: queries x examples is always {settings['batch_size']}.",
             f"Steps: {'; '.join(steps)}. The schedule spans a run's whole budget: a shorter run may reach a "

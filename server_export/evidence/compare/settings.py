@@ -27,6 +27,7 @@ SEARCH_SEED = 7
 class CompareSettings(ExampleFlags):
     """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
 
+    EXAMPLE: ClassVar = "--preset demo --out comparison"
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: OutputFolder
@@ -89,7 +90,7 @@ class CompareSettings(ExampleFlags):
     """Linear layers to adapt."""
     rank: int = ExportConfig.rank
     """Rank of the adapter."""
-    alpha: float = ExportConfig.alpha
+    lora_alpha: float = ExportConfig.lora_alpha
     """LoRA alpha."""
     batch_size: int = 16
     """Examples per step of a method with one query or an exact gradient; several queries share them."""
@@ -100,7 +101,7 @@ class CompareSettings(ExampleFlags):
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = TrainingFlags.schedule
+    lr_scheduler_type: ScheduleName = TrainingFlags.lr_scheduler_type
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""

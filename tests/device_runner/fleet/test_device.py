@@ -25,7 +25,13 @@ from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
 from tests.device_runner.numpy_device import Killed
 
 NODE = NODES[0]
-NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 8.0, "queries": 4, "examples": 5}
+NOISE: dict[str, Any] = {
+    "share_directions": True,
+    "max_grad_norm": 1.0,
+    "noise": 8.0,
+    "queries": 4,
+    "examples": 5,
+}
 ROWS = 14
 
 
@@ -270,7 +276,12 @@ class TestTasksOutsideThePlan:
         assert not server.lines
 
     def test_noise_out_of_bounds_is_refused(self, server: Server) -> None:
-        for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
+        for setting, value in (
+            ("noise", 1e-200),
+            ("noise", 1e9),
+            ("max_grad_norm", 1e-300),
+            ("max_grad_norm", 1e30),
+        ):
             reply = json.loads(server.agreement.content)
             reply["plan"][setting] = value
             problem = f"--{setting} is {value:g}, with noise it must be from "

@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "FedAvg, trimmed": {"estimator": "exact", "combine": "trimmed"},
 }
 ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
-NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
+NOISE: dict[str, Any] = {"share_directions": True, "max_grad_norm": 1.0, "noise": 1.0, "queries": 8}
 BUDGET_EXCEEDED = TaskRefusal(
     "privacy_epsilon would be 9 after this round, but at most 1 is allowed"
 ).to_bytes()
@@ -203,7 +203,7 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
 
 
 def test_development_rows_may_be_evaluated_only_before_and_after(fleet: Fleet) -> None:
-    settings = fleet.settings(rounds=3, evaluate_every=0)
+    settings = fleet.settings(rounds=3, eval_steps=0)
     fleet.run(settings)
     assert [step for step, _ in _evaluations(settings.out)] == [0, 9]
 

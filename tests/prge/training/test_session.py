@@ -28,10 +28,10 @@ EXAMPLES = bigram_completions(24)
 RECIPE = Recipe(
     estimator="exact",
     optimizer="adam",
-    beta2=0.98,
+    adam_beta2=0.98,
     batch_size=4,
     steps=9,
-    evaluate_every=4,
+    eval_steps=4,
     learning_rate=0.05,
 )
 
@@ -52,7 +52,7 @@ def store(engine: NumpyEngine, tmp_path: Path) -> Iterator[RunStore]:
     template = write_peft_folder(tmp_path / "template", engine.model.modules)
     (tmp_path / "run").mkdir()
     with Journal(tmp_path / "run" / "journal.jsonl") as journal:
-        yield RunStore(folder=tmp_path / "run", journal=journal, template=template, checkpoint_every=3)
+        yield RunStore(folder=tmp_path / "run", journal=journal, template=template, save_steps=3)
 
 
 def identity(**changes: Any) -> Record:

@@ -122,7 +122,8 @@ def test_clipping_bounds_the_projected_gradients_of_a_step() -> None:
     rule = Antithetic(4, 1e-2)
     step = Step(make_nonzero_adapter(engine), _examples(), SEED, STEP)
     whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, step).projected_gradients for limit in (0.0, 0.1)
+        Differences(rule, max_grad_norm=limit).measure(engine, step).projected_gradients
+        for limit in (0.0, 0.1)
     )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
     np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
