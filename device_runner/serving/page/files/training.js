@@ -86,7 +86,7 @@ function Run({ told, stop }) {
     [t("left"), shown(told.left, duration)],
     [t("newest_loss"), shown(told.loss, number)],
     [`${t(score)} ${t("on_development").replace(".", "")}`, shown(told.value, number)],
-    [t("rows"), shown(told.rows, number)],
+    [t("forward_passes"), shown(told.forward_passes, number)],
     [t("time"), shown(told.seconds, duration)],
     [t(can_stop ? "memory" : "peak_memory"), shown(told.memory, (bytes) => `${number(Math.round(bytes / 1e6))} MB`)],
     [t("temperature_now"), shown(temperature, (celsius) => `${number(celsius)} °C`)],

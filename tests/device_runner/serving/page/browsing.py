@@ -53,7 +53,7 @@ with run_lock(folder):
     signal.signal(signal.SIGTERM, stop)
     print("begun", flush=True)
     for step in map(int, sys.stdin):
-        record = {"event": "step", "step": step, "loss": 3.0, "rows": 4 * step, "seconds": step / 2}
+        record = {"event": "step", "step": step, "loss": 3.0, "forward_passes": 4 * step, "seconds": step / 2}
         with (folder / METRICS).open("a") as metrics:
             metrics.write(json.dumps(record) + chr(10))
 """

@@ -147,7 +147,7 @@ def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
     """A large file is read in chunks, and its records are thinned."""
     folder = write_run(tmp_path / "run")
     line = (
-        '{"event": "step", "step": %d, "loss": 2.5, "rows": 4, "seconds": 1.5, "padding": "'
+        '{"event": "step", "step": %d, "loss": 2.5, "forward_passes": 4, "seconds": 1.5, "padding": "'
         + "x" * 180
         + '"}\n'
     )
