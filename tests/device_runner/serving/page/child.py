@@ -3,7 +3,8 @@
     {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
 
 The server prints its address. It answers with a word every few milliseconds: `slow` takes long, the words of
-`burst` come at once, `line` is a megabyte without a space, `hostile` is markup that the page must show as text.
+`burst` come at once, `line` is a megabyte without a space, and the page must show the markup of `hostile` as
+text.
 """
 
 from __future__ import annotations
