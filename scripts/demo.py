@@ -116,7 +116,7 @@ def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": score["accuracy"],
         "peak_mb": (train["memory"]["peak_bytes"] or 0) / 1e6,
-        **{name: train[name] for name in ("rows", "seconds", "steps")},
+        **{name: train[name] for name in ("forward_passes", "seconds", "steps")},
     }
 
 
@@ -179,7 +179,7 @@ def run_and_kill(run: Path, *arguments: object, output: TextIO = sys.stdout) -> 
     journal = run / "journal.jsonl"
     with started(*arguments, stdout=output) as process:
         while process.poll() is None:
-            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
+            if journal.is_file() and journal.read_bytes().count(b'"type":"step"') >= _STEPS_BEFORE_THE_KILL:
                 process.kill()
                 break
             time.sleep(0.02)

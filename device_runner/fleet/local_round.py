@@ -91,7 +91,7 @@ class LocalTrainer:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
         if plan.sends_projected_gradients:
-            return losses, np.array([record["scalars"] for record in records], np.float32).ravel()
+            return losses, np.array([record["projected_gradients"] for record in records], np.float32).ravel()
         return losses, session.state.adapter.values - start.adapter.values
 
 

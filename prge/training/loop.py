@@ -211,7 +211,7 @@ class AdapterLearner:
         )
         measurement = self.estimator.measure(self.engine, step)
         record = {
-            "kind": "step",
+            "type": "step",
             "step": state.step,
             "seed": seed,
             "rows": [example.row for example in examples],
@@ -230,7 +230,7 @@ class AdapterLearner:
         if replayed is not None:
             with self.journal.reading(replayed):
                 return {**replayed, "value": float(replayed["value"])}, False
-        record = {"kind": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
+        record = {"type": "evaluation", "step": self.state.step, **self.evaluate_state(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
             problem = f"step {self.state.step}: the loss on the development rows is {record['loss']}"
             raise DivergenceError(problem, remedy=_REMEDY, code="evaluation-not-finite")

@@ -113,7 +113,7 @@ class RunStore:
             write_settings(self.folder / CONFIG, config)
         if changed:
             self.journal.append(
-                {"kind": CHANGE, "step": self.journal.steps, "settings": identity["settings"]}
+                {"type": CHANGE, "step": self.journal.steps, "settings": identity["settings"]}
             )
 
     def estimator(self, recipe: Recipe) -> Estimator:
@@ -140,7 +140,7 @@ class RunStore:
 
 def settings_records(journal: Journal) -> list[Record]:
     """Returns the records of a journal that hold settings: the start and all changes."""
-    return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
+    return [record for record in journal.records if record["type"] in ("start", CHANGE)]
 
 
 def load_estimator(journal: Journal) -> Estimator:

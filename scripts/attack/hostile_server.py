@@ -340,7 +340,7 @@ def _judge_lie(server: Server, name: str) -> Case:
     seen.add(content)
     with Journal(server.folder / LEDGER, writable=False) as journal:
         begun = [
-            (each["agreement"], each["round"]) for each in journal.records if each["kind"] == BEGUN
+            (each["agreement"], each["round"]) for each in journal.records if each["type"] == BEGUN
         ].count((reply.sha256.hex(), reply.number))
     if len(seen) > 1 or begun != 1:
         return Case(name, Verdict.DIFFERENT, tail=f"{len(seen)} answers, {begun} lines")

@@ -118,7 +118,7 @@ def serving(bundle: Path, threads: int, *arguments: object) -> Iterator[Served]:
 
 def count_steps(journal: Path) -> int:
     """Return the number of steps in a round's journal."""
-    return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
+    return journal.read_bytes().count(b'"type":"step"') if journal.is_file() else 0
 
 
 def measure(

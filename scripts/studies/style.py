@@ -115,7 +115,7 @@ def costs(run: Path) -> dict[str, Any]:
     """Return the seconds of a run with its evaluations, and its peak memory."""
     summary = training_summary(run)
     memory = summary["memory"]["peak_bytes"] / 1e6
-    return {"rows": summary["rows"], "seconds": summary["seconds"], "memory_mb": memory}
+    return {"forward_passes": summary["forward_passes"], "seconds": summary["seconds"], "memory_mb": memory}
 
 
 if __name__ == "__main__":

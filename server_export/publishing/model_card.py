@@ -139,7 +139,7 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         amounts.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))
         if step is not None and step != steps:
             amounts[-1] += f", of which the adapter is that after step {step:,}"
-    if computed := _whole(train.get("rows")):
+    if computed := _whole(train.get("forward_passes")):
         amounts.append(f"{computed:,} sequences computed, where a backward pass counts as two")
     scheme = mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):

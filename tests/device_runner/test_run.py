@@ -134,7 +134,7 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
         assert start is not None
         assert (start["settings"]["estimator"], start["settings"]["queries"]) == ("tangent", QUERIES)
         first = journal.step(0)
-        assert first is not None and np.shape(first["scalars"]) == (QUERIES, EXAMPLES)
+        assert first is not None and np.shape(first["projected_gradients"]) == (QUERIES, EXAMPLES)
     stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
@@ -142,8 +142,8 @@ def test_the_journal_has_resolved_settings(settings: RunSettings) -> None:
 def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
-    assert [r["rows"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
-    assert all(r["largest_tangent"] > 0 and r["scalar_deviation"] > 0 for r in steps)
+    assert [r["forward_passes"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
+    assert all(r["largest_tangent"] > 0 and r["projected_gradient_std"] > 0 for r in steps)
     summary = json.loads((settings.out / "run.json").read_text())
     assert summary["train"]["largest_tangent"] == max(r["largest_tangent"] for r in steps)
 
@@ -247,7 +247,7 @@ def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
     run(replace(settings, resume=settings.out, quiet=False))
     table = capsys.readouterr().err
     assert "\nbefore                   0" in table
-    assert sum(r["kind"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
+    assert sum(r["type"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
 
 
 def _journal(settings: RunSettings) -> list[dict[str, Any]]:
@@ -298,7 +298,7 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     assert _run_to_its_end(device, killed, range(2, 7), lose_a_line) > 3
 
     def left(folder: Path) -> dict[str, Any]:
-        counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
+        counts = [(r["event"], r["step"], r["forward_passes"]) for r in _json_lines(folder / "metrics.jsonl")]
         summary = json.loads((folder / "run.json").read_text())
         files = [folder / "journal.jsonl", folder / "final/adapter_model.safetensors"]
         return {
@@ -308,7 +308,7 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
             },
             "counts": counts,
             "steps": summary["train"]["steps"],
-            "rows": summary["train"]["rows"],
+            "forward_passes": summary["train"]["forward_passes"],
         }
 
     assert left(killed.out) == left(settings.out)
@@ -322,9 +322,9 @@ def _signed(record: dict[str, Any]) -> str:
 LIES: list[tuple[str, dict[str, Any]]] = [
     ("start", {"settings": []}),
     ("start", {"bundle": None}),
-    ("step", {"scalars": []}),
-    ("step", {"scalars": "1"}),
-    ("step", {"scalars": [[1e400]]}),
+    ("step", {"projected_gradients": []}),
+    ("step", {"projected_gradients": "1"}),
+    ("step", {"projected_gradients": [[1e400]]}),
     ("step", {"loss": None}),
     ("step", {"learning_rate": "1"}),
     ("evaluation", {"value": "best"}),
@@ -351,7 +351,7 @@ def test_a_journal_with_impossible_records_is_an_error(
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
-    number = next(n for n, record in enumerate(records) if record["kind"] == kind)
+    number = next(n for n, record in enumerate(records) if record["type"] == kind)
     records[number] = json.loads(json.dumps({**records[number], **changes}))
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(PrgeError, "journal-damaged", "settings-changed"):
@@ -377,7 +377,7 @@ def test_impossible_figures_are_an_error(settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     for record in records:
-        if record["kind"] == "evaluation":
+        if record["type"] == "evaluation":
             record["loss"] = "low"
     (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
     with raises(RunError, "journal-damaged"):
@@ -417,7 +417,7 @@ def test_on_request_a_run_continues_with_another_estimator(
     assert _run_to_its_end(device, killed, range(2, 7))
     assert bits(killed.out) == bits(settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
-        (change,) = [record for record in journal.records if record["kind"] == "change"]
+        (change,) = [record for record in journal.records if record["type"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
     stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert stored.share_directions and not stored.change_estimator
@@ -632,9 +632,9 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     run(replace(exact, checkpoint_every=every))
     assert max(counts) == kept
     lines = (exact.out / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    plain = [len(line) for line in lines if b'"kind":"step"' in line]
+    plain = [len(line) for line in lines if b'"type":"step"' in line]
     assert len(plain) == STEPS and b'"gradient"' not in b"".join(lines)
-    evaluation = max(len(line) for line in lines if b'"kind":"evaluation"' in line)
+    evaluation = max(len(line) for line in lines if b'"type":"evaluation"' in line)
 
     rank, layers, width = 16, 36, 2048
     lora_a, lora_b = rank * layers * 2 * width, rank * layers * (width + 256)
@@ -754,7 +754,7 @@ def test_a_run_whose_steps_had_other_examples_is_not_resumed(settings: RunSettin
     write()
     run(replace(settings, resume=settings.out))
     for record in records:
-        if record["kind"] == "step":
+        if record["type"] == "step":
             record["rows"] = record["rows"][:2]
     write()
     with raises(ConfigError, "batch-of-other-version", saying=str(EXAMPLES)):

@@ -179,7 +179,7 @@ def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path:
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
     said = run_elsewhere(*words, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in said
-    assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
+    assert b'"type":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
     run_elsewhere("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
 

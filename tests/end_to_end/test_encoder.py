@@ -31,7 +31,7 @@ def test_fit_train_replay(encoder: Path, workshop: Path, tmp_path: Path, words: 
     records = [
         json.loads(line)["record"] for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()
     ]
-    fitted = next(record for record in records if record["kind"] == "head")
+    fitted = next(record for record in records if record["type"] == "head")
     assert len(fitted["folds"]) == (words[1] if words[0] == "--head-folds" else 0)
     assert ("head_gradient" in records[-2]) == (words[0] == "--head-learning-rate")
     assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout

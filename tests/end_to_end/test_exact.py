@@ -31,7 +31,7 @@ def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[o
 
 def losses(run: Path) -> list[float]:
     with Journal(run / "journal.jsonl", writable=False) as journal:
-        return [record["loss"] for record in journal.records if record["kind"] == "evaluation"]
+        return [record["loss"] for record in journal.records if record["type"] == "evaluation"]
 
 
 def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert after < 0.2 * before
     summary = json.loads((out / "run.json").read_text())
     assert summary["run"]["settings"]["estimator"] == "exact"
-    assert summary["train"]["rows"] == 40 * 4 * 3
+    assert summary["train"]["forward_passes"] == 40 * 4 * 3
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     norms = [record["gradient_norm"] for record in records if record["event"] == "step"]
     assert len(norms) == 40 and min(norms) > 0

@@ -34,7 +34,7 @@ def test_a_run_folder_holds_everything(done: Path) -> None:
     summary = json.loads((done / "run.json").read_text())
     assert summary["run"]["status"] == "completed"
     assert summary["train"]["steps"] == 12
-    assert summary["train"]["rows"] == 12 * 4 * (1 + 4)
+    assert summary["train"]["forward_passes"] == 12 * 4 * (1 + 4)
     assert summary["train"]["memory"]["peak_bytes"] > 0
     log = (done / "log.txt").read_text()
     assert "] <- label" in log
@@ -120,7 +120,7 @@ def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done:
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=REPOSITORY
     ) as process:
         journal = tmp_path / "run/journal.jsonl"
-        while not (journal.is_file() and b'"kind":"step"' in journal.read_bytes()):
+        while not (journal.is_file() and b'"type":"step"' in journal.read_bytes()):
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -128,7 +128,7 @@ def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done:
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert json.loads((tmp_path / "run/run.json").read_text())["run"]["status"] == "interrupted"
-    steps = journal.read_bytes().count(b'"kind":"step"')
+    steps = journal.read_bytes().count(b'"type":"step"')
     assert (tmp_path / f"run/checkpoints/step-{steps:06d}").is_dir()
 
 

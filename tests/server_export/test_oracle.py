@@ -177,11 +177,11 @@ def test_a_session_trains_it_as_torch_would(tmp_path: Path) -> None:
             template=write_peft_folder(tmp_path / "template", engine.model.modules),
             checkpoint_every=0,
         )
-        settings = {"kind": "start", **identity, "settings": recipe.to_record()}
+        settings = {"type": "start", **identity, "settings": recipe.to_record()}
         store.begin(settings, "", date=None, may_change=False)
         session = open_session(recipe, engine, SessionData(train=rows, dev=rows, adapter=start), store)
         session.train(SilentObserver())
-        losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
+        losses = [record["loss"] for record in journal.records if record["type"] == "step"]
 
     values = torch.nn.Parameter(torch.from_numpy(start.values.copy()))
     optimizer, expected = torch.optim.Adam([values], lr=0.01, betas=(0.9, 0.98)), list[float]()

@@ -131,7 +131,7 @@ class Differences:
 
         The terms are added in the order of the queries, so that a replay has the same bits.
         """
-        projected_gradients = np.asarray(record["scalars"], np.float64)
+        projected_gradients = np.asarray(record["projected_gradients"], np.float64)
         directions = DirectionSampler(seed, step, adapter_size(modules))
         total = np.zeros(directions.size, np.float32)
         for query, projected_gradient in enumerate(projected_gradients):

@@ -58,7 +58,7 @@ class TangentEstimator:
         self, record: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
         """Returns the mean of projected_gradient * u v^T, f32 [size]; the same bits on every machine."""
-        projected_gradients: Float64Array = np.asarray(record["scalars"], np.float64)
+        projected_gradients: Float64Array = np.asarray(record["projected_gradients"], np.float64)
         directions = self._directions_of(seed, step, projected_gradients.shape, modules)
         return directions.gradient(projected_gradients)
 

@@ -160,8 +160,10 @@ class Comparison:
             return None
         batch_size = self.settings.batch_size
         # The most expensive step of all methods, chosen or not: a later call may add its method.
-        first = max(each.rows(batch_size) for each in METHODS.values())
-        evaluate_at = evaluation_steps(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
+        first = max(each.forward_passes(batch_size) for each in METHODS.values())
+        evaluate_at = evaluation_steps(
+            steps, method.forward_passes(batch_size), first, self.settings.evaluation_growth
+        )
         return RunPlan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
 
     def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
@@ -184,7 +186,9 @@ class Comparison:
         if settings.budget == "seconds":
             # The first step warms up caches.
             seconds = statistics.median(list(step_seconds(read_metrics(measured)).values())[1:])
-        return steps_within(settings.budget, settings.budget_value, method.rows(settings.batch_size), seconds)
+        return steps_within(
+            settings.budget, settings.budget_value, method.forward_passes(settings.batch_size), seconds
+        )
 
     def _choose_rate(self, method: ComparedMethod, steps: int, trials: list[dict[str, Any]]) -> float:
         """Return the learning rate of the best trial on development rows; trials are appended to `trials`.

@@ -42,8 +42,8 @@ class ComparedMethod:
         """Return the number of training examples in a step."""
         return max(1, batch_size // self.queries)
 
-    def rows(self, batch_size: int) -> int:
-        """Return the rows that a step computes; a backward pass counts as two forward passes."""
+    def forward_passes(self, batch_size: int) -> int:
+        """Return the forward passes of a step; a backward pass counts as two forward passes."""
         if self.estimator is not None:
             each = ESTIMATORS[self.estimator].passes(self.run.get("queries", self.queries))
         else:

@@ -18,7 +18,7 @@ from prge.training.settings import ExampleFlags, TrainingFlags
 from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig, PrependBos
 
-BudgetUnit = Literal["rows", "seconds", "steps"]
+BudgetUnit = Literal["forward_passes", "seconds", "steps"]
 # Seed of a search's trials, which no reported run may have.
 SEARCH_SEED = 7
 
@@ -72,13 +72,13 @@ class CompareSettings(ExampleFlags):
     """Methods to compare, by name."""
     seeds: list[int] = field(default_factory=lambda: [42, 1337, 2025])
     """Seeds of the reported runs: row order and directions."""
-    budget: BudgetUnit = "rows"
-    """Unit of the budget, equal for all runs: rows computed (a backward pass counts as two forward passes),
+    budget: BudgetUnit = "forward_passes"
+    """Unit of the budget, equal for all runs: forward passes (a backward pass counts as two forward passes),
     seconds, or steps."""
     budget_value: float = 16000.0
     """Budget of each run."""
     evaluation_growth: float = 1.3
-    """Factor between the numbers of rows after which development rows are scored, at the same rows for every
+    """Factor between the forward passes after which development rows are scored, the same for every
     method."""
 
     quantize: str = ExportConfig.quantize

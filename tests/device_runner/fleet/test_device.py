@@ -67,7 +67,7 @@ class Server:
     def lines(self) -> list[dict[str, Any]]:
         """Return the ledger's lines of begun rounds."""
         there = (self.folder / LEDGER).is_file()
-        return [line for line in ledger(self.folder) if line["kind"] == "begun"] if there else []
+        return [line for line in ledger(self.folder) if line["type"] == "begun"] if there else []
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ class TestOneResultPerLine:
         assert "is gone" in servers[0].refusal(0)
 
     @pytest.mark.parametrize(
-        "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
+        "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["projected_gradients", "changes"]
     )
     def test_killed_at_any_instant_it_sends_one_result(
         self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -183,7 +183,7 @@ class TestCounting:
 
     def test_a_round_of_the_first_version_counts_as_one_without_noise(self, server: Server) -> None:
         with Journal(server.folder / LEDGER) as old:
-            old.append({"kind": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
+            old.append({"type": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
                         "examples": 4, "rows": 9, "noise": 1.0, "bytes": 9})  # fmt: skip
         server.fleet.join(NODE, "most_privacy_epsilon: 50\n")
         assert "privacy_epsilon would be inf" in server.refusal(0)

@@ -96,7 +96,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
             append = server.journal.append
 
             def killed(record: Any, append: Any = append) -> Any:
-                if record["kind"] == "evaluation":
+                if record["type"] == "evaluation":
                     raise Killed
                 return append(record)
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
 
 def _evaluations(folder: Path) -> list[tuple[int, float]]:
     records = Journal(folder / "journal.jsonl", writable=False).records
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluation"]
+    return [(record["step"], record["loss"]) for record in records if record["type"] == "evaluation"]
 
 
 @pytest.mark.parametrize("fleet", ["decoder", "encoder"], indirect=True)
@@ -127,7 +127,7 @@ def test_a_fleet_that_was_killed_at_its_start_starts_again(
     append, written = Journal.append, []
 
     def killed(journal: Journal, record: Any) -> Any:
-        if record["kind"] == "start":
+        if record["type"] == "start":
             raise Killed
         written.append(record)
         return append(journal, record)

@@ -104,7 +104,7 @@ class Run:
         journal = Journal(self.folder / "journal.jsonl")
         checkpoints = self.folder / "checkpoints"
         state = self.fresh_state()
-        load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
+        load_latest(checkpoints, state, newest=sum(r["type"] == "step" for r in journal.records))
         cosine = schedule("cosine", 0.05, self.settings.steps)
 
         def rates(step: int) -> dict[str, float]:
@@ -298,7 +298,7 @@ def test_evaluations_happen_at_the_given_steps_and_after_the_last(tmp_path: Path
     run = Run(tmp_path / "run", evaluate_every=0, evaluate_at=(0, 1, 5))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        result = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
+        result = [record["step"] for record in journal.records if record["type"] == "evaluation"]
     assert result == [0, 1, 5, 12]
 
 
@@ -386,8 +386,8 @@ def test_a_journal_holds_a_projected_gradient_for_every_query_and_example(tmp_pa
     run = Run(tmp_path / "run", estimator=TangentEstimator(3))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        records = [record for record in journal.records if record["kind"] == "step"]
-    assert {np.shape(record["scalars"]) for record in records} == {(3, 4)}
+        records = [record for record in journal.records if record["type"] == "step"]
+    assert {np.shape(record["projected_gradients"]) for record in records} == {(3, 4)}
     assert {len(record["rows"]) for record in records} == {4}
 
 
@@ -396,7 +396,7 @@ def test_recorded_losses(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
-        losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
+        losses = [record["loss"] for record in journal.records if record["type"] == "step"]
     recorded = (
         "4.171188 4.258299 3.667934 3.926559 3.944267 3.655813 "
         "4.008866 3.660753 3.740748 3.001193 3.298386 3.456108"

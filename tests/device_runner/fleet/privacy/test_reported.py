@@ -138,7 +138,7 @@ def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
     assert report.projected_gradients.shape == (3, 1) and report.loss == 0.7
     estimator = _Measured(measured)
     one, all_ = (
-        estimator.gradient({"scalars": each.projected_gradients}, 1, 2, MODULES)
+        estimator.gradient({"projected_gradients": each.projected_gradients}, 1, 2, MODULES)
         for each in (report, measured)
     )
     np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)

@@ -261,7 +261,7 @@ def test_a_journal_restores_the_same_bits() -> None:
     adapter = make_nonzero_adapter(engine)
     result = Exact().measure(engine, Step(adapter, _examples(random_completions(8), 4), SEED, STEP))
     stored: Mapping[str, Any] = json.loads(json.dumps(result.journal_fields))
-    assert "scalars" not in stored
+    assert "projected_gradients" not in stored
     # Four bytes a number as text, three bytes in four letters.
     assert len(stored["gradient"]) == pytest.approx(adapter.size * 16 / 3, abs=4)
     again = Exact().gradient(stored, SEED, STEP, adapter.modules)

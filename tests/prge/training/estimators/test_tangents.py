@@ -199,6 +199,9 @@ def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     result = estimator.measure(engine, step)
     live = estimator.gradient(result.journal_fields, SEED, STEP, adapter.modules)
     stored = json.loads(json.dumps(result.journal_fields))
-    assert truncate_to_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
+    assert (
+        truncate_to_grid(np.array(stored["projected_gradients"]), axis=0).tolist()
+        == stored["projected_gradients"]
+    )
     replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()

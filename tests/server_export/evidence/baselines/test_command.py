@@ -40,12 +40,12 @@ def test_files_of_a_run(make_settings: MakeSettings, workshop: Path) -> None:
     steps = [record for record in records if record["event"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 41))
     # Four rows in a step, and a backward pass at the cost of two forward passes.
-    assert [record["rows"] for record in steps] == [12 * step for step in range(1, 41)]
+    assert [record["forward_passes"] for record in steps] == [12 * step for step in range(1, 41)]
     evaluations = [record for record in records if record["event"] == "evaluation"]
     assert [record["step"] for record in evaluations] == list(range(0, 41, 4))
     assert evaluations[-1]["loss"] < 0.5 * evaluations[0]["loss"]
     train = train_block(settings.out)
-    assert (train["steps"], train["rows"]) == (40, 480)
+    assert (train["steps"], train["forward_passes"]) == (40, 480)
     assert train["trained_values"] == sum(
         m.rank * m.out_features for m in open_bundle(settings.bundle).chain.modules
     )

@@ -49,7 +49,7 @@ def test_queries_times_examples_are_the_same_for_all() -> None:
     ],
 )  # fmt: skip
 def test_rows_of_a_step(name: str, rows: int) -> None:
-    assert METHODS[name].rows(16) == rows
+    assert METHODS[name].forward_passes(16) == rows
 
 
 def parsed(settings_class: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
