@@ -226,10 +226,7 @@ def _parse(line: bytes) -> Record | None:
         is_intact = line == _line(record)
         record = {"type" if name == _OLD_TYPE else name: value for name, value in record.items()}
         # `type` instead of isinstance, because bool is a subclass of int.
-        return (
-            record
-            if is_intact and isinstance(record["type"], str) and type(record.get("step", 0)) is int
-            else None
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
+        is_record = isinstance(record["type"], str) and type(record.get("step", 0)) is int
+        return record if is_intact and is_record else None
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
         return None
