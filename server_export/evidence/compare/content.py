@@ -118,8 +118,8 @@ def _target_text(outcome: Outcome) -> str:
     return (
         f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and forward "
         "passes to the target are measured where a run's curve first reaches it, interpolated linearly "
-        "between the two evaluations around that point. “<” is an upper bound: the first evaluation was already below the "
-        "target."
+        "between the two evaluations around that point. “<” is an upper bound: the first evaluation was "
+        "already below the target."
     )
 
 
