@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from prge import __version__
-from prge.cli.main import VERBS, Verb, main
+from prge.cli.main import VERB_GROUPS, VERBS, Verb, main
 from prge.errors import RunError
 from prge.system.packages import install_extra_command
 from tests.bundles import PROGRAM, make_bundle
@@ -50,6 +50,14 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"\n  {name} " in text and verb.help in text for name, verb in VERBS.items())
 
 
+def test_verbs_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    groups = capsys.readouterr().out.split("\n\n")[2:-1]
+    assert [text.partition(":\n")[0] for text in groups] == [*VERB_GROUPS]
+    listed = [[line.split()[0] for line in text.splitlines()[1:]] for text in groups]
+    assert listed == [[*verbs] for verbs in VERB_GROUPS.values()]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"prge {__version__}\n"
@@ -59,12 +67,12 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["exprot"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "prge: error: There is no verb 'exprot' of prge.",
-        "  did you mean `prge export`?",
+        "  Did you mean `prge export`?",
     ]
     assert main(["zzz"]) == 2
     assert "`prge --help` lists the verbs" in capsys.readouterr().err
     assert main(["train"]) == 2
-    assert "did you mean `prge tune`?" in capsys.readouterr().err
+    assert "Did you mean `prge tune`?" in capsys.readouterr().err
 
 
 def test_help_of_a_verb_imports_nothing_heavy() -> None:
@@ -161,7 +169,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
         (
             MemoryError("7 TiB"),
             2,
-            "prge inspect: error: there is not enough memory: 7 TiB\n"
+            "prge inspect: error: There is not enough memory: 7 TiB\n"
             "  Close other programs, give more memory, or use a smaller model or fewer rows.\n",
         ),
         (SystemExit(0), 0, ""),
@@ -212,7 +220,7 @@ def test_the_report_of_a_defect_has_no_values_of_flags() -> None:
     *lines, last = child.stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "KeyError: 'a defect'"
     assert last == (
-        f"prge inspect: this is a defect of prge {__version__}: please report it with the traceback above "
+        f"prge inspect: This is a defect of prge {__version__}: please report it with the traceback above "
         "and the command `prge inspect --bundle --json`"
     )
 

@@ -50,7 +50,7 @@ class BuiltProgram:
         """Return the program's part of the manifest."""
         return {
             "format": _FORMAT,
-            "kind": self.program_type,
+            "type": self.program_type,
             **self.facts,
             "quantization": self.quantization.to_json(),
             "verification": {**self.checks, "rows": ROWS},

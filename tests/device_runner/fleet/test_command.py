@@ -13,7 +13,7 @@ from prge.cli.main import main
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["srve"], "There is no verb 'srve' of prge fleet.\n  did you mean `prge fleet serve`?"),
+        (["srve"], "There is no verb 'srve' of prge fleet.\n  Did you mean `prge fleet serve`?"),
         (["serve", "--bundle", "b", "--out", "o"], "give --keys or --insecure, and not both"),
         (
             ["serve", "--bundle", "b", "--out", "o", "--insecure", "--keys", "k"],
