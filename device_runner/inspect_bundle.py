@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.session.plan import DEFAULT_BATCH
 from prge.cli.inputs import ModelInput
@@ -43,6 +43,8 @@ _TOKENS = 64
 @dataclass(frozen=True)
 class InspectSettings:
     """What to inspect."""
+
+    EXAMPLE: ClassVar = "bundle"
 
     bundle: ModelInput
     """Folder that `prge export` wrote."""

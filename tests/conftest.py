@@ -118,7 +118,7 @@ def pieces_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
 @pytest.fixture(scope="session")
 def lora_bundle(workshop: Path, made_once: FolderBuilder) -> Path:
     """The workshop's model with LoRA, both matrices of which are trained."""
-    words = ["--adapter", "lora", "--rs-lora"]
+    words = ["--adapter", "lora", "--use-rslora"]
     return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *words)) / "lora"
 
 

@@ -112,8 +112,8 @@ def test_every_problem_of_a_settings_file_at_once(fails: Run, tmp_path: Path) ->
 
 
 def test_settings_that_contradict_each_other(fails: Run) -> None:
-    message = fails("--estimator", "exact", "--queries", 2, "--warmup", 99, "--epsilon", 0)
-    assert all(part in message for part in ("--queries", "--warmup is 99", "--epsilon is 0"))
+    message = fails("--estimator", "exact", "--queries", 2, "--warmup-steps", 99, "--epsilon", 0)
+    assert all(part in message for part in ("--queries", "--warmup-steps is 99", "--epsilon is 0"))
 
 
 def test_loss_that_is_not_finite(fails: Run, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path:
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
     said = run_elsewhere(*words, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in said
-    assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
+    assert b'"type":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
     run_elsewhere("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
 

@@ -36,7 +36,7 @@ def run(workshop: Path, bundle: Path, out: Path, *words: object) -> Path:
     prge(
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01,
-        "--schedule", "constant", "--warmup", 0, "--threads", 1, *words,
+        "--lr-scheduler-type", "constant", "--warmup-steps", 0, "--threads", 1, *words,
     )  # fmt: skip
     return out
 

@@ -45,7 +45,7 @@ def test_lora_plus_moves_lora_b_further(workshop: Path, lora_bundle: Path, tmp_p
     """The first step of Adam has the size of the learning rate, whatever the gradient."""
     for ratio in (1, 8):
         words = words_of(workshop, lora_bundle, tmp_path / f"{ratio}", steps=1)
-        prge(*words, "--lora-plus", ratio)
+        prge(*words, "--loraplus-lr-ratio", ratio)
     (start, plain), (_, plus) = (both(lora_bundle, tmp_path / f"{ratio}") for ratio in (1, 8))
     for name in start.lora_b:
         np.testing.assert_allclose(plus.lora_b[name], 8 * plain.lora_b[name], rtol=1e-5)
@@ -109,6 +109,12 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
 
 
 def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:
-    refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "run"), "--lora-plus", 4, check=False)
+    refused = prge(
+        *words_of(workshop, workshop / "bundle", tmp_path / "run"), "--loraplus-lr-ratio", 4, check=False
+    )
     output = refused.stderr
-    assert refused.returncode == 2 and "--lora-plus is 4" in output and "export with --adapter lora" in output
+    assert (
+        refused.returncode == 2
+        and "--loraplus-lr-ratio is 4" in output
+        and "export with --adapter lora" in output
+    )

@@ -74,7 +74,7 @@ def test_it_counts_what_it_sends_and_is_reproducible(
 
 
 def test_devices_stop_when_their_privacy_budget_is_spent(words: Words, tmp_path: Path) -> None:
-    plan = {"share_directions": "true", "clip": 1, "noise": 2, "queries": 8, "rounds": 40}
+    plan = {"share_directions": "true", "max_grad_norm": 1, "noise": 2, "queries": 8, "rounds": 40}
     figures = _figures(words, **plan, most_privacy_epsilon=5)
     assert 3 < figures["privacy_epsilon"] <= 5
     assert len(figures["curve"]) < 40

@@ -574,7 +574,7 @@ def test_a_full_disk_is_retried(
     learning, append = place.open(), Journal.append
 
     def refuse(self: Journal, record: dict[str, Any]) -> dict[str, Any]:
-        if record["kind"] == at:
+        if record["type"] == at:
             raise RunError("no space left")
         return append(self, record)
 
@@ -655,7 +655,7 @@ def test_feedback_on_one_question_is_not_split() -> None:
 def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     place.learnt()
-    kinds = [json.loads(line)["record"]["kind"] for line in (place.learn / HISTORY).read_text().splitlines()]
+    kinds = [json.loads(line)["record"]["type"] for line in (place.learn / HISTORY).read_text().splitlines()]
     assert kinds == ["start", "round", "judged"]
     assert np.isfinite(place.served[0].values).all()
     assert len(read_feedback(place.learn / FEEDBACK)) == EVERY

@@ -54,19 +54,19 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
 
 
 @pytest.mark.parametrize(
-    ("changes", "optimizer", "beta2"),
+    ("changes", "optimizer", "adam_beta2"),
     [
         ({}, "adam", 0.98),
         ({"estimator": "tangent"}, "adam", 0.999),
-        ({"optimizer": "sgd", "beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
+        ({"optimizer": "sgd", "adam_beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
     ],
 )
 def test_the_optimizer_follows_from_the_estimator(
-    changes: dict[str, Any], optimizer: str, beta2: float
+    changes: dict[str, Any], optimizer: str, adam_beta2: float
 ) -> None:
     bundle = in_memory_bundle()
     result = resolve_settings(_settings(**changes), bundle)
-    assert (result.optimizer, result.beta2) == (optimizer, beta2)
+    assert (result.optimizer, result.adam_beta2) == (optimizer, adam_beta2)
     assert resolve_settings(result, bundle) == result
 
 
@@ -75,7 +75,7 @@ def test_the_optimizer_follows_from_the_estimator(
     [
         ({"estimator": "tangent"}, "role-missing", "tangent"),
         ({"estimator": "exact"}, "role-missing", "antithetic, fzoo"),
-        ({"clip_examples": 1.0, "batch_size": 1}, "settings-unusable", "--clip-examples"),
+        ({"max_example_grad_norm": 1.0, "batch_size": 1}, "settings-unusable", "--max-example-grad-norm"),
         ({"sample_prompts": Path("p")}, "role-missing", "--sample-prompts"),
         ({"trunk_cache_bytes": 1}, "trunk-missing", "--adapt-layers"),
     ],
@@ -91,11 +91,11 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, v
         ({"epsilon": 1.0, "estimator": "tangent"}, "--epsilon"),
         ({"queries": 2, "estimator": "exact"}, "--queries"),
         ({"share_directions": True, "estimator": "fzoo"}, "--share-directions"),
-        ({"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1}, "--estimator exact"),
-        ({"clip_examples": 1.0, "loss_normalisation": "token"}, "--loss-normalisation"),
-        ({"clip_examples": 1.0, "batch_size": 1, "head_learning_rate": 0.1}, "--head-learning-rate"),
+        ({"max_example_grad_norm": 1.0, "estimator": "tangent", "batch_size": 1}, "--estimator exact"),
+        ({"max_example_grad_norm": 1.0, "loss_normalisation": "token"}, "--loss-normalisation"),
+        ({"max_example_grad_norm": 1.0, "batch_size": 1, "head_learning_rate": 0.1}, "--head-learning-rate"),
         ({"sample_prompts": Path("p"), "sample_rows": 3}, "--sample-rows"),
-        ({"clip_examples": -1.0, "batch_size": 1}, "-1.0"),
+        ({"max_example_grad_norm": -1.0, "batch_size": 1}, "-1.0"),
     ],
 )
 def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None:
@@ -110,9 +110,9 @@ def test_a_default_that_is_set_is_accepted() -> None:
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
-    assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
+    words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--eval-at"]
+    assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").eval_at == [0, 3, 8]
+    with raises(ConfigError, "settings-unusable", saying="--eval-at"):
         parse_settings(RunSettings, [*words, "3", "9"], "prge run")
 
 
@@ -120,7 +120,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
     with raises(ConfigError, "settings-unusable", saying="--epochs"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
-    settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--batch-size", "12"], "prge run")
+    settings = parse_settings(RunSettings, [*words, "--eval-at", "3", "--batch-size", "12"], "prge run")
     examples = [classification(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:
@@ -129,9 +129,9 @@ def test_epochs_take_the_place_of_steps() -> None:
     result = planned(settings)
     # 12 rows per step: 50 rows take 5 steps, of which the last exceeds one epoch.
     assert (result.epochs, result.steps) == (None, 5)
-    assert planned(result) == result and result.warmup == 1
-    assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
+    assert planned(result) == result and result.warmup_steps == 1
+    assert planned(replace(settings, epochs=0.001, eval_at=[])).steps == 1
+    with raises(ConfigError, "settings-unusable", saying="--eval-at"):
         planned(replace(settings, epochs=0.1))
 
 
@@ -144,20 +144,22 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
 
 def test_estimators_have_what_the_settings_say() -> None:
     tangents = make_estimator(
-        resolve_settings(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN)
+        resolve_settings(_settings(estimator="tangent", share_directions=True, max_grad_norm=0.5), CHAIN)
     )
     assert isinstance(tangents, TangentEstimator)
-    assert (tangents.queries, tangents.shared, tangents.clip) == (4, True, 0.5)
+    assert (tangents.queries, tangents.shared, tangents.max_grad_norm) == (4, True, 0.5)
     differences = make_estimator(
-        resolve_settings(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN)
+        resolve_settings(_settings(estimator="antithetic", max_grad_norm=0.5, epsilon=0.1), CHAIN)
     )
     assert isinstance(differences, Differences)
     assert differences.rule == Antithetic(4, 0.1)
-    assert differences.clip == 0.5
+    assert differences.max_grad_norm == 0.5
     fzoo = make_estimator(resolve_settings(_settings(estimator="fzoo"), CHAIN))
-    exact = make_estimator(resolve_settings(_settings(clip=0.5, clip_examples=0.1, batch_size=4), CHAIN))
+    exact = make_estimator(
+        resolve_settings(_settings(max_grad_norm=0.5, max_example_grad_norm=0.1, batch_size=4), CHAIN)
+    )
     assert isinstance(exact, Exact)
-    assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
+    assert (exact.max_grad_norm, exact.max_example_grad_norm) == (0.5, 0.1)
     assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
 
 
@@ -170,7 +172,7 @@ def test_estimators_have_what_the_settings_say() -> None:
         ({"estimator": "fzoo", "batch_size": 2}, "forward", (5, 2, 0)),
         ({"estimator": "exact"}, "backward", (1, 4, 0)),
         # Each of these examples is computed alone.
-        ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
+        ({"estimator": "exact", "max_example_grad_norm": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
 def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
@@ -190,7 +192,7 @@ def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tupl
         (3, {}, 1, 3),
         (6, {}, 1, 6),
         (6, {"batch_size": 2}, 2, 12),
-        (1, {"batch_size": 3, "clip_examples": 0.1, "estimator": "exact"}, 3, 1),
+        (1, {"batch_size": 3, "max_example_grad_norm": 0.1, "estimator": "exact"}, 3, 1),
     ],
 )
 def test_the_batch_size_counts_the_examples_of_a_step(

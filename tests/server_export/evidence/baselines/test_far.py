@@ -28,7 +28,7 @@ def test_feed_forward_layers_are_split_and_the_model_stays_what_it_was(
 ) -> None:
     problem = tiny_problem(tmp_path, architecture)
     before, layers = outputs(problem), sum(map(len, feed_forward_linears(problem.model)))
-    assert prepare(problem, SETTINGS).prior_rows == 2 * 3 * 4
+    assert prepare(problem, SETTINGS).prior_passes == 2 * 3 * 4
     torch.testing.assert_close(outputs(problem), before, rtol=0, atol=1e-6)
     split = [module for module in problem.model.modules() if isinstance(module, SplitLinear)]
     assert len(split) == layers

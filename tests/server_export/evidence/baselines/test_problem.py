@@ -39,7 +39,7 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
     scored = score(problem.engine, adapter, examples).loss
     assert scored == pytest.approx(expected, abs=1e-5)
-    assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
+    assert problem.forward_passes(examples) == sum(len(example.sequences) for example in examples)
 
 
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])
