@@ -190,7 +190,7 @@ def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _chain_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    chain = Chain.from_json(report["chain"])
+    chain = read_chain(Path(report["folder"]), report)
     facts: dict[str, Any] = {
         "blocks": f"{len(chain.blocks)} of {len(chain.programs)} types, the lowest adapted block is "
         f"{chain.lowest_adapted}",

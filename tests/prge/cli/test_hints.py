@@ -61,7 +61,7 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -
     ("settings_type", "word", "message"),
     [
         (RunSettings, "--dataset", "; here it is --train"),
-        (RunSettings, "--gradient_accumulation_steps", ": --batch-size is the number of examples of an"),
+        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an"),
         (RunSettings, "--lora_r", "; other verbs call it --rank"),
         (ExportConfig, "--lora_rank", "; here it is --rank"),
         (PublishConfig, "--push-to-hub", "; here it is --push"),
