@@ -25,7 +25,7 @@ from prge.cli.main import main
 from prge.data.example_building import load_examples
 from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.data.options import BuildOptions
-from prge.errors import DataError, PrgeError, shown
+from prge.errors import DataError, PrgeError, format_value
 from prge.generation.loop import GenerationSettings
 from prge.generation.prompts import Prompts
 from tests.device_runner.serving.test_server import Child, served
@@ -184,7 +184,7 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         ]
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-        with raises(DataError, "not-json", saying=shown(extra)):
+        with raises(DataError, "not-json", saying=format_value(extra)):
             load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
 
 

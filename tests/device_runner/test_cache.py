@@ -70,7 +70,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert main(["cache"]) == 2
-    assert "set XDG_CACHE_HOME to a folder" in capsys.readouterr().err
+    assert "Set XDG_CACHE_HOME to a folder" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_an_engine_is_needed(folder: Path) -> None:

@@ -135,7 +135,7 @@ def test_answers_that_are_no_numbers_are_no_result(
     rows = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
     words = ["--bundle", workshop / "bundle", "--adapter", adapter, *rows, "--json", tmp_path / "eval.json"]
     assert main(["eval", *map(str, words)]) == 2
-    assert "the loss of these rows is nan" in capsys.readouterr().err
+    assert "The loss of these rows is nan" in capsys.readouterr().err
     assert not (tmp_path / "eval.json").exists()
 
 
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
-    assert done.returncode == 2 and "there is not enough memory" in done.stderr, done.stderr
+    assert done.returncode == 2 and "here is not enough memory" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "damaged" not in done.stderr
 
 

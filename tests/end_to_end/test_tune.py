@@ -88,7 +88,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
         # The child process ends too: the next tuning starts at once, and no process holds the folder.
         output = end_after(pattern, out, words, how)
         assert "in use" not in output
-        assert (f"go on with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
+        assert (f"resume with: prge tune --resume {out}" in output) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
@@ -235,8 +235,8 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     """If the user insists on the rate, the final run's message says what to do."""
     words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
-    assert done.returncode == 2 and "the final run diverged" in done.stderr
-    assert "give a --learning-rate below 1e+30" in done.stderr
+    assert done.returncode == 2 and "The final run diverged" in done.stderr
+    assert "Give a --learning-rate below 1e+30" in done.stderr
     prge("tune", "--resume", tmp_path / "out", "--learning-rate", 0.01)
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -52,7 +52,7 @@ if __name__ == "__main__":
         Adapter.zeros(bundle.chain.modules),
         tokenizer,
         serve=lambda adapter: None,
-        tell=tell,
+        log=tell,
         begin=NumpyRound,
         storage=storage,
     )

@@ -116,7 +116,7 @@ class Place:
             start or Adapter.zeros(bundle.chain.modules),
             tokenizer,
             serve=self.served.append,
-            tell=self.told.append,
+            log=self.told.append,
             begin=self.begin,
             storage=ThreadPoolExecutor(1),
         )
@@ -619,7 +619,7 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     assert place.told == ["learning: paused, not charging: it waits for a charger"]
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
-    assert place.told[1].startswith("learning: going on after a pause of ")
+    assert place.told[1].startswith("learning: resuming after a pause of ")
 
 
 def test_the_process_of_a_round_does_not_count_as_other_use(place: Place) -> None:

@@ -114,7 +114,7 @@ def test_hours_follow_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> Non
     why = "not the time: it is 12:00, it waits for 22:00-07:00"
     assert looked(gates) == (why, [f"paused, {why}"])
     now[0] = 6 * 60 + 59
-    assert looked(gates) == ("", ["going on after a pause of 0 s"])
+    assert looked(gates) == ("", ["resuming after a pause of 0 s"])
     now[0] = 7 * 60
     assert looked(gates)[0].startswith("not the time: it is 07:00")
 
@@ -171,7 +171,7 @@ def test_another_machine_is_idle_while_others_take_few_cores(
     passed(5, others=0.4)
     assert looked(gates)[0] == "in use: other programs use 0.4 cores, the limit is 0.25"
     passed(5, others=0.2)
-    assert looked(gates) == ("", ["going on after a pause of 0 s"])
+    assert looked(gates) == ("", ["resuming after a pause of 0 s"])
 
 
 def test_a_machine_that_does_not_tell_is_refused(tmp_path: Path) -> None:

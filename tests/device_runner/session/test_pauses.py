@@ -111,7 +111,7 @@ def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
     held(gate, observer, cool)
     assert observer.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
     assert observer.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
-    assert "going on after a pause" in observer.texts[1] and observer.paused > 0.15
+    assert "resuming after a pause" in observer.texts[1] and observer.paused > 0.15
 
 
 def test_charge(system: Path) -> None:

@@ -41,7 +41,7 @@ def test_jsonl_by_the_name_of_json(write: Write) -> None:
 
 def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two bytes in a file take hundreds of bytes in memory."""
-    monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
+    monkeypatch.setattr(parquet, "MIN_BYTES", 0)
     with raises(DataError, "file-expands", saying="202"):
         read_rows(write("a.csv", "a\n" + "b\n" * 100))
     assert len(read_rows(write("b.csv", "text\n" + "four\n" * 100))) == 100
