@@ -172,7 +172,7 @@ def test_help_and_unknown_commands_say_what_there_is(talk: Talk) -> None:
     assert talk("/help") == ""
     assert "/adapter NAME|PATH" in talk.err
     assert talk("/rest") == ""
-    assert "there is no /rest" in talk.err and "/reset" in talk.err
+    assert "unknown command /rest" in talk.err and "/reset" in talk.err
 
 
 def test_two_slashes_say_one_and_empty_lines_say_nothing(speaking: Speaking, talk: Talk) -> None:
