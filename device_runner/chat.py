@@ -102,7 +102,7 @@ def _interruptible() -> Iterator[Interrupts]:
 
 
 class Chat:
-    """A conversation: messages of user and assistant in turn, or one growing text without a template."""
+    """A conversation: alternating messages of user and assistant, or one growing text without a template."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def _check_prge() -> Check:
 def _finder(name: str, purpose: str = "") -> Callable[[], Check]:
     """Return a check that a package is installed, in the version that prge pins if it pins one.
 
-    `purpose` names what needs the package, if training doesn't.
+    `purpose` says what needs the package, if training doesn't need it.
     """
 
     def check() -> Check:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     if cut := record.get("cut_examples"):
-        print(f"{cut} of {record['examples']} examples were truncated: these figures are not of whole rows")
+        print(f"{cut} of {record['examples']} examples were truncated: these figures are not for whole rows")
     if settings.json:
         write_json(settings.json, record)
     return 0

@@ -24,7 +24,7 @@ from prge.training.checkpoint import write_result
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Compute a run's adapter again from its journal alone, and compare it with the run's result."""
+    """Compute a run's adapter again from only its journal, and compare it with the run's result."""
 
     EXAMPLE: ClassVar = "run --out replayed"
 

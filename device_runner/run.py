@@ -1,7 +1,7 @@
 """`prge run`: fine-tune a bundle's adapter in a run folder that can be resumed, replayed and reported.
 
 config.yaml      the settings                     checkpoints/step-N/   PEFT folder and optimizer state
-journal.jsonl    what each step learnt            final/                PEFT folder of the best step
+journal.jsonl    record of each step              final/                PEFT folder of the best step
 metrics.jsonl    metrics to plot                  run.json, log.txt     description, machine, end
 samples.jsonl    the model's answers to prompts
 reference.json   preferences: scores of the rows with the start adapter; computed again if missing

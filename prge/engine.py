@@ -20,7 +20,7 @@ FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# Most hidden states that an engine holds between two blocks, with every copy of the adapter and direction.
+# Maximum number of hidden states between two blocks, counting every copy of the adapter and every direction.
 MAX_HIDDEN_STATES = 8192
 
 EngineName = Literal["auto", "native", "torch"]

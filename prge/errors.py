@@ -80,7 +80,7 @@ class PrgeError(Exception):
 
 
 class ProblemsError(PrgeError):
-    """Several problems, reported together so that they can be corrected at once; of many, the first 40.
+    """Several problems, reported together so that they can be corrected at once; at most 40 are shown.
 
     Args:
         what: what they have in common, in a sentence.
@@ -112,7 +112,7 @@ class Refusal(BundleError):  # noqa: N818
     Args:
         code: see PrgeError; such as `operator-without-derivative`.
         what: what isn't supported, in a sentence.
-        operator: the operator of the graph that isn't supported, if it is one.
+        operator: the unsupported operator of the graph, if an operator is the reason.
         module: the module of the model that contains the operator.
         remedy: what the user can do.
     """

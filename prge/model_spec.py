@@ -70,7 +70,7 @@ class AdaptedModule:
         rank: rank of the adapter.
         in_features: number of the layer's input features.
         out_features: number of the layer's output features.
-        trains_a: whether `lora_a` is trained, too (LoRA); LoRA-FA trains `lora_b` alone.
+        trains_a: whether `lora_a` is trained, too (LoRA); LoRA-FA trains only `lora_b`.
     """
 
     name: str
@@ -104,7 +104,7 @@ class ModelSpec:
             the engine.
         width: width of pooled states.
         vocabulary_size: token ids are less than this.
-        sequence_length: most tokens of a sequence.
+        sequence_length: maximum number of tokens in a sequence.
         modules: the adapted layers; their `alpha` is part of the frozen `lora_a`.
 
     Raises:

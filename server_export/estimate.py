@@ -1,4 +1,4 @@
-"""`prge estimate`: the cost of an export and of its runs, from configuration and flags alone."""
+"""`prge estimate`: the cost of an export and of its runs, from only the configuration and the flags."""
 
 from __future__ import annotations
 

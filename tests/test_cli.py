@@ -101,7 +101,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callab
         ("inspect", "--bundle is missing"),
         ("inspect nowhere", "nowhere is not a bundle"),
         ("inspect damaged", "has 0 bytes, the manifest says 512"),
-        ("report nowhere", "nowhere is no run"),
+        ("report nowhere", "nowhere is not a run"),
         ("report empty --out x.svg", "nothing measured yet"),
         ("inspect --config bad.yaml", "json must be true or false, not 'much'"),
         ("report empty --out x.bmp", "must end in .html or .svg"),

@@ -1,4 +1,4 @@
-"""`prge android bench`: benchmarks of a phone, for model shapes that other projects publish figures of.
+"""`prge android bench`: benchmarks of a phone, for model shapes with figures published by other projects.
 
 `prge export` makes the bundles on this computer, of models with random weights unless you name others. The
 bench writes each trial's result to a file at once: the same command continues an interrupted bench.
@@ -48,7 +48,7 @@ class BenchSettings(PhoneFlags):
     start_below_celsius: float = 40.0
     """Wait before each trial until the phone is at most this warm, in degrees Celsius."""
     cool_minutes: float = 20.0
-    """Longest wait for the phone to cool down; a phone that stays hotter is not measured."""
+    """Maximum wait for the phone to cool down; a phone that stays hotter is not measured."""
     cache: OutputFolder | None = None
     """Folder for bundles, which you may remove at any time; default: ~/.cache/prge/bench."""
     tiny: bool = False
@@ -91,7 +91,7 @@ def bench(phone: Phone, settings: BenchSettings) -> int:
         The exit code: 0 if the file has all chosen trials afterwards, else 1.
 
     Raises:
-        PrgeError: the phone lacks something, the file is of another phone, or this machine's storage is full.
+        PrgeError: the phone lacks something, the file is another phone's, or this machine's storage is full.
     """
     phone.require_this_driver()
     record = _Record.of(settings.json, {**_facts(phone), "tiny": settings.tiny})
@@ -147,7 +147,7 @@ class _Record:
         record = content if isinstance(content, dict) and isinstance(content.get("trials"), dict) else {}
         if differing := [name for name in head if record.get(name, ...) != head[name]]:
             raise ConfigError(
-                "The file is of another phone, runtime or version of prge:",
+                "The file has results of another phone, runtime or version of prge:",
                 [f"{path}: {name} is {record.get(name)}, here {head[name]}" for name in differing],
                 remedy="Give another file with --json.",
                 code="bench-of-other-device",

@@ -52,7 +52,7 @@ class BenchModel:
             "quantize": _SCHEME,
             "rank": trial.rank,
             "target_modules": layers if isinstance(layers, str) else list(layers),
-            # The published figures are of training both matrices.
+            # The published figures are for training both matrices.
             "adapter": "lora",
             "roles": list(trial.roles),
             "sequence_length": trial.tokens,
@@ -71,7 +71,7 @@ class BenchModel:
 
 
 def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
-    """Return the bundle of each model, exported if need be, or the error of its export.
+    """Return the bundle of each model, exported if necessary, or the error of its export.
 
     Raises:
         RunError: the storage has too little room for the bundles to export.

@@ -117,7 +117,7 @@ class StopSettings(NamedSettings):
     now: bool = False
     """Kill the run at once. You can still resume it later."""
     seconds: float = 120.0
-    """Longest wait for the run to end, in seconds."""
+    """Maximum wait for the run to end, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ MAX_RESTARTS = 5
 HASH_SECONDS = 600.0
 MAX_PULLS = 5
 GROWING_FILES = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
-# Files that show rows; they stay on the device unless the user asks for them.
+# Files that show rows; they stay on the device unless the user requests them.
 FILES_WITH_ROWS = (LOG, FEEDBACK)
 # Files whose first line identifies a run, one of which every run that has begun has.
 RUN_MARKERS = (JOURNAL, HISTORY, FEEDBACK)
@@ -58,7 +58,7 @@ class Job:
     port: int | None = None
     """Port of a server on the device's loopback; None: the job is not a server."""
     restarts: int = 0
-    """How often a server was started again after it was killed."""
+    """Number of times that a server was started again after it was killed."""
 
     @property
     def is_done(self) -> bool:
@@ -427,7 +427,7 @@ class Phone:
         return job
 
     def pull_run(self, name: str, out: Path, excluded: Collection[str] = FILES_WITH_ROWS) -> list[str]:
-        """Copy the folder of a run or a server to this computer, whole or not at all.
+        """Copy the folder of a run or a server to this computer, completely or not at all.
 
         Args:
             name: name of the run.

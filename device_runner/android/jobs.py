@@ -27,7 +27,7 @@ class ResumeFlags(PhoneFlags):
     """Resume a run that was stopped or killed."""
 
     resume: str = ""
-    """Name of a stopped or killed run on the device to resume; alone, or with --wait."""
+    """Name of a stopped or killed run on the device to resume. Give this flag alone, or with --wait."""
     wait: bool = False
     """Wait until the run has ended."""
 

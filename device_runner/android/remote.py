@@ -74,7 +74,7 @@ class RemoteVerb:
         words: name of the verb.
         settings: settings class of the verb.
         help: what the verb does on a phone, for the list of verbs.
-        example: the words after the verb in the example of a command that help begins with.
+        example: words after the verb in the example command at the top of the help.
         flags: further flags; by default, the verb runs on the phone in this terminal.
         resume: function that runs the verb if its arguments have --resume.
         reads: whether the verb reads standard input.
@@ -256,7 +256,7 @@ class RemoteCall:
         return f"{title}={self._adapter(name, source)}"
 
     def _adapter(self, name: str, source: Path) -> str:
-        """Return the path of an adapter on the phone: of a run there, or sent from this computer."""
+        """Return the path on the phone of a run's adapter there, or of an adapter that is sent now."""
         if run := self._run_folder(str(source)):
             return run
         if not source.exists():

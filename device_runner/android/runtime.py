@@ -110,7 +110,7 @@ class Runtime:
 
 
 def build_runtime(settings: BundleSettings) -> Runtime:
-    """Build a runtime folder, whole or not at all.
+    """Build a runtime folder, completely or not at all.
 
     Equal packages and an equal driver give equal bytes.
 

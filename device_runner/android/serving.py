@@ -29,7 +29,7 @@ from prge.formats.tune_folder import find_tuning
 
 KEY = "key"
 READY = "listening at"
-# Longest wait for the model to load.
+# Maximum wait for the model to load.
 _READY_SECONDS = 600.0
 _LAST_LINES = 15
 # Exit codes of a server that was stopped, or could not start.

@@ -226,5 +226,5 @@ def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def letters(count: int, seed: int = 0) -> str:
-    """Return `count` random letters, which are about as many tokens."""
+    """Return `count` random letters, which are about `count` tokens."""
     return "".join(random.Random(seed).choices(string.ascii_letters, k=count))

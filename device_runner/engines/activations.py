@@ -4,7 +4,7 @@
     residuals     values inside blocks; the backward pass recomputes a block that saves none
     trunk         hidden states that enter the lowest adapted block, kept across calls (trunk_cache.py)
 
-Checkpoints lie in memory, or above a bound in an unlinked mapped file, which disappears however the process
+Checkpoints are in memory, or above a bound in an unlinked mapped file, which disappears however the process
 ends. The last blocks whose residuals fit into a budget save them. Neither choice changes a bit of a gradient.
 """
 

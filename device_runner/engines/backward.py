@@ -39,7 +39,7 @@ class Backward:
         """Return the gradient of the adapter's values, f32 [size]; NaN if a gradient in between isn't finite.
 
         Args:
-            parts: parts of the call with one copy of the adapter, as they left the last of the blocks.
+            parts: parts of the call with one copy of the adapter, after the last of the blocks.
             gradients: gradients of the loss with respect to their hidden states, [batch, tokens, width].
             numbers: numbers of the blocks.
         """
@@ -60,7 +60,7 @@ class Backward:
         return self.gradient
 
     def _run_block(self, number: int, parts: Sequence[Batch]) -> bool:
-        """Compute the gradients of all parts before a block; return whether they are finite.
+        """Compute the gradients of a block's inputs for all parts; return whether they are finite.
 
         Gradients of single rows are added part by part and row by row. So the bits of a sum depend on the
         rows alone: shorter rows come first, rows of one padded length in the order of the call.
@@ -89,7 +89,7 @@ class Backward:
         return Experts(self._blocks)
 
     def _run_experts(self, number: int, parts: Sequence[Batch]) -> bool:
-        """Compute the gradients of all parts before a layer's experts; return whether they are finite."""
+        """Compute the gradients of the inputs of a layer's experts; return whether all are finite."""
         with ExitStack() as stack:
             saved = [stack.enter_context(self._store.restore(index)) for index in range(len(parts))]
             states = [arrays["hidden_states"][0] for arrays in saved]

@@ -44,7 +44,7 @@ def tensor_spec(dtype_code: int, sizes: Sequence[int]) -> TensorSpec:
 
 @dataclass(frozen=True)
 class MethodMeta:
-    """Specs of a method's inputs and outputs from its program; None for a value that is no tensor."""
+    """Specs of a method's inputs and outputs from its program; None for a value that isn't a tensor."""
 
     inputs: Tensors
     outputs: Tensors

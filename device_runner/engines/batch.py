@@ -39,7 +39,7 @@ class Batch:
         return int(self.extra_inputs["ones"].shape[1])
 
     def of_one_copy(self, values: Arrays) -> Batch:
-        """Return the same rows without the axis of copies, with new values that lack it too."""
+        """Return a batch of the same rows without the axis of copies, with new values without this axis."""
         extra_inputs = {
             name: array[0] if name == "padding_mask" else array for name, array in self.extra_inputs.items()
         }

@@ -39,7 +39,7 @@ from prge.formats.signatures import BACKWARD, DECODE, FORWARD, PREFILL, RESIDUAL
 from prge.numerics.expert_routing import Routing
 from prge.system.memory import available_memory
 
-# Residuals may take one part in so many of the available memory.
+# Residuals may take 1 / _SHARE of the available memory.
 _SHARE = 4
 
 
@@ -78,7 +78,7 @@ class Blocks:
         self._first = self.chain.first_with_weights
         # Methods by block and role; the block that was used last comes last.
         self._loaded: dict[int, dict[str, Any]] = {}
-        # Methods of blocks whose weights are released: to load a method takes longer than to read its
+        # Methods of blocks whose weights are released: loading a method takes longer than reading its
         # weights.
         self._idle: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
@@ -146,10 +146,10 @@ class Blocks:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes left for residuals next to all weights, of `loaded` or of a share of the available memory.
+        """Bytes that `loaded`, or a share of the available memory, leaves for residuals next to all weights.
 
-        Weights that aren't mapped from a packed file lie in memory once for each method. It is 0 for the
-        torch engine, which holds memory for the largest outputs of each method.
+        Weights that aren't mapped from a packed file are in memory once for each method. The result is 0 for
+        the torch engine, which holds memory for the largest outputs of each method.
         """
         if self._packed is None:
             return 0
@@ -178,7 +178,7 @@ class Blocks:
                 memory.
 
         Returns:
-            Outputs by name; those that aren't in `into` lie in memory that `release` takes back.
+            Outputs by name; those that aren't in `into` are in memory that `release` takes back.
 
         Raises:
             EngineRefusalError: the engine failed.
@@ -274,8 +274,8 @@ class Blocks:
     def _make_room(self, number: int, role: str) -> None:
         """Release weights of other blocks until those of this block fit.
 
-        The most recently used blocks go first: a call visits the blocks in order, so they are needed last.
-        Methods are kept without their weights, except for experts, which are many.
+        The most recently used blocks are released first: a call visits the blocks in order, so they are
+        needed last. Methods are kept without their weights, except for experts, which are many.
         """
         others = [other for other in reversed(self._loaded) if other != number]
         for other in (*others, number):

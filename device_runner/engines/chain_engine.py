@@ -31,7 +31,7 @@ class ChainEngine(CheckedEngine):
     Args:
         blocks: blocks of the bundle.
         threads: size of the engine's thread pool.
-        store: storage of activations; by default they lie in memory, and blocks save no residuals.
+        store: storage of activations; by default they are in memory, and blocks save no residuals.
     """
 
     def __init__(self, blocks: Blocks, threads: int, store: ActivationStore | None = None) -> None:

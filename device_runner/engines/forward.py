@@ -90,7 +90,7 @@ class Forward:
         ]
 
     def with_directions(self, parts: Sequence[Batch], directions: Directions, queries: slice) -> list[Batch]:
-        """Return the same rows with zero tangents and the directions of some queries."""
+        """Return a batch of the same rows with zero tangents and the directions of some queries."""
         directed_parts = []
         for part in parts:
             states, rows = part.values["hidden_states"][0].copy(), part.rows[0]
@@ -161,7 +161,7 @@ class Forward:
         """Compute some blocks for all parts, in place.
 
         Args:
-            parts: parts of the call before the first of the blocks.
+            parts: parts of the call with the inputs of the first of the blocks.
             role: `forward` or `jvp`.
             numbers: numbers of the blocks.
             store: saves what the backward pass needs, if there is one.
@@ -265,7 +265,7 @@ class Forward:
         return part.length > self.chain.bounds.chunk
 
     def checkpoint_sizes(self, part: Batch, number: int) -> list[int]:
-        """Return the number of elements of each array that a backward pass needs of a part before a block."""
+        """Return the number of elements of each array that the backward pass of a block needs for a part."""
         of_states = part.rows.size * part.length * self.blocks.width(number)
         return [
             of_states,

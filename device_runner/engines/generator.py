@@ -3,7 +3,7 @@
     prefill   a chunk of one sequence's tokens passes the blocks
     decode    one token of each of several sequences passes the blocks
 
-Keys and values of all tokens lie in arrays of the host, which the engine reads without a copy: for every
+Keys and values of all tokens are in arrays of the host, which the engine reads without a copy: for every
 block [slots, heads, 1 + capacity, width]. The sequences of a step occupy the first slots. Methods that run at
 every step are bound to their arrays once. Position 0 of a slot stays zero: it stands for the token of the
 current step. float16 keys and values become float32 block by block, in two arrays that all blocks share. Keys
@@ -106,7 +106,8 @@ class ChainGenerationEngine:
         self._context = min(context or chain.bounds.context, chain.bounds.context)
         self._capacity = 0
         self._dtype = np.dtype(precision)
-        # Keys and values: of a block by its number and their name, of a shared value by its number.
+        # Keys and values: a block's own by its number and their name, shared ones by the number of the shared
+        # value.
         self._caches: dict[_Key, Array] = {}
         # Recurrent states f32 [slots, height, width] by block and name.
         self._recurrent: dict[int, dict[str, FloatArray]] = {}
@@ -193,7 +194,7 @@ class ChainGenerationEngine:
     def max_checked(self) -> int:
         """See GenerationEngine."""
         carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.head_start))
-        # The head computes the tokens of one sequence like single tokens of as many sequences.
+        # The head computes several tokens of one sequence as if each belonged to a sequence of its own.
         return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

@@ -52,7 +52,7 @@ def open_engine(
         role: role of training steps: `jvp` if `jvp` will be called, `backward` for `vjp`.
         threads: size of the engine's thread pool; by default the number of performance cores.
         engine: see device_runner.engines.backend.
-        loaded: bytes of weights that may stay loaded, and of activation checkpoints that may lie in memory;
+        loaded: bytes of weights that may stay loaded, and of activation checkpoints that may be in memory;
             what is left next to all weights may hold residuals. See prge.training.costs.Budget.
         folder: folder of the file for larger activation checkpoints.
         checkpoint_dtype: dtype of activation checkpoints.

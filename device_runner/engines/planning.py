@@ -54,7 +54,7 @@ def micro_batches(lengths: IntArray, passes: int) -> Iterator[IntArray]:
 
 
 def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Yield rows that pass a block together: of one padded length, as many as a call takes.
+    """Yield groups of rows that pass a block together: rows of one padded length, as many as fit into a call.
 
     Args:
         rows: numbers of sequences, i64 [rows].
@@ -68,7 +68,7 @@ def length_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator
 
 
 def single_adapter_groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Yield the same for rows with one adapter, i64 [copies, batch]: rows also fill the axis of copies."""
+    """Yield groups i64 [copies, batch] of rows with one adapter, which also fill the axis of copies."""
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
         batch = bounds.batch if length <= bounds.chunk else 1

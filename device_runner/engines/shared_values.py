@@ -71,7 +71,7 @@ class SharedValues:
                     release(store.pop(value))
 
     def of_one_copy(self) -> SharedValues:
-        """Return the same values without the axis of copies."""
+        """Return these shared values without the axis of copies."""
         return SharedValues(self.chain, {value: array[0] for value, array in self.values.items()})
 
 

@@ -36,8 +36,8 @@ class TrunkCache:
     `bytes_kept` is the size of its files; `computed` and `reused` count rows.
 
     Args:
-        folder: created if missing; other files in it are left alone.
-        limit: largest number of bytes of all files.
+        folder: created if missing; other files in it are not changed.
+        limit: maximum number of bytes of all files.
         precision: dtype of the stored values. A row beyond float16's range is stored in float32.
 
     Raises:

@@ -38,7 +38,7 @@ def check_result(result: RoundResult, agreement: Agreement, size: int) -> None:
         size: the number of values of the adapter.
 
     Raises:
-        TaskRefusedError: the result does not.
+        TaskRefusedError: the result belongs to another agreement, or its values are invalid.
     """
     plan = agreement.plan
     if result.sha256 != agreement.sha256:
@@ -81,7 +81,7 @@ def shorten_outliers(
 ) -> tuple[dict[int, RoundResult], list[int]]:
     """Scale down results that are much longer than the median.
 
-    Needs at least three results: of two, neither can be called too long.
+    Needs at least three results: if there are two, neither can be called too long.
 
     Args:
         results: the results by device.

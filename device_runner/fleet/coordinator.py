@@ -138,7 +138,7 @@ def begin_fleet(
     Args:
         folder: a folder without a journal.
         bundle: the fleet's bundle.
-        agreement: what the devices are held to.
+        agreement: the agreement of the fleet.
         adapter: the initial adapter.
         head: the initial classification head of an encoder.
 
@@ -188,7 +188,7 @@ class RoundsFlags:
     per_round: int = 10
     """Devices to ask per round."""
     least_answers: int = 1
-    """Fewest results that complete a round; with fewer the server asks for the round again."""
+    """Minimum number of results that complete a round; with fewer, the server requests the round again."""
     seconds: float = 600.0
     """Seconds to wait for the results of a round."""
     eval_steps: int = 1
@@ -520,7 +520,7 @@ class Coordinator:
         """Evaluate the state if an evaluation is due, unless the journal has its scores.
 
         Args:
-            scored: scores of the present state, if they are known.
+            scored: scores of the current state, if they are known.
 
         Returns:
             The journal's record; empty if no evaluation is due.

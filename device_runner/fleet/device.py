@@ -3,7 +3,7 @@
     device.yaml     its owner's settings: bundle, rows, task, policy
     own.json        the secret seed of the order of its rows
     ledger.jsonl    rounds begun and answered; the epsilon that was spent follows from it (ledger.py)
-    fleets/<hash>/  of one agreement: its content, the global state, the present round
+    fleets/<hash>/  for each agreement: its content, the global state, the current round
 
 A device that is killed resumes in the step where it was; a device that is asked twice answers the same bytes.
 """
@@ -278,7 +278,7 @@ class _Round:
         return line or entry, epsilon
 
     def _known_state(self) -> TrainingState:
-        """Return the global state that the missed rounds follow: of the task, the folder or the bundle.
+        """Return the global state before the missed rounds: that of the task, the folder or the bundle.
 
         Raises:
             TaskRefusedError: there is none.

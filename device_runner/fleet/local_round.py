@@ -69,7 +69,7 @@ class LocalTrainer:
             journal: the journal of this device in this round.
             rows_seed: the seed of the order of this device's rows.
             taken: steps that the device took before; the order of the rows continues there.
-            stopped: whether to give up.
+            stopped: returns whether to stop.
 
         Returns:
             The losses and the update; None if the steps were stopped.
@@ -199,7 +199,7 @@ class CyclicRows(_OwnRows):
     """Cycles through the rows in one order; a step has no row twice, and the windows of a row take turns."""
 
     def examples_at(self, step: int) -> list[Example]:
-        """See Sampler.examples_at; fewer than that where there are fewer rows."""
+        """See Sampler.examples_at; a step has fewer examples if there are fewer rows."""
         rows = by_row(self.examples)
         order, count = row_order(self.seed, 0, len(rows)), min(self.batch_size, len(rows))
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)

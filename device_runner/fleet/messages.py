@@ -34,7 +34,7 @@ class MessageError(PrgeError):
 
 
 class TaskRefusedError(PrgeError):
-    """Why a device takes no part in a round, or why its result does not count."""
+    """The reason why a device takes no part in a round, or why its result does not count."""
 
 
 @dataclass(frozen=True)

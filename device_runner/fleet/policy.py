@@ -32,19 +32,19 @@ class Policy:
     """Allowed estimators. With exact, the device sends the change of its adapter, which reveals much more
     about its rows than projected gradients."""
     most_steps: int = 200
-    """Most steps per round."""
+    """Maximum number of steps per round."""
     most_examples: int = 64
-    """Most examples per step."""
+    """Maximum number of examples per step."""
     most_queries: int = 64
-    """Most random directions per step."""
+    """Maximum number of random directions per step."""
     most_seconds: float = 3600.0
-    """Most seconds per round, including the replay of missed steps; then the round ends without a result."""
+    """Maximum seconds per round, including the replay of missed steps; a longer round has no result."""
     most_rounds_a_day: int = 10_000
-    """Most rounds that may begin within 24 hours, however they end."""
+    """Maximum number of rounds that may begin within 24 hours, however they end."""
     hours: str = ""
     """Hours of the device's clock between which rounds may begin, such as 22-6; default: all."""
     most_rows: int | None = None
-    """Use only the first so many rows of the training file; default: all."""
+    """Use at most this many rows, from the beginning of the training file; default: all."""
     least_noise: float = 0.0
     """Refuse plans with less --noise."""
     unit: Literal["row", "owner"] = "row"
@@ -78,7 +78,7 @@ class Policy:
         """Return why a device with this policy refuses a round of a plan; empty if it takes part.
 
         Args:
-            plan: what the server asks for.
+            plan: the plan that the server requests.
             now: seconds since the epoch.
             rounds_today: rounds begun in the last 24 hours.
         """

@@ -51,12 +51,12 @@ class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
     dev: DevRows | None = None
     """Development rows on the server; the best step on them becomes the result."""
     dev_limit: int | None = None
-    """Most development rows."""
+    """Maximum number of development rows."""
     head_rows: TrainRows | None = None
     """Encoders: labelled rows on the server that fit the classification head before the start; a few rows of
     every class are enough."""
     head_limit: int | None = None
-    """Most of these rows."""
+    """Maximum number of rows of --head-rows."""
     adapter: AdapterInput | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; for an encoder, it
     needs a head."""

@@ -1,7 +1,7 @@
 """`prge fleet simulate`: a fleet in one process, on one engine; messages are encoded, checked and counted.
 
-Devices differ in their rows, seeds and progress; they share everything else. That devices which replay a
-journal reach the server's bits is tested, not assumed (tests/device_runner/fleet).
+Devices differ in their rows, seeds and progress; they share everything else. Tests check that devices which
+replay a journal reach the server's bits (tests/device_runner/fleet).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class SimulateSettings(ServerSettings):
     train_start: int = 0
     """Training rows to skip at the beginning of the file."""
     train_limit: int | None = None
-    """Most training rows."""
+    """Maximum number of training rows."""
     test_limit: int | None = None
-    """Most test rows."""
+    """Maximum number of test rows."""
     devices: int = 100
     """Number of simulated devices."""
     partition: str = "even"

@@ -62,8 +62,8 @@ def replay_steps(
         missed: steps of one round each.
         plan: the plan of the fleet.
         estimator: the estimator that restores gradients; see `replay_estimator`.
-        number: the number of the present round.
-        stopped: whether to give up, asked before each round.
+        number: the number of the current round.
+        stopped: returns whether to stop; called before each round.
 
     Returns:
         False if the replay was stopped between two rounds.

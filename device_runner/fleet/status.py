@@ -51,7 +51,7 @@ class FleetStatus:
         devices: the devices by name.
         bytes_up, bytes_down: the bytes of all rounds.
         loss: the loss of the last round.
-        privacy_epsilon: the largest that a device has spent.
+        privacy_epsilon: the largest epsilon that a device has spent.
         evaluation: the newest scores on the development rows.
     """
 

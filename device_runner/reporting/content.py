@@ -346,7 +346,7 @@ def _paths(run: RunFacts) -> Iterator[Block]:
 
 
 def _next(run: RunFacts) -> Iterator[Block]:
-    """Yield commands to continue with; none while the run goes on."""
+    """Yield commands to continue with; none while the run is running."""
     if run.status == "running":
         return
     finished = run.status in FINISHED and (run.folder / FINAL).is_dir()

@@ -114,7 +114,7 @@ def read_run(folder: Path) -> RunFacts:
     """
     if not any((folder / name).is_file() for name in (CONFIG, JOURNAL, METRICS, SUMMARY)):
         raise RunError(
-            f"{folder} is no run: it has no {METRICS}.",
+            f"{folder} is not a run: it has no {METRICS}.",
             remedy="Give the folder that you passed to `prge run --out`.",
             code="not-a-run",
         )

@@ -22,7 +22,7 @@ Log = Callable[[int, Mapping[str, float]], object]
 """Logs the values of a step by name."""
 
 POLL_SECONDS = 1.0
-# Fields of a record that are no measured values.
+# Fields of a record that are not measured values.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Text settings that reveal nothing about the user's files.
 _NAMES = ("estimator", "optimizer", "lr_scheduler_type", "select")

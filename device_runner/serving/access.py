@@ -120,7 +120,7 @@ class Access:
         )
 
     def find_key(self, headers: Headers) -> str | None:
-        """Return the key that a request has; None if it has none of them."""
+        """Return the accepted key that a request has; None if it has none."""
         scheme, _, sent_key = headers.get("authorization", "").partition(" ")
         known = None
         for key in self.keys:  # compare all of them, so that the time reveals nothing

@@ -139,7 +139,7 @@ class FeedbackIndex:
         self._learnable = bytearray()
 
     def _reopen(self) -> None:
-        """Open the present file. An open file keeps its inode number, so that a replacement differs."""
+        """Open the current file. An open file keeps its inode number, so that a replacement differs."""
         try:
             current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:

@@ -68,8 +68,8 @@ class History:
 
     Args:
         folder: the folder of the learned adapters.
-        start: bundle and adapter that the folder begins with, or began with.
-        date: the date that chat templates use, in a new folder.
+        start: bundle and adapter of a new folder; an existing folder must have been started with the same.
+        date: the date that chat templates use, recorded in a new folder.
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.
@@ -106,7 +106,7 @@ class History:
         return self.versions[-1] if self.versions[-1].status == "learning" else None
 
     def add(self, event: str, version: int, **facts: Any) -> None:
-        """Record that a round begins (`round`), was `judged`, or that its adapter was taken `back`."""
+        """Record that a round began (`round`), was judged (`judged`), or was taken back (`back`)."""
         self._take(self._journal.append({"type": event, "step": version, **facts}))
         self._describe()
         self._journal.sync()

@@ -49,7 +49,7 @@ from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.formats.stored_settings import check_links
 from prge.formats.tune_folder import find_tuning
 
-# Most rows of refused rounds that the next round learns again.
+# Maximum number of rows of refused rounds that the next round learns again.
 _MAX_OPEN = 256
 _ANY_LOSS = 1e6
 # Seconds between two checks for something to learn, and of the sensors.
@@ -108,16 +108,16 @@ class OnlineLearner:
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
         self.problem = ""
-        """Why learning does not work at present; empty if nothing is wrong."""
+        """Why learning does not currently work; empty if nothing is wrong."""
         self.peak_bytes = 0
-        """The most memory that the process of a round used."""
+        """Highest memory use of the process of a round."""
         self._retry_at = 0.0
         self._index = FeedbackIndex(self._folder / FEEDBACK)
         # Whether rows that were in no round can be trained on, by their keys.
         self._learnable = dict[str, bool]()
         # State at the last check for a new round: the file's generation, its rows, and the versions.
         self._seen = (0, 0, 0)
-        # Of the open round's process: its start, its rows' keys, and the file's generation.
+        # The process of the open round: its start, the keys of its rows, and the generation of the file.
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         sensors = Sensors(own_seconds=self.cpu_seconds)
@@ -160,7 +160,7 @@ class OnlineLearner:
         """Do one unit of work: read feedback, begin a round, or serve the result of one.
 
         Returns:
-            False if there is nothing more to do at present.
+            False if there is currently nothing more to do.
         """
         if time.monotonic() < self._retry_at:
             return False
@@ -271,7 +271,7 @@ class OnlineLearner:
         """Handle the outcome of a round."""
         if outcome["status"] == "problem":
             raise RunError(outcome["problem"], code="round-failed")
-        # An adapter that has learnt a deleted row is not served: the round begins again without the row.
+        # An adapter that was trained on a deleted row is not served: the round begins again without the row.
         if not self._index.has_all(self._keys) or outcome["status"] == "changed":
             return
         adapter = self._read(version.number) if outcome["status"] == "served" else None
@@ -339,7 +339,7 @@ class OnlineLearner:
         return self._folder / ROUNDS / f"{version:04d}"
 
     def _new_round(self, version: Version) -> Round:
-        """Return a round with its rows, as far as the file still has them."""
+        """Return a round with those of its rows that the file still has."""
 
         def existing_entries(keys: Sequence[str]) -> list[IndexEntry]:
             return [entry for entry in self._index.entries(keys) if entry.is_learnable]
@@ -429,7 +429,7 @@ def _settings(
         engine: flags of the engine.
         bundle: the bundle that is served.
         run: the run that trained the initial adapter.
-        has_rows: whether the rows to retain are beside the run, as in the folder of a tuning.
+        has_rows: whether the rows to retain are next to the run, as in the folder of a tuning.
     """
     assert flags.learn is not None
     train = flags.kept or flags.learn / FEEDBACK

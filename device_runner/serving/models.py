@@ -104,7 +104,7 @@ class Models:
         Args:
             body: the body of a request.
             read: parses the body.
-            context: most tokens of prompt and completion together.
+            context: maximum number of tokens of prompt and completion together.
 
         Raises:
             RequestError: the request can't be answered.

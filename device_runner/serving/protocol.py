@@ -82,7 +82,7 @@ class ParsedRequest:
     messages: tuple[Message, ...]
     prompts: tuple[str | tuple[int, ...], ...]
     max_tokens: int | None
-    """Most tokens of a completion; None: as many as the context has room for."""
+    """Maximum number of tokens of a completion; None: all that fit into the context."""
     stop: tuple[str, ...]
     sampling: SamplingSettings
     count: int
@@ -362,7 +362,7 @@ class Reply:
         return self._chunk(index, {}, finish=finish)
 
     def usage(self, usage: Json) -> list[Json]:
-        """Return the last events of a stream: the token counts, if the request asked for them."""
+        """Return the last events of a stream: the token counts, if they were requested."""
         return [self._event([], usage)] if self._request.usage else []
 
     def _chunk(self, index: int, delta: Json, text: str = "", finish: Finish | None = None) -> Json:

@@ -68,7 +68,7 @@ class RoundProcess:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the child was seen to use; 0 if the system does not report it."""
+        """Highest memory use of the child so far; 0 if the system does not report it."""
         return self._memory.peak or 0
 
     @property

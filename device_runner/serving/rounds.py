@@ -96,7 +96,7 @@ def read_retained_examples(settings: RunSettings, tokenizer: Tokenizer, bundle: 
 
 
 def _well_rated(source: RowSource) -> list[Row]:
-    """Return rows of completions, or of those with good ratings: bad ones need not be retained."""
+    """Return the rows to retain: all rows, except bad answers among rated ones."""
     if find_form(source.rows, source.name, source.renamed).prefers != "ratings":
         return source.rows
     liked = []
@@ -132,8 +132,8 @@ class Round:
         adapter: initial adapter of the round.
         start: adapter of the first round.
         feedback: file with the rows.
-        learnt: rows to learn: new ones, and those that `adapter` has not learnt because they were held out or
-            their adapters were not served.
+        learnt: rows to learn: new ones, and those that `adapter` was not trained on because they were held
+            out or their adapters were not served.
         held_out: new rows to judge by.
         learnt_before: all other rows.
         replay: fraction of the examples that are earlier ones.
@@ -242,7 +242,7 @@ def _train_and_judge(
         session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)
         session.train(SilentObserver())
     state = session.state
-    # Without held-out rows, the losses are those of the learnt rows.
+    # Without held-out rows, the losses are those of the rows to learn.
     judged_examples = feedback.examples(round.held_out or round.learnt)
     held_scores: Record = {"rows": len(judged_examples) if round.held_out else 0}
     held_scores |= {
@@ -343,5 +343,5 @@ def _folder_of(folder: Path, identity: Record) -> Path:
 
 
 def _sample(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
-    """Sample up to `count` of the items, others in every round."""
+    """Sample up to `count` of the items, different ones in every round."""
     return [items[index] for index in row_order(seed, number, len(items))[:count]] if items else []

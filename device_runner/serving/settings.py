@@ -24,7 +24,7 @@ class RoundFlags(PauseFlags):
     """Flags of learning from feedback while serving."""
 
     learn_every: int = 8
-    """Feedback rows per round of learning; the rows about every fifth prompt are held out for judging."""
+    """Feedback rows per round of learning; rows with every fifth prompt are held out for judging."""
     learn_epochs: float = 8.0
     """Epochs over the rows of a round."""
     learning_rate: float | None = None
@@ -85,11 +85,11 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
     """JSON of variables for the chat template, if a request has no chat_template_kwargs, such as
     '{"enable_thinking": false}'."""
     queue: int = 64
-    """Most completions that are generated or wait at once; further requests get status 429."""
+    """Maximum number of completions that are generated or wait at once; further requests get status 429."""
     slots: int = 8
-    """Most completions that are generated at once."""
+    """Maximum number of completions that are generated at once."""
     context: int | None = None
-    """Most tokens of prompt and completion together; default: the bundle's limit."""
+    """Maximum number of tokens of prompt and completion together; default: the bundle's limit."""
     cache_dtype: Precision = "float32"
     """Precision of the key-value cache. float16 halves its size, and takes more time to read."""
 
@@ -97,7 +97,7 @@ class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
     """File to which /v1/feedback appends rows, with the prompt and the completion; `prge tune --data` reads
     it. Default: nothing is stored."""
     feedback_limit: Bytes = _MAX_FEEDBACK
-    """Largest size of this file, such as 200MB; beyond it, feedback gets status 507."""
+    """Maximum size of this file, such as 200MB; feedback beyond it gets status 507."""
     runs: InputFolder | None = None
     """A run, or a folder with runs, to show on the page /training. Default: none."""
 

@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens of prompt and completion together."""
         return self._generator.engine.context
 
     @property

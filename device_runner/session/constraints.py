@@ -159,7 +159,7 @@ def parse_when(text: str) -> list[Constraint]:
     """Parse a `--when` into constraints, all of which must be met.
 
     Raises:
-        ValueError: a word is no constraint, or two words are constraints of one type; the message names it.
+        ValueError: a word isn't a constraint, or two words are constraints of one type; the message names it.
     """
     constraints = [_parse_word(word.strip()) for word in text.split(",")] if text else []
     for number, each in enumerate(constraints):

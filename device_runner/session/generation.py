@@ -49,7 +49,7 @@ class GenerationFlags(EngineFlags):
     """How text is generated, and by which engine."""
 
     max_tokens: int = 128
-    """Largest number of generated tokens."""
+    """Maximum number of generated tokens."""
     temperature: float = 0.0
     """0 always takes the most likely token; higher values sample: 0.7 stays close to it, 1 is the model's own
     distribution."""
@@ -69,7 +69,7 @@ class GenerationFlags(EngineFlags):
     """What to do with a prompt that is too long for the context: error, or truncate its beginning, so that
     the answer has room."""
     context: int | None = None
-    """Largest number of tokens of prompt and answer together; default: all of the bundle's positions."""
+    """Maximum number of tokens of prompt and answer together; default: all of the bundle's positions."""
     cache_dtype: Precision = "float32"
     """Precision of cached keys and values. float16 takes half the memory, and more time to read."""
     draft: Draft = "lookup"
@@ -148,7 +148,7 @@ class ChatSettings(GenerationFlags, BundleFlags):
     EXAMPLE: ClassVar = "bundle --adapter run"
 
     max_tokens: int = 512
-    """Largest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float = 0.7
     """0 always takes the most likely token; higher values sample, 1 from the model's own distribution."""
     top_p: float = 0.95

@@ -3,7 +3,7 @@
     reference.json    {"of": ..., "scores": [[chosen, rejected], ...], "sha256": ...}
 
 `of` is the hash of everything that determines the scores: bundle, adapter, tokens. A file that is damaged or
-of something else is computed again.
+belongs to other inputs is computed again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load_or_compute_references(
 
 
 def _read_scores(path: Path, key: str, examples: Sequence[Example]) -> Scores | None:
-    """Return the scores in a file; None if the file is missing, damaged or of something else."""
+    """Return the scores in a file; None if the file is missing, damaged or belongs to other inputs."""
     try:
         content: Any = parse_json(read_regular(path).decode())
         scores = content["scores"]

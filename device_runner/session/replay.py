@@ -56,7 +56,8 @@ def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: 
             )
         if "seeds" in record:
             raise RunError(
-                f"{journal.path} is of an earlier version's fleet, whose devices had their own directions.",
+                f"{journal.path} belongs to a fleet of an earlier version, whose devices had their own "
+                "directions.",
                 remedy="Use the adapter in its final/ or checkpoints/.",
                 code="journal-of-other-version",
             )

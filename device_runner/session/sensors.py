@@ -51,7 +51,7 @@ class Sensors:
         Args:
             system: folder of devices, /sys.
             processes: folder of statistics, /proc.
-            own_seconds: returns the processor time of this program so far; default: of this process alone.
+            own_seconds: returns the processor time of this program so far; default: that of this process.
         """
         self._own_seconds = own_seconds
         self._battery = system / "class" / "power_supply"
@@ -134,7 +134,7 @@ class Sensors:
         return SensorReading(now.tm_hour * 60 + now.tm_min, "the clock")
 
     def _foreign_seconds(self) -> tuple[float, float] | None:
-        """Return the time, and the seconds that processors have worked so far for other programs."""
+        """Return the time, and the processor seconds of other programs so far."""
         words = (_text(self._statistics) or "").partition("\n")[0].split()
         try:
             user, nice, system, _, _, interrupts, soft = map(int, words[1:8])

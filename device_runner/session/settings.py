@@ -116,7 +116,7 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     """Prompts that the model answers before, during and after training, into samples.jsonl: one per line, or
     jsonl with prompt or messages."""
     sample_rows: int = 0
-    """Number of development rows, of a task with candidates, that are answered in the same way."""
+    """Number of development rows of a task with candidates that are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: only before and after training."""
 

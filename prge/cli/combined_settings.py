@@ -24,7 +24,7 @@ def combine_settings(
         about: First paragraph of the help, which shows the fields grouped by their classes.
         parts: Settings classes.
         without: Names of fields to leave out.
-        example: The words after the verb in the example of a command that help begins with; None: no example.
+        example: Words after the verb in the example command at the top of the help; None for no example.
     """
     one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
     fields: dict[str, tuple[str, Any, Any]] = {}

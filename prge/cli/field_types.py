@@ -156,7 +156,7 @@ def _marks(field_type: Any, mark: type[Mark]) -> Iterator[Mark]:
 
 
 def _members(field_type: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union, or the type alone."""
+    """Return the alternatives of a union, or a list of just the type."""
     return get_args(field_type) if get_origin(field_type) in (Union, types.UnionType) else (field_type,)
 
 

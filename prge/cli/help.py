@@ -99,8 +99,7 @@ def print_verbs_help(
         prog: The words before the verbs, such as `prge android`.
         helps: What each verb does.
         about: A text above the list.
-        groups: Heading of each verb's group; verbs of a group follow one another. Without it, the list has no
-            headings.
+        groups: Heading of each verb's group; verbs of a group are adjacent. None for a list without headings.
     """
     _complete(prog, {"verb": (list(helps), None)})
     width = max(map(len, helps))
@@ -131,7 +130,7 @@ def is_required(item: dataclasses.Field[Any]) -> bool:
 
 
 def _parts(settings_type: type[Any]) -> tuple[type[Any], ...]:
-    """Return the classes that define the fields: the parts of a combined class, or the class alone."""
+    """Return the classes that define the fields: the parts of a combined class, or just the class."""
     parts: tuple[type[Any], ...] = getattr(settings_type, "PARTS", (settings_type,))
     return parts
 

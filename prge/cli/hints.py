@@ -40,7 +40,7 @@ def suggest_setting(key: str, known: Collection[str], written: Callable[[str], s
 
     for name, text in settings_of_alias(key):
         if name in known:
-            return name, f"; here it is {text}"
+            return name, f"; use {text}"
     for message in _names_by_alias("messages").get(key, ()):
         return "", f": {message}"
     elsewhere = [text for _, text in settings_of_alias(key)]

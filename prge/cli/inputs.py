@@ -32,7 +32,7 @@ class Input(Enum):
     TEXT = "text, or - for standard input"
 
 
-# Inputs that are rows, and the file of a folder that holds them.
+# Settings that name rows, and the part that each reads from a folder of row files.
 PART_OF_ROWS: Mapping[Input, Literal["train", "dev", "test"]] = {
     Input.TRAIN_ROWS: "train",
     Input.DEV_ROWS: "dev",
@@ -40,7 +40,7 @@ PART_OF_ROWS: Mapping[Input, Literal["train", "dev", "test"]] = {
 }
 
 InputFile: TypeAlias = Annotated[Path, Input.FILE]
-# The name of something that comes with prge, or a file.
+# The name of something that is included in prge, such as a task, or a file.
 NamedOrFile: TypeAlias = Annotated[str, Input.FILE]
 InputFolder: TypeAlias = Annotated[Path, Input.FOLDER]
 InputPath: TypeAlias = Annotated[Path, Input.PATH]

@@ -66,7 +66,7 @@ def check_outputs(settings: Any) -> None:
 
 
 def _paths(value: Any) -> Iterator[Path]:
-    """Yield the paths of a setting's value; a text counts if a file of this name exists."""
+    """Yield the paths of a setting's value; a text is a path if a file with this name exists."""
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, Path) or (isinstance(each, str) and os.path.isfile(each)):
             yield Path(each)

@@ -24,7 +24,7 @@ KEPT      file in the folder that `folder` names, whose settings are the default
           in both files see prge/formats/stored_settings.py
 PRESETS   folder of YAML files, one of which `preset` names; its settings are the defaults
 current   converts the settings of a file that an earlier version wrote
-EXAMPLE   the words after the verb in the example of a command that help begins with
+EXAMPLE   words after the verb in the example command at the top of the help
 
 A setting's name in the previous version is accepted too, with a warning (section `renamed` of hints.yaml).
 Stored settings are read with old names without a warning.
@@ -125,7 +125,7 @@ def parse_settings(
 
 
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
-    """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError."""
+    """Read settings from a YAML file without flags, such as a run's `config.yaml`; raises ConfigError."""
     problems: list[str] = []
     entries = _without_warnings(_read_file(path, settings_type, problems))
     return _build(settings_type, entries, problems, prog)
@@ -162,7 +162,7 @@ def is_config_of(settings_type: type[Any], path: Path) -> bool:
 
 
 def parse_path(value: object, where: str) -> Path:
-    """Convert an argument of a Python call to a path; raises ConfigError if it is none."""
+    """Convert an argument of a Python call to a path; raises ConfigError for any other value."""
     try:
         return Path(convert_value(value, Path))
     except CONVERSION_ERRORS:
@@ -179,7 +179,7 @@ def settings_from_mapping(
     where: str,
     prog: str = "prge",
 ) -> Settings:
-    """Create settings from a mapping, such as the arguments of a Python call; raises as `parse_settings`.
+    """Create settings from a mapping, such as arguments of a Python call; see `parse_settings` for errors.
 
     Args:
         settings_type: A dataclass as described in the module's docstring.
@@ -335,7 +335,7 @@ def _read_words(
         match = key
         if key not in field_types:
             match, hint = suggest_setting(key, field_types, flag)
-            problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
+            problems.append(f"{shortened(name, 100)} is not a flag of this verb{hint}")
         field_type = field_types.get(match)
         values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
         if field_type is None:
@@ -508,7 +508,7 @@ def _parse_mapping(
             entries.append(_SettingValue.of(f"{where}: {key}", name, to_python_value(value), new_name))
         else:
             match, hint = suggest_setting(str(key).replace("-", "_"), field_types, str)
-            problems.append(f"{where}: {format_value(key)} is no setting of this verb{hint}")
+            problems.append(f"{where}: {format_value(key)} is not a setting of this verb{hint}")
             entries += [_SettingValue(where, match, _MISNAMED)] if match else []
     problems += _given_twice(entries)
     return entries
@@ -538,7 +538,7 @@ def _with_stored(
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
-                f"{folder} is no run: it has no {settings_type.STORED}.",
+                f"{folder} is not a run: it has no {settings_type.STORED}.",
                 remedy="Give the folder that `--out` named.",
                 code="not-a-run",
             )

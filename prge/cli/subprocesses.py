@@ -82,7 +82,7 @@ def started(
 
     Args:
         words: The verb's command line.
-        environment: Defaults of environment variables for the child alone.
+        environment: Defaults of environment variables of the child.
         options: Arguments of subprocess.Popen.
     """
     with subprocess.Popen(

@@ -96,7 +96,7 @@ def build_examples(
     """Build the examples of rows for a bundle, and a report.
 
     Args:
-        training: build examples of a task with the objective `completion` from the correct candidate alone;
+        training: build examples of a task with the objective `completion` from the correct candidate only;
             false for an evaluation, which compares all candidates.
         source: name of the data in errors.
         renamed: the file's names of renamed columns.

@@ -24,7 +24,7 @@ class UnlearnableError(DataError):
     """A row of feedback can't become an example; `problem` says why."""
 
     def __init__(self, problem: str, *, code: str) -> None:
-        super().__init__(f"the feedback can't be learnt: {problem}", [], code=code)
+        super().__init__(f"the feedback can't be trained on: {problem}", [], code=code)
         self.problem = problem
 
 

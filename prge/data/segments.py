@@ -39,10 +39,10 @@ class SegmentedText:
 
     - `exact`: There is no such token, since the context is tokenized separately, as before generating an
       answer. Such a text has one segment, or a context and a trained segment.
-    - `untrained`, `trained`: The text is tokenized as a whole, and a straddling token is treated so.
+    - `untrained`, `trained`: The text is tokenized as a whole, and a straddling token is trained on or not.
 
-    `special_tokens` are those to add: none for texts of a chat template, the model's `begin`, also the
-    end-of-sequence token, or an encoder's `begin` and `end`. `events` are for the report.
+    `special_tokens` are those to add: none for texts of a chat template; the model's `begin`, with or without
+    the end-of-sequence token; or an encoder's `begin` and `end`. `events` are for the report.
 
     `divide` splits the text into shorter texts with the same trained segments, given a function that says
     whether a text fits. It raises DataError if the text can't be divided. If it is None, the text may be

@@ -207,7 +207,7 @@ def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSou
         raise ConfigError(
             "--columns can't be used:",
             problems,
-            remedy=f"Before the = stands one of {', '.join(read)}; after it, the name that the file has.",
+            remedy=f"Write NAME=COLUMN. NAME is one of {', '.join(read)}; COLUMN is a column of the file.",
             code="columns-unusable",
         )
 

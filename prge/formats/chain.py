@@ -59,16 +59,16 @@ _MAX_RESIDUALS = 256
 _MAX_RECURRENT_STATES = 64
 _MAX_AXES = 8
 _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
-# Most problems that an error lists: one mistake can cause a problem in every block.
+# Maximum number of problems in an error: one mistake can cause a problem in every block.
 _MAX_PROBLEMS = 8
 # torch.export specializes programs for a size of 1.
 MIN_TOKENS = 2
-# Most tokens of a batch in one call; and the chunk size of longer rows, up to which all queries fit.
+# Maximum number of tokens of a batch in one call; chunk size of longer rows, for which all queries fit.
 MAX_WHOLE_TOKENS, _CHUNK = 512, 256
 # Chunk size of blocks with a recurrence, whose cost grows with the square or the cube of the chunk.
 RECURRENT_CHUNK = 128
-# Most attention scores of a chunk, all heads together: 8 MB, of which a backward pass holds several tensors.
-# Chunks of fewer than 64 tokens take longer per token.
+# Maximum number of attention scores of a chunk, over all heads: 8 MB. A backward pass holds several such
+# tensors. Chunks of fewer than 64 tokens take longer per token.
 _MAX_SCORES, _MIN_CHUNK = 1 << 21, 64
 # Value that masks add to the scores of hidden tokens: the exponential of its sum with any score is exactly 0
 # in float32, and no sum overflows.
@@ -113,8 +113,8 @@ class Bounds:
         Programs plan their memory for a call in which all sizes are at their bounds.
 
         Args:
-            tokens: most tokens of a row.
-            context: most tokens of a sequence in text generation.
+            tokens: maximum number of tokens in a row.
+            context: maximum number of tokens of a sequence in text generation.
             is_encoder: whether the model is an encoder, whose rows can't be chunked because tokens attend to
                 later ones.
             recurs: whether blocks have a recurrence, which needs shorter chunks.
@@ -570,7 +570,7 @@ class Chain:
         )
 
     def longest(self, role: str) -> int:
-        """Return the most tokens of a row in a role of training."""
+        """Return the maximum number of tokens of a row in a role of training."""
         return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
     def causal_table(self, number: int) -> TableSpec | None:

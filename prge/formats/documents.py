@@ -127,7 +127,7 @@ def parse_yaml(content: bytes | str) -> Any:
         raise
     except ValueError:  # from Python's int and float
         raise DocumentError(
-            "it has a number that is none, or one of thousands of digits", code="number-unreadable"
+            "it has an invalid number, or one of thousands of digits", code="number-unreadable"
         ) from None
     _check_numbers_and_texts(value)
     return value
@@ -177,13 +177,13 @@ def _number(text: str) -> float:
 def _finite(value: float, text: object) -> float:
     if not math.isfinite(value):
         raise DocumentError(
-            f"it has {format_value(text)}, which is no finite number", code="number-not-finite"
+            f"it has {format_value(text)}, which is not a finite number", code="number-not-finite"
         )
     return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise DocumentError(f"it has {text}, which is no number of JSON", code="number-not-finite")
+    raise DocumentError(f"it has {text}, which JSON does not allow", code="number-not-finite")
 
 
 def _infinity(name: str) -> float:

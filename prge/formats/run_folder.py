@@ -145,7 +145,7 @@ class RunLog:
         if len(kept) < len(lines):
             write_file(path, b"".join(lines[index] for index in kept))
         if invalid := sum(record is None for record in records[:-1]):
-            self.text(f"{METRICS}: left out {invalid} lines that are no records")
+            self.text(f"{METRICS}: left out {invalid} lines that are not records")
         return [record for record in records if record and record["step"] <= last]
 
 

@@ -89,14 +89,14 @@ ROLE_OF: Mapping[str, Role] = {
 # chunk roles.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 ALL_ROLES = tuple(ROLE_OF)
-# By role of whole rows: the role that computes the same for a chunk.
+# For each role of whole rows, the role with the same derivative for a chunk.
 CHUNK_ROLE = {
     name: chunk
     for name, role in ROLE_OF.items()
     for chunk, other in ROLE_OF.items()
     if role.view is View.BATCH and other == replace(role, view=View.CHUNK)
 }
-# Roles of training steps: of the adapter, they have inputs for trained matrices only.
+# Roles of training steps: their adapter inputs are the trained matrices only.
 TRAINING_ROLES = tuple(role for role in ALL_ROLES if role not in (PREFILL, DECODE))
 
 HIDDEN_STATES, TOKENS, TABLE, ONES, PADDING_MASK = "hidden_states", "tokens", "table", "ones", "padding_mask"

@@ -59,7 +59,7 @@ def sign(text: str, name: str, key: bytes | None = None) -> bytes:
 
     Args:
         text: the settings.
-        name: name of their file, for which alone the signature is valid.
+        name: name of their file; the signature is valid only for this name.
         key: key of the reader; default: the user's key.
     """
     content = text.encode()

@@ -1,1 +1,1 @@
-"""Text generation: prompts, sampling, stop words, and the decoding loop; numpy alone."""
+"""Text generation: prompts, sampling, stop words, and the decoding loop, with numpy only."""

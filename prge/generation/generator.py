@@ -22,12 +22,12 @@ class GenerationEngine(Protocol):
 
     @property
     def context(self) -> int:
-        """Most tokens of a sequence: prompt and completion together."""
+        """Maximum number of tokens of a sequence: prompt and completion together."""
         ...
 
     @property
     def slots(self) -> int:
-        """Most sequences that can be open at once."""
+        """Maximum number of sequences that can be open at once."""
         ...
 
     def open(self, adapter: Adapter) -> int:
@@ -48,7 +48,7 @@ class GenerationEngine(Protocol):
 
     @property
     def max_checked(self) -> int:
-        """Most tokens of a `check`; 0 if sequences can't be rewound to a token that a check found wrong."""
+        """Maximum number of tokens of a `check`; 0 if sequences can't be rewound after a failed check."""
         ...
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

@@ -33,9 +33,9 @@ Reason = Literal["stop", "length", "context", "cancelled"]
 Overflow = Literal["error", "truncate"]
 Draft = Literal["off", "lookup"]
 
-# Who repeats this many tokens of a completion, or this many characters of its end, must have seen it.
+# A client that repeats this many tokens of a completion, or this many characters of its end, has seen it.
 _REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
-# Most prompt tokens of a round, so that other completions continue during a long prefill.
+# Maximum number of prompt tokens in a round, so that other completions continue during a long prefill.
 MAX_PREFILL_TOKENS = 256
 
 
@@ -48,7 +48,7 @@ class GenerationSettings:
     """
 
     max_tokens: int = 128
-    """Most tokens of the completion."""
+    """Maximum number of tokens of the completion."""
     stop: tuple[str, ...] = ()
     """Words that end the completion and aren't part of it; the name of a control token ends it at that
     token."""

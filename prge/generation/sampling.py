@@ -4,7 +4,7 @@ The filters are those of transformers, in its order (`GenerationMixin._get_logit
 
     repetition penalty -> temperature -> top_k -> top_p -> min_p -> sample
 
-llama.cpp applies the temperature last; at temperature 1 both leave the same tokens. Of equal logits, the
+llama.cpp applies the temperature last; at temperature 1 both leave the same tokens. Among equal logits, the
 lowest token id comes first. Each sample uses one Philox number with the seed as key and the number of the
 sample as counter: equal seeds and logits give equal tokens, up to the last bit of the machine's exponential
 function.
@@ -79,7 +79,7 @@ class TokenSampler:
 
         Args:
             logits: f32 [vocabulary]; not changed.
-            history: the tokens so far, including the prompt; used by the repetition penalty alone.
+            history: the tokens so far, including the prompt; used only by the repetition penalty.
 
         Raises:
             EngineError: the largest logit is NaN or infinite.
@@ -139,7 +139,7 @@ def _penalized(logits: FloatArray, history: Sequence[int], penalty: float) -> Fl
 
 
 def _most_likely(logits: FloatArray, count: int) -> IntArray:
-    """Return the ids of the `count` largest logits in ascending order; of equal logits, the lowest ids."""
+    """Return the ids of the `count` largest logits in ascending order; among equal logits, the lowest ids."""
     smallest = np.partition(logits, -count)[-count]
     above, equal = np.flatnonzero(logits > smallest), np.flatnonzero(logits == smallest)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))

@@ -105,7 +105,7 @@ class TextStream:
         return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
-        """Return the fewest last tokens that decode to whole characters; empty if there are too many."""
+        """Return the shortest suffix of tokens that decodes to whole characters; empty if it is too long."""
         special = self._tokenizer.special_ids
         last = [token for token in tokens[-4 * _MAX_CONTEXT :] if token not in special]
         for count in range(1, min(len(last), _MAX_CONTEXT) + 1):

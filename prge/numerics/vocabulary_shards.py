@@ -16,7 +16,7 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-# Most elements of a shard's weight, which are bytes in int8.
+# Maximum number of elements of a shard's weight: a byte each in int8.
 _MAX_SHARD_SIZE = 20_000_000
 _MAX_SHARDS = 64
 # Smaller sums have lost precision. A step of the shift can't turn such a sum into one that overflows.

@@ -178,7 +178,7 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     # Leaving a row out moves the mean of the indicators away from its class, which would reveal that class.
     mean_shift = (indicators - prior) / max(rows - 1, 1)
     lowest, head = np.inf, Head(classes, states.shape[1])
-    # Strengths are in descending order: of equally good ones the strongest is kept.
+    # Strengths are in descending order: among equally good ones, the strongest is kept.
     for index in range(count):
         residual = indicators - prior - fitted[:, index]
         left_out = indicators - residual / np.maximum(1 - leverages[:, index, None], 1e-9) + mean_shift

@@ -15,7 +15,7 @@ from prge.objectives.classification_head import Classifier
 from prge.objectives.examples import Example, microbatches, sequences_of, weights_of
 from prge.objectives.objective import CROSS_ENTROPY, Loss, Objective
 
-# Most tokens of a call that scores examples, so that scoring needs no more memory than a step.
+# Maximum number of tokens in a call that scores examples, so that scoring needs no more memory than a step.
 MAX_SCORING_TOKENS = 512
 
 

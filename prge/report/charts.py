@@ -106,7 +106,7 @@ def line_chart(
 
 
 def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
-    """Combine charts of this module into one SVG with `columns` a row (default: all); skip empty charts."""
+    """Combine charts of this module into one SVG with `columns` per row (default: all); skip empty charts."""
     charts = [chart for chart in charts if chart]
     parts, width, y = [], 0, 0
     for start in range(0, len(charts), columns or max(len(charts), 1)):
@@ -151,7 +151,7 @@ def format_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values to coordinates: the values `low` and `high` lie at `start` and `end`."""
+    """Maps values to coordinates: the values `low` and `high` map to `start` and `end`."""
 
     low: float
     high: float

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 @contextmanager
 def single_interrupt(restored: bool) -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first Ctrl-C only; a process that ignores Ctrl-C goes on ignoring it.
+    """Raise KeyboardInterrupt at the first Ctrl-C only; a process that ignores Ctrl-C keeps ignoring it.
 
     Args:
         restored: restore the previous handler afterwards; a process that ends then doesn't need it.

@@ -44,7 +44,7 @@ class PeakMemory:
         self.sample()
 
     def start(self) -> None:
-        """Mark loading as done: `report` then also returns the memory that is used beyond the present one."""
+        """Mark loading as done: afterwards, `report` also returns the memory used beyond the current use."""
         self.sample()
         if self._peak is not None:
             fields = _kilobytes(self._status)
@@ -90,7 +90,7 @@ class PeakMemory:
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """Return the present memory of this process in bytes, swap included; None if it is unknown."""
+    """Return the current memory use of this process in bytes, swap included; None if it is unknown."""
     try:
         fields = _kilobytes(status)
     except OSError:

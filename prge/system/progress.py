@@ -57,7 +57,7 @@ class Progress:
         return self._steps
 
     def skip(self, done: int) -> None:
-        """Count `done` steps as completed earlier; they don't enter the estimate of the time left."""
+        """Count `done` steps as completed earlier; the estimate of the time left ignores them."""
         self._first = self._done = done
         self._tokens = 0
         self._excluded = 0.0

@@ -153,7 +153,7 @@ def _memory_bytes(request: bytes, memory: int) -> int:
 
 
 def _limit_memory(limit: int) -> None:
-    """Limit the address space of this process to so many bytes."""
+    """Limit the address space of this process to a number of bytes."""
     with contextlib.suppress(OSError, ValueError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 

@@ -1,1 +1,1 @@
-"""Training: the recipe, the session, the loop, estimators, optimizers and checkpoints; numpy alone."""
+"""Training: the recipe, the session, the loop, estimators, optimizers and checkpoints, with numpy only."""

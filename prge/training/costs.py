@@ -50,7 +50,7 @@ BYTES_PER_TRAINED_VALUE = 80
 _TRAINING_BYTES = 8 * MIB
 # Memory of the engine's own data structures per loaded method of a block.
 _METHOD_BYTES = {FORWARD: 600_000, JVP: 750_000, BACKWARD: 250_000, FORWARD_SAVE: 600_000}
-# The same for the two methods of text generation together.
+# Memory of the engine's own data structures for both methods of text generation, per loaded block.
 _GENERATION_METHODS_BYTES = 700_000
 # File size of a method in the program of a block type; BACKWARD includes the residual roles.
 _PROGRAM_BYTES = {FORWARD: 21_000, JVP: 43_000, BACKWARD: 120_000, PREFILL: 14_000, DECODE: 14_000}
@@ -66,7 +66,7 @@ _CHUNK_SCORES = 6
 # Bytes that the system reads from a file around one row of an embedding table.
 _READ_AROUND = 64 << 10
 
-# Of an export: resident memory besides tensors, and seconds on two idle cores of an x86 server.
+# Resident memory of an export besides tensors, and its seconds on two idle cores of an x86 server.
 _EXPORT_BYTES, _EXPORT_BYTES_PER_ROLE = 480 * 10**6, 85 * 10**6
 _CALIBRATION_BYTES_PER_ROLE = 18 * 10**6
 # Calibration adds a block type, and forward passes of 4,096 tokens.
@@ -84,12 +84,13 @@ class StepShape:
         role: role of its calls: `forward`, `jvp` or `backward`.
         sequences: number of sequences.
         tokens: tokens of the longest sequence.
-        targets: most targets of a sequence.
+        targets: maximum number of targets in a sequence.
         vocabulary_size: vocabulary size of the model.
         copies: copies of the adapter in a `forward` call; 1 for scoring.
         queries: directions of a `jvp` call.
         is_separable: see prge.objectives.objective.Objective.
-        sequences_per_example: most sequences of an example, which an exact step computes together.
+        sequences_per_example: maximum number of sequences of an example, which an exact step computes
+            together.
     """
 
     role: str
@@ -109,7 +110,7 @@ class StepShape:
 
     @property
     def tokens_at_once(self) -> int:
-        """Most tokens whose hidden states are held at once."""
+        """Maximum number of tokens whose hidden states are held at once."""
         if self.is_exact:
             most = MICROBATCH_TOKENS if self.is_separable else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
@@ -120,17 +121,17 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Most hidden states held at once, counting every copy of the adapter."""
+        """Maximum number of hidden states held at once, counting every copy of the adapter."""
         return self.copies * self.tokens_at_once
 
     @property
     def sequences_at_once(self) -> int:
-        """Number of sequences of the greatest length that have as many tokens."""
+        """Number of sequences of the greatest length that are held at once."""
         return -(-self.tokens_at_once // self.tokens)
 
     @property
     def rows(self) -> int:
-        """The same, counting every copy of the adapter."""
+        """Number of rows held at once: `sequences_at_once` for every copy of the adapter."""
         return self.copies * self.sequences_at_once
 
 
@@ -228,7 +229,7 @@ class ModelSizes:
 
     @property
     def inner_values(self) -> int:
-        """Number of tensors of that width that a block holds at once: these layers' outputs and one."""
+        """Number of tensors of width `inner` in a block at once: its widest layers' outputs and one more."""
         widest_layers = sum(
             min(layer.count, self.blocks) if layer.of_experts else layer.count
             for layer in self.layers
@@ -294,7 +295,7 @@ class RunMemory:
         arena: tensors that programs plan.
         workspace: XNNPACK's workspace.
         states: hidden states between blocks, and activation checkpoints or the KV cache.
-        saved: most residuals that an exact step holds.
+        saved: the largest residuals that an exact step holds.
         adapter: copies of the adapter, and the optimizer's arrays.
         directions: random directions.
     """
@@ -453,7 +454,7 @@ def estimate_run_memory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
         tokenizer=_BYTES_PER_VOCABULARY_TOKEN * shape.vocabulary_size,
-        # Of activation checkpoints in a file, one is in memory at a time: pages are released after use.
+        # One of the activation checkpoints in a file is in memory at a time: pages are released after use.
         mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in methods),
@@ -479,7 +480,7 @@ class _Call:
 
 
 def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
-    """Return the sizes of the largest call of a block in a step; a row in chunks is computed alone."""
+    """Return the sizes of the largest call of a block in a step; a row in chunks has calls of its own."""
     queries, length = min(shape.queries, bounds.queries), shape.tokens
     rows = min(shape.copies, bounds.copies) * min(shape.sequences_at_once, bounds.batch)
     targets = min(shape.rows * shape.targets, bounds.states // (1 + queries))
@@ -489,7 +490,7 @@ def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
 def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -> int:
     """Estimate the bytes of the arena, which the programs of blocks and of the output head share.
 
-    The smaller of the two touches about half of its memory outside of the larger one's.
+    About half of the smaller arena lies outside of the memory that the larger one touches.
     """
     length = shape.tokens
     past = _past_bytes(outline, bounds, call.queries, length) if length > call.length else 0
@@ -536,7 +537,7 @@ def _past_bytes(outline: ModelSizes, bounds: Bounds, queries: int, length: int) 
 
 
 def _residual_bytes(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
-    """Estimate the most bytes of residuals in an exact step."""
+    """Estimate the maximum bytes of residuals in an exact step."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
     values = frozen + sum(
@@ -587,14 +588,14 @@ def estimate_generation_memory(
         weights: bytes of the bundle's weights.
         engine: `native` or `torch`.
         slots: number of sequences at once.
-        context: most tokens of a sequence.
-        loaded: most bytes of weights that stay loaded; None: no limit.
+        context: maximum number of tokens in a sequence.
+        loaded: maximum bytes of weights that stay loaded; None: no limit.
         cache_bytes: bytes of a value in the KV cache: 4 or 2.
     """
     chunk, heads = min(_PREFILL_CHUNK[context > _LONG_CONTEXT], outline.longest, context), outline.heads
     values_per_block = outline.key_width * 2 * context
     cache = slots * values_per_block * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
-    # Attention scores, of a prefill chunk or of one token of each sequence, with all tokens before.
+    # Attention scores of a prefill chunk, or of one token of each sequence, with all earlier tokens.
     scores = _FLOAT * heads * context * max(_PREFILL_SCORES * chunk, slots)
     held = _loaded_weights(weights, has_backward=False, loaded=loaded)
     held += min(weights.table, (chunk + slots) * _READ_AROUND)
@@ -624,7 +625,7 @@ class Budget:
     """How a memory limit of a process is used.
 
     Attributes:
-        limit: most bytes of the process, including pages of mapped files.
+        limit: maximum bytes of the process, including pages of mapped files.
         loaded: most bytes of weights that stay loaded, and, if all weights fit, of residuals.
         predicted: predicted peak of the process, in bytes.
     """
@@ -644,14 +645,15 @@ def fit_budget(
     """Return the largest budget of loaded weights and residuals that keeps a process within a memory limit.
 
     Args:
-        limit: most bytes of the process.
+        limit: maximum bytes of the process.
         predicted: returns the predicted bytes of the process for a number of loaded bytes.
         weights: bytes of the bundle's weights.
         process: name of the process in messages, such as `this run`.
         remedy: what the user can do if the limit is too low.
 
     Raises:
-        ConfigError: the limit is too low even with the largest block alone; the message has the minimum.
+        ConfigError: the limit is too low even if only the largest block is loaded; the message has the
+            minimum.
     """
     smallest = weights.largest
     if (least := predicted(smallest)) > limit:
@@ -719,7 +721,7 @@ def memory_table(
         roles: roles of the bundle.
 
     Returns:
-        Two rows for each estimator. `loaded_bytes`: most bytes of loaded weights, None for all;
+        Two rows for each estimator. `loaded_bytes`: maximum bytes of loaded weights, None for all;
         `anonymous_bytes`: memory without pages of files; `resident_bytes`: the peak with pages of files,
         which `--memory` limits.
     """

@@ -60,8 +60,8 @@ class Heads:
 def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], folds: int = 0) -> Heads:
     """Fit an encoder's head on examples, and cross-fitted heads if `folds` isn't 0.
 
-    Of equal examples, only the first is used: the rows that are left out to measure a head's confidence must
-    not occur among those that it is fitted on.
+    Only the first of several equal examples is used: the rows that are left out to measure a head's
+    confidence must not occur among those that it is fitted on.
 
     Args:
         engine: computes the pooled states.

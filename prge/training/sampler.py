@@ -23,7 +23,7 @@ def row_order(seed: int, epoch: int, rows: int) -> IntArray:
 
 
 def max_sequences(examples: Sequence[Example]) -> int:
-    """Return the largest number of sequences of an example; 1 if there are no examples."""
+    """Return the maximum number of sequences of an example; 1 if there are no examples."""
     return max((len(example.sequences) for example in examples), default=1)
 
 

@@ -61,7 +61,7 @@ class SelectionFlags:
     start: int = 0
     """Number of rows to skip at the beginning of the file, after shuffling."""
     limit: int | None = None
-    """Most rows to read."""
+    """Maximum number of rows to read."""
     shuffle_seed: int | None = None
     """Shuffle the rows with this seed before start and limit; the same order on every machine."""
 
@@ -121,11 +121,11 @@ class TrainingLoopFlags(OverflowFlags, LearningRateFlags):
     train_start: int = 0
     """Training rows to skip at the beginning of the file, after shuffling."""
     train_limit: int | None = None
-    """Most training rows."""
+    """Maximum number of training rows."""
     dev_start: int = 0
     """Development rows to skip, after shuffling."""
     dev_limit: int | None = None
-    """Most development rows."""
+    """Maximum number of development rows."""
     shuffle_seed: int | None = None
     """Shuffle training and development rows with this seed before start and limit; the same order on every
     machine."""
@@ -177,8 +177,8 @@ class TrainingFlags(TrainingLoopFlags, ExampleFlags):
     out: OutputFolder
     """Run folder to create."""
     dev: DevRows | None = None
-    """Development rows, evaluated during training; the best step becomes the result. Of a folder, the file
-    valid is read; of a data set, the split validation."""
+    """Development rows, evaluated during training; the best step becomes the result. A folder's file valid is
+    read, or a data set's split validation."""
 
     save_steps: int = 100
     """Steps between checkpoints; 0: none."""

@@ -142,7 +142,7 @@ def settings_records(journal: Journal) -> list[Record]:
 
 
 def load_estimator(journal: Journal) -> Estimator:
-    """Return the estimator of a journal's run, which uses the estimator of the time for each step."""
+    """Return the estimator of a journal's run, which uses for each step the estimator that took it."""
     since = []
     for record in settings_records(journal):
         with journal.reading(record):

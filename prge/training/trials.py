@@ -31,7 +31,7 @@ class Trial:
     """Whether only the weights of one block are loaded at a time."""
     roles: tuple[str, ...] = (FORWARD, BACKWARD)
     written: int = 0
-    """Number of generated tokens after a prompt of as many; 0: the benchmark measures training steps."""
+    """Number of tokens of the prompt, and of the generated text; 0: the benchmark measures training steps."""
 
     def text(self) -> str:
         """Describe the benchmark for a table."""

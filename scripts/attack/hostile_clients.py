@@ -427,7 +427,7 @@ def _runs(server: _Server, random: Random) -> Request:
     if random.random() < 0.5:
         return Request(server.head("GET", f"/v1/runs/events?{path}", **headers), "no run", "GET")
     stopped = random.choice([path, "run=run"])
-    return Request(server.request(f"/v1/runs/stop?{stopped}", b"{}", **headers), "no run that goes on")
+    return Request(server.request(f"/v1/runs/stop?{stopped}", b"{}", **headers), "a running run's name")
 
 
 def _event_streams(server: _Server, random: Random) -> Request:
@@ -479,9 +479,9 @@ _ATTACKS: dict[str, Callable[[_Server, Random], Request]] = {
     "clients that leave": _leaving,
     "a crowd": _crowd,
     "a strange path": _path,
-    "a run that is none": _runs,
+    "an invalid run": _runs,
     "a crowd that looks at a run": _event_streams,
     "a wrong key": _key,
 }
-# They are no requests, or go on while they are refused.
+# Some of these inputs aren't requests, or continue while the server refuses them.
 _MAY_BE_HUNG_UP_ON = ("far too much", "a strange head", "a pipeline", "broken chunks")

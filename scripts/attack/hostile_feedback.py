@@ -190,7 +190,7 @@ def wait_for_rounds(learner: Learner, ends: Callable[[], bool] = lambda: False) 
 
 
 def make_case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Findings:
-    """Return one case of a server; a traceback in its log is a failure in any case."""
+    """Return one case of a server; a traceback in its log is always a failure."""
     log = learner.service.output()
     if "Traceback" in log or "Exception ignored" in log:
         verdict = Verdict.TRACEBACK
@@ -217,7 +217,7 @@ def hostile_row(random: Random) -> tuple[str, object]:
     row = {"id": "h", "prompt": "aa", "answer": " bb", "rating": "good"}
     name = random.choice(_TEXTS)
     value = random.choice([value for value in TABLES["strange"] if not isinstance(value, str)])
-    return f"{name} is no text", {**row, name: value}
+    return f"{name} is not a text", {**row, name: value}
 
 
 def _hostile_rows(stage: _Stage) -> Findings:
@@ -263,7 +263,7 @@ def _kills(stage: _Stage) -> Findings:
 
 
 def _lock(stage: _Stage) -> Findings:
-    """Hold the lock of the feedback file: completions go on, and feedback is refused."""
+    """Hold the lock of the feedback file: completions continue, and feedback is refused."""
     learn = stage.folder / "learn"
     write_feedback(learn, honest_rows()[:1])
     learner = stage.serve(learn)

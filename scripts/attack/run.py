@@ -94,13 +94,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    parser.add_argument("--cases", type=int, help="most cases of each part; default: what time allows")
+    parser.add_argument("--cases", type=int, help="maximum number of cases per part; default: unlimited")
     parser.add_argument(
-        "--kinds", nargs="+", choices=BUNDLE_TYPES, default=list(BUNDLE_TYPES), help="kinds of bundles"
+        "--kinds", nargs="+", choices=BUNDLE_TYPES, default=list(BUNDLE_TYPES), help="types of bundles"
     )
     parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)))
     parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
-    parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again")
+    parser.add_argument("--repeat", metavar="PART:NUMBER", help="repeat one case")
     options = parser.parse_args(argv)
     # Shared memory if there is some: a case waits for storage dozens of times.
     shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None

@@ -64,7 +64,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=DEMO / "model")
-    parser.add_argument("--bundle", type=Path, help="of the model in float32; default: it is exported")
+    parser.add_argument("--bundle", type=Path, help="bundle of the model in float32; default: a new export")
     parser.add_argument("--objectives", nargs="+", default=["dpo", "kto", "orpo"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument(
         "--memory",
         type=lambda text: convert_value(text, Bytes),
-        help="of weights and activations",
+        help="memory for weights and activations",
     )
     methods = ["blocks", "recomputed", "least", "tangent", "prge", *PYTORCH]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)

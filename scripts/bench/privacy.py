@@ -365,7 +365,7 @@ def main() -> int:
     """Parse the flags, run every trick and print JSON; return 1 if a figure is wrong."""
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=120, help="trials with the canary, and as many without")
-    parser.add_argument("--bundle", type=Path, help="of a tiny decoder, with the roles jvp and backward")
+    parser.add_argument("--bundle", type=Path, help="tiny decoder's bundle with the roles jvp and backward")
     parser.add_argument("--tricks", nargs="+", choices=TRICKS, default=list(TRICKS))
     arguments = parser.parse_args()
     audits: dict[str, Any] = {}

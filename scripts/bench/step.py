@@ -78,7 +78,7 @@ class OneCopyACall:
 
 
 def one_copy_a_call(step: TimedStep) -> TimedStep:
-    """Return the same step with one call for each copy of the adapter."""
+    """Return a copy of a step that has one call for each copy of the adapter."""
     return replace(step, opened=replace(step.opened, engine=OneCopyACall(step.opened.engine)))
 
 

@@ -13,7 +13,7 @@ with a time limit tries each:
     generates       eight tokens equal transformers' greedy generation
     published       PEFT computes the same with the published adapter
     code, why_not   of the refusal: a short name, and its sentence
-    defect          of an exception that is no refusal: type, message and line
+    defect          type, message and line of an exception other than a refusal
     only_graphs     the graphs of all roles were compared with autograd and the model, and no engine ran
     commit          that it was tried with
 
@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("--roles", nargs="+", help="roles to export; all by default")
     parser.add_argument("--quantize", default="fp32", help="scheme of the frozen weights")
     parser.add_argument("--again", action="store_true", help="try the types in the file again")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a type")
-    parser.add_argument("--markdown", type=Path, help="write the table there too")
+    parser.add_argument("--limit", type=float, default=300, help="time limit for a type in seconds")
+    parser.add_argument("--markdown", type=Path, help="Markdown file to write the table to")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     sweep(arguments)

@@ -73,7 +73,7 @@ def main() -> None:
     """Parse the flags, make every run and print JSON."""
     parser = make_parser(__doc__)
     parser.add_argument("--encoder", required=True, help="folder or hub id")
-    parser.add_argument("--sst2", type=Path, help="folder with the SST-2 files; needed by its task alone")
+    parser.add_argument("--sst2", type=Path, help="folder with the SST-2 files; needed only by its task")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sst2"], choices=sorted(HEAD))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     arguments = parser.parse_args()

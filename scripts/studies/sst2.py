@@ -47,10 +47,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--quantize", nargs="+", default=["8da8w"])
     parser.add_argument("--estimators", nargs="+", default=["tangent"], choices=sorted(TRAINING))
-    parser.add_argument("--rows", type=int, default=459_000, help="rows that every run computes, about")
-    parser.add_argument("--learning-rate", type=float, default=6e-3, help="of all runs by forward passes")
+    parser.add_argument("--rows", type=int, default=459_000, help="approximate number of rows of every run")
+    parser.add_argument(
+        "--learning-rate", type=float, default=6e-3, help="learning rate without backpropagation"
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1, help="runs that go on at the same time")
+    parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     study, seeds = Study(arguments), arguments.seeds

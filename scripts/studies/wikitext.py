@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
     parser.add_argument("--estimators", nargs="*", choices=sorted(STEP), default=list(STEP))
-    parser.add_argument("--rows", type=int, default=64_000, help="rows that every run computes, about")
+    parser.add_argument("--rows", type=int, default=64_000, help="approximate number of rows of every run")
     parser.add_argument("--backprop", action="store_true", help="train by backpropagation too (fp32)")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from server_export.adapter.repeated_blocks import block_names
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 ALL_LINEAR = "all-linear"
-# A batch size that is no other size of a model.
+# A batch size that differs from all other sizes of a model.
 _ROWS = 10_007
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
 _USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"), ("in_proj",))
@@ -37,7 +37,7 @@ _USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_l
 class CallInputs:
     """The inputs of a program's current call that layers deep inside the model need.
 
-    This is no module, because torch.export refuses assignments of tensors to modules while it traces.
+    This isn't a module, because torch.export refuses assignments of tensors to modules while it traces.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class StackedLoraLinear(nn.Module):
         if x.shape[0] % copies:
             raise Refusal(
                 "layer-not-per-token",
-                f"Cannot adapt {self.module.name}: the model calls it with something else than one hidden "
+                f"Cannot adapt {self.module.name}: the model calls it with other inputs than one hidden "
                 "state per token of each row.",
                 remedy="Choose other layers with --target-modules, or use another checkpoint.",
             )

@@ -74,7 +74,7 @@ def model_sizes_of(start: StartAdapter, longest: int) -> ModelSizes:
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tables of tokens: the embedding, and other tables with more than half as many rows."""
+    """Return the tables of tokens: the embedding, and others with more than half as many rows as it has."""
     table = model.get_input_embeddings().weight
     others = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return [table, *(other for other in others if other is not table and 2 * len(other) > len(table))]

@@ -1,4 +1,4 @@
-"""Estimates of an export's size, memory and time, from the model's configuration alone."""
+"""Estimates of an export's size, memory and time, from only the model's configuration."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Estimate:
         Args:
             config: settings of the run.
             estimator: estimator of the run.
-            tokens: most tokens of a sequence.
-            targets: most targets of a sequence.
+            tokens: maximum number of tokens of a sequence.
+            targets: maximum number of targets of a sequence.
 
         Raises:
             ConfigError: the bundle has no room for the rows, or lacks the estimator's role.

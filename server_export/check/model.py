@@ -107,7 +107,7 @@ def compare_with_model(chain: ModelChain, name_or_path: str, revision: str | Non
             _check_causal(model.name, expected[:, :_EQUAL_TOKENS])
         else:
             mask[1, _EQUAL_TOKENS:] = 0
-            # The expected states of a padded row are those of the row alone.
+            # The expected states of a padded row are those of the row without padding.
             alone = hidden_states_of(model.run(tokens[1:, :_EQUAL_TOKENS]), _EQUAL_TOKENS)[0]
             output = model.run(tokens, mask)
             expected = hidden_states_of(output, _TOKENS).clone()

@@ -12,7 +12,7 @@ from prge.errors import PrgeError, Refusal, first_line
 from server_export.checkpoint.loading import LoadedModel, parameter_count
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
-# Most parameters of a model that is instantiated with random weights.
+# Maximum number of parameters of a model that is instantiated with random weights.
 MAX_PARAMETERS = 1 << 28
 _ROWS, _TOKENS = 2, 8
 # In PyTorch's messages if a model reads a value of a tensor without data.

@@ -48,7 +48,7 @@ class BaseModel:
 
     @property
     def source(self) -> dict[str, Any]:
-        """The description of a GGUF file as far as its name tells; empty for other models."""
+        """The description of a GGUF file, derived from its name; empty for other models."""
         is_file = self.revision is None and self.name.endswith(GGUF_SUFFIX)
         return {"format": "gguf", "file": Path(self.name).name} if is_file else {}
 
@@ -65,7 +65,7 @@ class BaseModel:
         """Return the fields of PEFT's `adapter_config.json`.
 
         A folder's name is its path with `with_path`, which transformers and PEFT can load. Otherwise it is
-        a name with the hash, which is no valid Hub id, so that nothing else is loaded by mistake.
+        a name with the hash, which is not a valid Hub id, so that nothing else is loaded by mistake.
         """
         if self.revision is not None:
             return {"base_model_name_or_path": self.name, "revision": self.revision}

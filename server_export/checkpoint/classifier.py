@@ -15,7 +15,7 @@ from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _SINGLE_LABEL = "single_label_classification"
-# A batch size that is no other size of a model.
+# A batch size that differs from all other sizes of a model.
 _ROWS = 10_007
 
 

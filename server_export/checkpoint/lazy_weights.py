@@ -125,7 +125,7 @@ _ROW_READERS: dict[Any, Callable[..., Any]] = {
 
 
 class LazyWeights(CheckpointWeights):
-    """The same weights, whose `read` returns tensors that are read when an operator uses them."""
+    """Weights of a checkpoint whose `read` returns tensors that are read when an operator uses them."""
 
     def __init__(self, weights: CheckpointWeights) -> None:
         vars(self).update(vars(weights))

@@ -141,7 +141,7 @@ def load_meta_model(
     """Return the model that `load_model` loads with its parameters on the meta device; weights aren't read.
 
     Raises:
-        BundleError: as of `load_model`, except for errors of weights.
+        BundleError: as for `load_model`, except for errors of weights.
     """
     files = find_files(name_or_path, revision)
     opened, outline, classifier = _open_model(files, pooled, own_head)

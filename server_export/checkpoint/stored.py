@@ -92,5 +92,5 @@ def stored_tensors(files: ModelFiles) -> StoredTensors:
 
 @lru_cache(maxsize=2)
 def _gguf_tensors(model: GgufModel) -> GgufTensors:
-    """Open a GGUF file once: building its tables takes longer than reading many a tensor."""
+    """Open a GGUF file once: building its tables takes longer than reading most tensors."""
     return GgufTensors(model)

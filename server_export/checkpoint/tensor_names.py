@@ -179,7 +179,7 @@ def _base_prefix(model: Any) -> str:
 def _locate_base(model: Any, stored: Collection[str]) -> tuple[str, dict[str, str]]:
     """Return the stored prefix of a model's base, and the stored names of the model's other tensors.
 
-    Of the prefixes of a stored embedding table, the one with most of the base's names is chosen.
+    Among the prefixes of stored embedding tables, the one with most of the base's names is chosen.
     """
     prefix = _base_prefix(model)
     table = _table(model).removeprefix(prefix)

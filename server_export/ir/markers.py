@@ -6,5 +6,5 @@ They are large primes: no known model has a width, vocabulary or number of heads
 from __future__ import annotations
 
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
-# Directions of a forward-mode derivative; tokens that precede those of a call.
+# Number of directions of a forward-mode derivative; number of tokens before those of a call.
 QUERIES, PAST = 4007, 3001

@@ -75,7 +75,7 @@ def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
     Args:
         graph_module: the graph, which is not modified; its placeholders have `meta["val"]`. The constants are
             shared.
-        marker: a large prime, the present size of the graph.
+        marker: a large prime, the current size of the graph.
         size: the size that replaces the marker.
     """
 

@@ -16,7 +16,7 @@ from server_export.ir.shapes import OperatorShapes, to_meta
 
 aten = torch.ops.aten
 
-# The most elements that one sum adds, and the fewest that are worth a separate sum.
+# Maximum number of elements that one sum adds, and minimum number that is worth a separate sum.
 _LONGEST_SUM = 1024
 _SHORTEST_SUM = 32
 

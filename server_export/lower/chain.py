@@ -25,7 +25,7 @@ from server_export.quantize.frozen import codes_name, scale_name
 from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
-# Lowering a block type takes about as long as writing the weights of so many blocks.
+# Lowering a block type takes about as long as writing the weights of this many blocks.
 _BLOCKS_PER_TYPE = 20
 
 

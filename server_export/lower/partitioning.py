@@ -37,7 +37,7 @@ class LevelPartitioner(XnnpackPartitioner):
     layers.
 
     Args:
-        limit: most operators of a delegate; None: no limit.
+        limit: maximum number of operators of a delegate; None: no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -97,7 +97,7 @@ def split_delegate(nodes: Sequence[Node], groups: Sequence[Sequence[Node]], limi
     Args:
         nodes: operators of the delegate, in the order of their graph.
         groups: operators that stay together; groups may overlap.
-        limit: most operators of a delegate, apart from those that a group adds.
+        limit: maximum number of operators of a delegate, apart from those that a group adds.
     """
     count = -(-len(nodes) // limit)
     part = {node: index * count // len(nodes) for index, node in enumerate(nodes)}

@@ -21,7 +21,7 @@ from server_export.library_errors import executorch_errors
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchBackendConfig
 
-# Most operators of a split delegate: preparing so many keeps the engine's threads awake.
+# Maximum number of operators of a split delegate: preparing this many keeps the engine's threads awake.
 _SPLIT_OPERATORS = 45
 
 

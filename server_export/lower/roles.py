@@ -66,7 +66,7 @@ def lower_roles(
         stored: names of its constants that differ between blocks.
         roles: names of roles.
         bounds: largest sizes of one call.
-        cache: cache of programs; None: lower in any case.
+        cache: cache of programs; None: always lower.
         done: called with the share of the work that was done since its last call.
         saves: whether the role `backward` also adds the roles with saved residuals.
 

@@ -110,7 +110,7 @@ def spread_ranks(
     """
     ranks = dict.fromkeys(shares, 1)
     budget = (rank - 1) * sum(outputs[name] for name in shares)
-    # Of equal gains, the first layer's comes first.
+    # Among equal gains, the first layer's comes first.
     candidates = [
         (-share[1] / outputs[name], order, name)
         for order, (name, share) in enumerate(shares.items())

@@ -30,7 +30,7 @@ def row_tokens(
 
     Args:
         paths: the files of the rows.
-        task: the task of the rows, as for `prge run --task`. Of preferences, the chosen answer is used.
+        task: the task of the rows, as for `prge run --task`. For preferences, the chosen answer is used.
         max_tokens: the maximum number of tokens.
         seed: the seed of the choice.
         tokenizer: the device's tokenizer.

@@ -56,7 +56,7 @@ def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
             raise HFValidationError("the owner is missing")
     except HFValidationError as error:
         raise PrgeError(
-            f"--push is {format_value(name)}, which names no repository: {_first_line(error)}",
+            f"--push is {format_value(name)}, which is not the name of a repository: {_first_line(error)}",
             remedy="Give OWNER/NAME, where OWNER is your name on the hub or an organization's.",
             code="hub-name",
         ) from None

@@ -31,8 +31,8 @@ from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
 from server_export.trace.patterns import replaceable_functions
 
-# Most tokens of one call: the runner splits longer prompts. Memory is planned for this number, and matrix
-# products of more rows are hardly faster.
+# Maximum number of tokens of one call: the runner splits longer prompts. Memory is planned for this number,
+# and matrix products of more rows are hardly faster.
 MAX_TOKENS_PER_CALL = 256
 # Tokens of the traced call.
 _EXAMPLE_TOKENS = 7
@@ -43,7 +43,7 @@ class LlmSpec:
     """Settings of a decoder's program.
 
     Attributes:
-        length: most tokens of prompt and completion together.
+        length: maximum number of tokens of prompt and completion together.
         scheme: quantization of the frozen layers.
         bos: id of the token that begins a text; None: there is none.
         eos: ids of the tokens that end a text.
@@ -67,7 +67,7 @@ class LlmSpec:
 
     @property
     def tokens_per_call(self) -> int:
-        """Most tokens of a call."""
+        """Maximum number of tokens of a call."""
         return min(self.length, MAX_TOKENS_PER_CALL)
 
     def metadata(self, vocabulary: int) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def build_llm(
 def _exportable(model: Any, spec: LlmSpec) -> Any:
     """Return transformers' exportable module of a model with a static cache.
 
-    Its inputs are tokens i64 [1, n], None, and the position i64 [1] of the first token. Its output are the
+    Its inputs are tokens i64 [1, n], None, and the position i64 [1] of the first token. Its output is the
     logits [1, 1, vocabulary] of the last token.
     """
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM

@@ -108,7 +108,7 @@ def quantized_and_checked(
         model: the model inside the module that is lowered.
         scheme: quantization of the frozen weights.
         reference: outputs of the original model for some rows, with rows as the first dimension.
-        eager: computes outputs of the module in its present state for these rows.
+        eager: computes outputs of the module in its current state for these rows.
         lower: writes the program, and returns its outputs in the engine for these rows.
         layers: the quantized layers of the bundle that the adapter was trained with.
 

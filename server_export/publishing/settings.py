@@ -45,8 +45,8 @@ class PublishConfig:
     trained."""
 
     sequence_length: int | None = None
-    """program, llm: most tokens of a row, or of prompt and completion together; default: the bundle's length,
-    and for llm at least 512 if the model has so many positions."""
+    """program, llm: maximum number of tokens of a row, or of prompt and completion together; default: the
+    bundle's length, and for llm at least 512 if the model has that many positions."""
 
     quantize: str | None = None
     """program, llm: quantization of the frozen weights; default: the bundle's."""

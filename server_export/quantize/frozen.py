@@ -175,7 +175,7 @@ def _add_biases(graph: Graph) -> None:
 
 
 def _extract_computed(graph_module: GraphModule, weights: Sequence[str]) -> FrozenTensors:
-    """Move what depends on weights alone out of a graph."""
+    """Move what depends only on weights out of a graph."""
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
         sources = node.all_input_nodes

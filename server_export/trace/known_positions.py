@@ -23,7 +23,7 @@ _LAYOUTS = members(
     *(Category.IDENTITY, Category.CAST, Category.CAST_LIKE, Category.SPLIT, Category.RESHAPE),
     *(Category.SQUEEZE, Category.PERMUTE, Category.EXPAND, Category.EXPAND_LIKE),
 )
-# The most positions that a table may have before those of a row.
+# Maximum number of positions that a table may have before those of a row.
 _MAX_EXTRA = 8
 
 

@@ -60,6 +60,6 @@ class ModelGraph:
 
     @cached_property
     def positions(self) -> Positions:
-        """Values that depend on positions alone, computed at first use."""
+        """Values that depend only on positions, computed at first use."""
         buffers = {WHOLE_PREFIX + name: buffer for name, buffer in self.buffers.items()}
         return Positions(self.graph_module, self.tables, buffers)

@@ -29,7 +29,7 @@ _REMEDY = "This architecture isn't supported. Use another checkpoint, and please
 
 
 def fold_positions(graph: ModelGraph) -> None:
-    """Replace values that depend on positions alone by tables and constants, in place.
+    """Replace values that depend only on positions by tables and constants, in place.
 
     Args:
         graph: the graph of a model; constants are added to its `buffers`.

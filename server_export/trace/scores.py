@@ -20,7 +20,7 @@ LAYOUTS = {
     *(aten.slice.Tensor, aten.to.dtype, aten.clone.default),
 }
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
-# Returns the value of a node that depends on positions alone, and None for any other node.
+# Returns the value of a node that depends only on positions, and None for any other node.
 Known = Callable[[Any], torch.Tensor | None]
 
 

@@ -37,9 +37,10 @@ _ADAPTER_SHARE = 1 / 4
 _CLEAR_GAIN = 0.98
 # Largest share of a memory limit that an estimate may take.
 _MARGIN = 0.95
-# Largest share of the remaining time that an estimate may take; and least share of all time for training.
+# Largest share of the remaining time that an estimate may take; and the smallest share of all time for
+# training.
 _MARGIN_OF_TIME, _MIN_SHARE = 0.95, 1 / 3
-# Fewest steps of a final run with a search: losses of shorter search runs differ only by chance.
+# Minimum number of steps of a final run with a search: losses of shorter search runs differ only by chance.
 _MIN_SEARCHED = 24
 
 # The grid of the search.
@@ -78,13 +79,13 @@ class RowFacts:
     tokens: int
     """Number of all tokens."""
     widest: int
-    """Largest number of sequences of an example."""
+    """Maximum number of sequences of an example."""
     targets: int = 0
     """Number of target tokens."""
     unknown: int = 0
     """Number of target tokens that are unknown tokens of the tokenizer."""
     fewest: int | None = None
-    """Number of different rows of the smallest class; None: the model is no encoder."""
+    """Number of different rows of the smallest class; None: the model isn't an encoder."""
     objective: str = "completion"
     """Objective of the training."""
 
@@ -100,12 +101,12 @@ def scheme(parameters: int) -> Decision:
 def sequence_length(
     row: int, positions: int | None, needed: Callable[[int], int] = lambda length: 0, free: int = 0
 ) -> Decision:
-    """Choose the most tokens of a row.
+    """Choose the maximum number of tokens of a row.
 
     Args:
         row: number of tokens of the longest row.
         positions: number of positions of the model; None: unlimited.
-        needed: returns the bytes of memory that a step on one row of so many tokens needs.
+        needed: returns the bytes of memory that a step on one row needs, for a number of tokens.
         free: bytes of memory that a step may use.
     """
     value = max(-(-row // _LENGTH_STEP) * _LENGTH_STEP, _SHORTEST_LENGTH)
@@ -138,7 +139,7 @@ def prepend_bos(name: str, without: float, begun: float) -> Decision:
     Args:
         name: the token.
         without: loss of the target tokens by the frozen model, without the token.
-        begun: this loss with the token at the beginning.
+        begun: loss of the same target tokens with the token at the beginning of texts.
     """
     losses = f"the frozen model's loss of target tokens is {begun:.4g} after {name}, {without:.4g} without"
     return Decision("prepend_bos", "always" if begun < _CLEAR_GAIN * without else "never", losses)
@@ -188,7 +189,7 @@ def roles(estimator: EstimatorName | None, generates: bool) -> Decision:
 
 
 def memory(free: int) -> Decision:
-    """Choose the memory limit of a run on a phone with so many free bytes."""
+    """Choose the memory limit of a run on a phone, from the phone's free bytes."""
     return Decision("memory", free // 2, f"half of the {format_bytes(free)} that the phone has free")
 
 
@@ -199,7 +200,7 @@ def batch_size(facts: RowFacts) -> Decision:
 
 
 def head_folds(facts: RowFacts) -> Decision | None:
-    """Choose the number of folds of an encoder's heads; None: the default, or the model is no encoder."""
+    """Choose the number of folds of an encoder's heads; None: the default, or the model isn't an encoder."""
     if facts.fewest is None or facts.fewest >= _FOLDED_ROWS:
         return None
     why = f"the smallest class has {facts.fewest} different rows, too few to hold some out"

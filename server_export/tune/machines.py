@@ -18,7 +18,7 @@ class Machine(Protocol):
     """A machine that executes runs."""
 
     def send_bundle(self, bundle: Path) -> None:
-        """Send the bundle before the first run, so that no run's time includes it; raises like `run`."""
+        """Send the bundle before the first run, so that no run's time includes it; see `run` for errors."""
         ...
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:

@@ -79,7 +79,7 @@ def grid_losses(
 
 
 def best_rate(losses: Mapping[float, float]) -> float | None:
-    """Return the rate with the lowest loss, the lower rate of equal ones; None if no loss is finite."""
+    """Return the rate with the lowest loss, the lowest one of several; None if no loss is finite."""
     finite = [rate for rate, loss in losses.items() if math.isfinite(loss)]
     return min(finite, key=lambda rate: (losses[rate], rate), default=None)
 

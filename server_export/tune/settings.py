@@ -56,7 +56,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     max_dropped: float = TrainingFlags.max_dropped
     """Largest share of target tokens that may be left out because rows are too long."""
     memory: Bytes | None = None
-    """Memory limit of processes that train or score, as of `prge run`, such as 400MB. Too low a limit is
+    """Memory limit of processes that train or score, as for `prge run`, such as 400MB. Too low a limit is
     refused before the export, whose own memory `prge estimate` shows. Default: no limit; on a phone, half of
     its free memory."""
     minutes: float | None = None
@@ -71,7 +71,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     quantize: str | None = None
     """Quantization of the frozen weights: fp32, 8da8w or 8da4w. Default: by the size of the model."""
     sequence_length: int | None = None
-    """Most tokens of a row. Default: the length of the longest row, up to the positions of the model."""
+    """Maximum number of tokens in a row. Default: the longest row's, up to the positions of the model."""
     target_modules: list[str] | None = None
     """Linear layers to adapt. Default: all-linear for exact gradients, else PEFT's default for the
     architecture."""
@@ -88,7 +88,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     estimator: EstimatorName | None = None
     """Gradient estimator. Default: exact, the gradient by backpropagation."""
     roles: list[str] | None = None
-    """Roles of the exported programs, as of `prge export`. Default: the roles that this tuning needs; other
+    """Roles of the exported programs, as for `prge export`. Default: the roles that this tuning needs; other
     estimators need more."""
     batch_size: int | None = None
     """Examples of an optimizer step; gradients are accumulated if they don't fit into memory together.

@@ -5,7 +5,7 @@ bundle/        the export, unless the user names a bundle
 settings/      settings files of the verbs, for --config
 search/        short runs, one for each learning rate and number of steps
 run/           the final run
-start/         of an encoder: the run before its first step, with the head that was fitted then
+start/         for an encoder: the run before its first step, with the head that was fitted then
 before.json    scores of the bundle's adapter, or of start/; after.json: scores of run/
 adapter/       the PEFT folder
 report.html    curves, samples, decisions and their reasons
@@ -60,7 +60,7 @@ from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 from server_export.tune.user_rows import UserRows
 
-# Most development rows of an evaluation during a run.
+# Maximum number of development rows in an evaluation during a run.
 _DEV_ROWS = 200
 _PILOT, _PILOT_STEPS = "search/pilot", 10
 # Settings for building examples.
@@ -230,7 +230,7 @@ class _Tuning:
             print(unknown_note(facts.unknown, facts.targets))
 
     def _measure_pace(self, bundle: Bundle) -> None:
-        """Measure a few steps, reduce the steps for `--minutes` if need be, and print the time left."""
+        """Measure a few steps, reduce the steps for `--minutes` if necessary, and print the time left."""
         settings, record = self._settings, self._record
         most = next(each for each in record.decisions if each.name == "steps")
         searched = settings.learning_rate is None and self._rows.dev is not None
@@ -334,7 +334,7 @@ class _Tuning:
     def _trial(self, left: TimeLeft, first: tuple[float, int], rate: float, steps: int) -> float:
         """Execute a short run, and return its loss of development rows, which is infinite if it diverged.
 
-        The first run also samples completions, so that the user soon sees what is learnt.
+        The first run also samples completions, so that the user soon sees what the model learns.
 
         Args:
             left: estimates the remaining time.

@@ -18,7 +18,7 @@ from server_export.tune.decisions import Decision
 if TYPE_CHECKING:
     from server_export.check.estimation import Estimate
 
-# Number of rows that the frozen model reads, and most tokens of each.
+# Number of rows that the frozen model reads, and maximum number of tokens of each.
 ROWS, _TOKENS = 32, 128
 # Bytes of memory for each parameter of a loaded model.
 _BYTES = 6

@@ -489,7 +489,7 @@ def test_scores_of_cut_rows_say_so(
     words += [f"--task={settings.task}"] if settings.task else []
     capsys.readouterr()
     assert evaluate_verb.main([*words, f"--json={settings.out / 'eval.json'}"]) == 0
-    assert "1 of 2 examples were truncated: these figures are not of whole rows" in capsys.readouterr().out
+    assert "1 of 2 examples were truncated: these figures are not for whole rows" in capsys.readouterr().out
     assert json.loads((settings.out / "eval.json").read_text())["cut_examples"] == 1
 
 

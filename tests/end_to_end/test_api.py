@@ -29,7 +29,7 @@ def test_the_page_runs(
         capsys.readouterr()
         exec(block, names)
     output = capsys.readouterr().out
-    assert "run(): 'lr' is no setting of this verb; here it is learning_rate" in output
+    assert "run(): 'lr' is not a setting of this verb; use learning_rate" in output
     assert "--out is missing: a path" in output
     run, tuned = names["run"], names["tuned"]
     assert isinstance(run, prge.Run) and isinstance(tuned, prge.Tuned)

@@ -267,7 +267,7 @@ def set_threads(threads: int | None) -> int:
 
 
 def without_threads() -> None:
-    """Run methods in the calling thread alone: a forked child lacks the pool's threads."""
+    """Run methods in the calling thread only: a forked child lacks the pool's threads."""
     interface().prge_without_threads()
 
 
@@ -361,7 +361,7 @@ def _dtype_and_rank(tensor: TensorSpec | None) -> tuple[np.dtype[Any], int]:
 
 
 def _address(array: Array) -> int:
-    """Return the address of a contiguous array in a quarter of the time that `array.ctypes` takes."""
+    """Return the address of a contiguous array, four times as fast as `array.ctypes`."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # read-only or empty

@@ -159,7 +159,7 @@ class FlowerTask:
 
     Attributes:
         content: bytes of the task.
-        round: as the server numbers it.
+        round: the server's number of the round.
         message: the message that carried the task.
     """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from device_runner.fleet.network.flower import FleetState, FlowerReply, Push, Receipt
 from prge.errors import RunError, format_value
 
-# For a reply that is being computed when its round ends: it still counts if the round is asked for again.
+# For a reply that is being computed when its round ends: it still counts if the round is requested again.
 _LATE_SECONDS = 600.0
 # Objects of a message with its records; retries of Flower after a lost connection.
 _MAX_OBJECTS, _MAX_TRIES = 3, 8

@@ -49,7 +49,7 @@ def _round(
     waiting = {sent.node for sent in mailbox.send(tasks, number, seconds)}
     replies: dict[int, bytes] = {}
     while True:
-        # A round without enough results is asked for again, and late replies to the first tasks still count.
+        # A round without enough results is requested again, and late replies to the first tasks still count.
         for reply in mailbox.replies():
             node = reply.sent.node
             waiting.discard(node)

@@ -29,7 +29,7 @@ def discrete_gaussian(
     """Sample noise of scale 2^bits, i64 [count].
 
     Args:
-        bits: 1 to 26; above that, a square would not fit a word.
+        bits: binary logarithm of the scale, 1 to 26; above that, a square would not fit a word.
         count: number of samples.
         words: returns that many random words.
     """
@@ -73,7 +73,7 @@ def _heads(numerator: Words, bits: int, words: Callable[[int], Words]) -> NDArra
 
 
 def _heads_below_one(numerator: Words, bits: int, words: Callable[[int], Words]) -> NDArray[np.bool_]:
-    """Flip such coins for numerators up to 2^bits.
+    """Flip coins as `_heads` does, for numerators up to 2^bits.
 
     Trial k succeeds with probability numerator / 2^bits / k.
     """

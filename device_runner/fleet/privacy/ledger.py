@@ -90,7 +90,7 @@ class Ledger:
         2210.17520.
 
         Args:
-            line: the line of the present round.
+            line: the line of the current round.
             delta: the delta of epsilon.
             unit: a row or the owner.
             whole: also count rounds without noise, whose epsilon is infinite.

@@ -64,7 +64,7 @@ def sensitivity(plan: Plan) -> float:
 
 
 def grid(plan: Plan) -> float:
-    """Return the size of one grid unit in a step's sum: the noise has 2^20 of it."""
+    """Return the size of one grid unit in a step's sum: the noise has a deviation of 2^20 units."""
     return plan.noise * sensitivity(plan) * plan.examples / 2**GRID_BITS
 
 
@@ -109,7 +109,7 @@ class ReportingEstimator:
         return _as_reported(measured, gradients)
 
     def _with_noise(self, engine: Engine, step: Step) -> Measurement:
-        """Measure with noise; whatever the rows are, only the noisy sum leaves here, not even a refusal."""
+        """Measure with noise: the rows affect only the noisy sum, and never cause a refusal."""
         plan, unit = self._plan, grid(self._plan)
         total: Any = 0
         # The exact gradient of one example needs a call of its own.
@@ -151,5 +151,5 @@ def budget_refusal(epsilon: float, bound: float) -> str:
 
 
 def max_participations(steps: int, examples: int, rows: int) -> int:
-    """Return in how many consecutive steps of a device a row takes part at most; `examples` <= `rows`."""
+    """Return in at most how many of `steps` consecutive steps a row takes part; `examples` <= `rows`."""
     return -(-steps * examples // rows)

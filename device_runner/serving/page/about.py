@@ -83,7 +83,7 @@ def _document(path: Path) -> Any:
 def _name(path: Any) -> str | None:
     """Return the last part of a path, which reveals no folders of the machine; hub names are unchanged.
 
-    Of several paths, returns their last parts.
+    For several paths, the result has their last parts.
     """
     if isinstance(path, list):
         return ", ".join(filter(None, map(_name, path)))

@@ -210,7 +210,7 @@ class RunFollower:
 
 
 def _evaluations(facts: RunFacts) -> list[Json]:
-    """Return the evaluations before, at best and last, as in a report: each one once."""
+    """Return the first, the best and the last evaluation, as in a report, without duplicates."""
     newest = facts.evaluations[-1] if facts.evaluations else None
     by_step: dict[int, Json] = {}
     for name, record in (("before", facts.before), ("best", facts.best), ("last", newest)):
@@ -222,7 +222,7 @@ def _evaluations(facts: RunFacts) -> list[Json]:
 
 
 def _memory(facts: RunFacts, process: int | None) -> int | None:
-    """Return the bytes that a run's process uses now; of a run that has ended, its peak."""
+    """Return the bytes that a run's process uses now; for a run that has ended, its peak."""
     if process is not None:
         return resident_bytes(PROCESSES / str(process) / "status")
     return _count(mapping(facts.train.get("memory")).get("peak_bytes"))

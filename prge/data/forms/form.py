@@ -55,7 +55,7 @@ class Form:
         columns: columns that a row must have.
         prompt_columns: columns that a prompt alone must have.
         to_plain: converts a row to `text`, to `prompt` and `completion`, or to `messages`, given whether the
-            model has a chat template. Of preferences, it returns the preferred answer.
+            model has a chat template. For preferences, it returns the preferred answer.
         optional: columns that a row may have.
         chat: whether the form needs a chat template, or uses one if there is one.
         prefers: how the rows express preferences, if they do.
@@ -140,7 +140,8 @@ class Form:
         """Raise RowError if a row lacks a required column."""
         if any(column not in row.fields for column in self.required_columns(prompts_only)):
             raise RowError(
-                f"it is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}",
+                f"it is not a row of {self.name}: its columns are "
+                f"{', '.join(map(str, row.fields)) or 'none'}",
                 code="row-of-other-form",
             )
 
@@ -209,7 +210,7 @@ def find_form(
         source: name of the data in errors.
         named: columns that the user renamed; only forms with all of them are considered.
         prompts_only: rows may lack the answer.
-        objective: objective of the training; `completion` trains on rated answers whatever their label.
+        objective: objective of the training; `completion` trains on rated answers with any label.
 
     Raises:
         DataError: the columns match no form, or the rows have several forms.

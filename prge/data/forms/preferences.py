@@ -154,7 +154,7 @@ def parse_rating(fields: Fields) -> Fields:
     if known is None:
         raise RowError(
             f"its label is {format_value(label)}, must be true or false; --objective completion trains on "
-            "completions whatever their label",
+            "completions with any label",
             code="label-unknown",
         )
     return {**fields, "label": known}
@@ -250,7 +250,7 @@ def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
 
 def _prompt_messages(prompt: str, chosen: list[Any], rejected: list[Any]) -> list[Any]:
-    """Return the messages before two answers that a prompt given as text corresponds to."""
+    """Return the messages before two answers that correspond to a prompt given as a text."""
     firsts = [each[0].get("role") if isinstance(each[0], dict) else None for each in (chosen, rejected)]
     if firsts == ["assistant", "assistant"]:
         return [{"role": "user", "content": prompt}]

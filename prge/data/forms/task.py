@@ -127,7 +127,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, defined by one of label_words, choices and choices_column, or by columns.answers alone."""
+    """A task, defined by one of label_words, choices and choices_column, or only by columns.answers."""
 
     name: str
     """Name in reports."""
@@ -148,7 +148,7 @@ class Task:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Mapping of columns to {value: text}, which replaces values."""
     metric: str = "accuracy"
-    """accuracy, f1 (macro), or of texts: f1_answer and exact_match (SQuAD's two), rouge_l."""
+    """accuracy, f1 (macro); for generated texts f1_answer and exact_match (both from SQuAD), or rouge_l."""
     objective: str = "candidates"
     """Training loss: cross-entropy over `candidates`, or of the correct candidate as a `completion`."""
     separator: str = " "

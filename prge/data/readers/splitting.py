@@ -70,7 +70,7 @@ def content_hash(row: Row, columns: Collection[str] | None = None) -> bytes:
 
 
 def _chosen(groups: Sequence[list[int]], room: int) -> list[list[int]]:
-    """Return the first groups that fit into `room` rows, else the smallest; one group at least is left."""
+    """Return the first groups that fit into `room` rows, or else the smallest one; never all groups."""
     chosen: list[list[int]] = []
     for group in groups:
         if len(group) <= room and len(chosen) + 1 < len(groups):

@@ -46,7 +46,7 @@ _FLAGS = ("weight", "train")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys that an answer may have besides its content.
 _ANSWER_KEYS = ("tool_calls", *_REASONING)
-# Noncharacters of Unicode, of which two that don't occur in a request mark the text in `generation` tags.
+# Unicode noncharacters: two of them that don't occur in a request mark the text in `generation` tags.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 _WORD = "word"
 Message = Mapping[str, Any]

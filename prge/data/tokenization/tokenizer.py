@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, with a bundle's `tokenizer.json` alone.
+"""Converts text to token ids and back, with only a bundle's `tokenizer.json`.
 
 The special tokens around a text (a beginning-of-sequence token, an encoder's [CLS] and [SEP]) are determined
 once from the tokenizer's post-processor and the manifest, as `begin` and `end`. Texts are encoded without

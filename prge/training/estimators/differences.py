@@ -31,7 +31,7 @@ class Perturbation:
 
 
 class FiniteDifference(Protocol):
-    """A finite-difference formula: perturbations of the adapter, and what their losses give."""
+    """A finite-difference formula: perturbations, and projected gradients from the perturbed losses."""
 
     def perturbations(self) -> Sequence[Perturbation]:
         """Return the perturbation of each copy that a step needs, in order."""

@@ -1,4 +1,4 @@
-"""Random directions in the space of adapter values, computed from (seed, step, query) alone.
+"""Random directions in the space of adapter values, computed from (seed, step, query) only.
 
 The generator is counter-based: Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
 3") with the key (seed, step) and the query in the counter. No direction is stored or depends on an earlier

@@ -23,7 +23,7 @@ from prge.objectives.examples import Example, microbatches, sequences_of
 from prge.objectives.objective import Loss
 from prge.training.estimators.protocol import Measurement, Step
 
-# Most tokens of a microbatch: it bounds the activation checkpoints and residuals that a step holds.
+# Maximum number of tokens in a microbatch, which bounds the activation checkpoints and residuals of a step.
 MICROBATCH_TOKENS = 512
 
 
@@ -65,7 +65,8 @@ class Exact:
     def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
         """Yield the examples of each microbatch.
 
-        Each example is alone if its gradient is clipped; all are together if the loss compares them.
+        Each example is a microbatch if its gradient is clipped; all are one microbatch if the loss compares
+        them.
         """
         if self.max_example_grad_norm:
             return iter([[example] for example in step.examples])

@@ -133,7 +133,7 @@ class Estimator(Protocol):
 
 
 class EstimatorSequence:
-    """Implements Estimator for a run that changed its estimator: every step uses the one of its time.
+    """Implements Estimator for a run that changed its estimator: a step uses the estimator of its interval.
 
     Args:
         since: pairs of the first step of an estimator and the estimator, in ascending order from step 0.

@@ -48,7 +48,7 @@ class EstimatorEntry:
     """One estimator of the table.
 
     Attributes:
-        role: the role of a bundle that the calls of a step use; `forward` is needed in any case.
+        role: the role of a bundle that the calls of a step use; `forward` is always needed too.
         settings: names of the fields of EstimatorFlags that don't apply to all estimators.
         make: constructs the estimator from settings.
         variants: copies of the adapter in a step, as a function of the number of queries.

@@ -19,7 +19,7 @@ from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.header import EMBEDDING, GgufHeader
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
-# Tensors that are part of the configuration, and no parameters.
+# Tensors that are part of the configuration, and not parameters.
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
@@ -51,7 +51,8 @@ _ATTRIBUTES = {
 # The constants of Llama 3.1 and later, from which the factors in a file were computed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SAME = 1e-4
-# Gemma scales attention scores by the head width; its largest models by width / heads. By number of layers.
+# Numbers of layers of the largest Gemma models, which scale attention scores by width / heads; the others
+# scale by the head width.
 _GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 
@@ -113,7 +114,7 @@ def _by_tables(header: GgufHeader) -> dict[str, Any]:
 
 
 def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
-    """Return the same for architectures that transformers reads by the package gguf.
+    """Return the arguments of a configuration that transformers reads with the package gguf.
 
     The package makes an array of every token, so it gets a small file with the same header but no vocabulary.
     """

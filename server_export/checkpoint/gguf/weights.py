@@ -54,7 +54,7 @@ class GgufTensors:
         return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor whose rows can be read alone; None for any other tensor."""
+        """Return the shape of a tensor whose rows can be read separately; None for any other tensor."""
         parts = self._parts[name]
         return parts[0].shape if len(parts) == 1 and self._keeps_rows(parts[0]) else None
 

@@ -7,7 +7,7 @@
 The backward pass recomputes no layer with a constant weight: it saves the layer outputs that it needs, or
 values that are computed from them if those are not larger. Everything else, such as norms, activations and
 attention scores, is recomputed. The smallest such set is a minimum cut of the graph, as functorch chooses it;
-of several minimum cuts, the last one leaves the least to recompute.
+among several minimum cuts, the last one leaves the least to recompute.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _smallest_cut(
             flow.add_edge((node, 1), _BACKWARD)
     what = "The backward pass needs the output of a layer that has no rows of tokens"
     with refused_as("layer-without-token-rows", what, networkx.NetworkXUnbounded, remedy=REMEDY):
-        # Of all minimum cuts, networkx returns the one next to the target.
+        # Among all minimum cuts, networkx returns the one next to the target.
         _, (source_side, target_side) = networkx.minimum_cut(flow, _FORWARD, _BACKWARD)
     return [node for node in graph.nodes if (node, 0) in source_side and (node, 1) in target_side]
 

@@ -119,7 +119,7 @@ def choose(problem: AllocationProblem, search: SearchName = "greedy", seed: int 
     choices = [problem.fill(depth) for depth in problem.fitting_depths]
     if search == "evolutionary" and choices and problem.gaining_options:
         choices = _evolve(problem, choices, random.Random(seed))
-    # Of allocations with equal gains, the shallowest is cheapest to run.
+    # Among allocations with equal gains, the shallowest is cheapest to run.
     best = max(choices, key=lambda choice: (problem.gain(choice), choice.depth), default=None)
     return best if best is not None and problem.gain(best) > 0 else None
 

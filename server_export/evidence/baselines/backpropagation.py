@@ -1,8 +1,8 @@
-"""Train with exact gradients by backpropagation: every parameter, LoRA, or lora_B alone.
+"""Train with exact gradients by backpropagation: every parameter, LoRA, or only lora_B.
 
     backprop-full      every parameter of the model
     backprop-lora      both matrices of every adapted layer (Hu et al. 2021, arXiv 2106.09685)
-    backprop-lora-fa   lora_B alone, as a bundle's programs do (Zhang et al. 2023, arXiv 2308.03303)
+    backprop-lora-fa   only lora_B, as a bundle's programs do (Zhang et al. 2023, arXiv 2308.03303)
 
 lora_A and lora_B start with the bundle's values.
 """

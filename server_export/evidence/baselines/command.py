@@ -72,7 +72,7 @@ def _check_folder(folder: Path) -> None:
             code, content = (
                 ("run-exists", "a finished run")
                 if is_baseline
-                else ("folder-occupied", "a run that is no baseline")
+                else ("folder-occupied", "a run that is not a baseline")
             )
             raise RunError(f"{folder} holds {content}.", remedy="Give another folder with --out.", code=code)
     elif not is_config_of(BaselineSettings, folder / CONFIG):

@@ -9,7 +9,7 @@ and put back in order.
 Choices that summaries of the paper leave open: scores are compared within a layer, so that equal layers keep
 equal shapes; the down projection is split by its output rows like the other projections; biases don't count
 in scores; attention, norms, embeddings and head are frozen. The initial values are restored after the
-priming, so that all methods start from the same values. In the paper the training seems to go on from the
+priming, so that all methods start from the same values. In the paper the training seems to continue from the
 primed values, as it does with `keep_primed`.
 """
 

@@ -76,7 +76,7 @@ def pool_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Add biases, and branches if asked for, to the problem's model in place, and return their training.
+    """Add biases, and branches if requested, to the problem's model in place, and return their training.
 
     Raises:
         ConfigError: the model has no list of blocks.

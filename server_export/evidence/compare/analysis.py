@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and the ends of its interval; both ends are NaN if there are too few seeds for an interval."""
+    """A value and the ends of its interval; both ends are NaN if there are too few seeds."""
 
     value: float
     low: float

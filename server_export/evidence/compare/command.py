@@ -61,7 +61,7 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
-    """Write report.md, report.html and the charts of a result, and its figures as JSON if asked for."""
+    """Write report.md, report.html and the charts of a result, and its figures as JSON if requested."""
     from prge.report.charts import standalone_svg
     from prge.report.rendering import to_html, to_markdown
     from server_export.evidence.compare.content import compose

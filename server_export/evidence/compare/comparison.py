@@ -59,7 +59,7 @@ Verb = Callable[[list[str], Path], int]
 
 
 class MethodError(PrgeError):
-    """One method failed; the others can go on."""
+    """One method failed; the others can continue."""
 
 
 class RunDivergedError(MethodError):

@@ -105,7 +105,7 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod
         elif batch_size % METHODS[name].queries:
             queries = METHODS[name].queries
             problems.append(
-                f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple of them"
+                f"{name}: its {queries} queries share a batch, and {batch_size} is not a multiple of them"
             )
     if problems:
         remedy = f"Methods: {', '.join(METHODS)}."

@@ -105,8 +105,8 @@ class ScoredRows:
 class Search:
     """A search for a report's rows.
 
-    A guess has as many rows as the report. `gradient_count` counts gradients of rows; `settings.guesses` is
-    its limit.
+    The number of rows of a guess is that of the report. `gradient_count` counts gradients of rows;
+    `settings.guesses` is its limit.
     """
 
     victim: Victim

@@ -29,7 +29,7 @@ class Victim:
     """A decoder with its adapter, whose gradients an adversary computes.
 
     Args:
-        engine: engine of the model; it trains `lora_b` alone.
+        engine: engine of the model; it trains only `lora_b`.
         lora_b: f32 [out, rank] by adapted layer.
     """
 

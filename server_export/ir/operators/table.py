@@ -18,7 +18,8 @@ import torch
 from server_export.ir.tangents import Dual, GraphTangents
 from server_export.ir.writer import Eager, GraphWriter, Rule
 
-# (calls, argument, result, *other arguments) -> the elementwise derivative of the result by the argument.
+# (calls, argument, result, *other arguments) -> the elementwise derivative of the result with respect to the
+# argument.
 Derivative = Callable[..., Any]
 # (tangents, node, *arguments) -> the Dual of the result. Arguments that depend on a differentiated input are
 # Duals too.

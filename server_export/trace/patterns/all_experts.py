@@ -1,4 +1,4 @@
-"""Experts that see all tokens, weighted by shares that are mostly 0: each token is routed to the others only.
+"""Experts that see all tokens, weighted by shares that are mostly 0: tokens skip experts whose share is 0.
 
 An expert becomes a block like those of other mixtures, and the driver distributes the tokens.
 """

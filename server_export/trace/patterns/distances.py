@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def write_distances(graph: ModelGraph) -> None:
-    """Write square matrices whose elements depend on the distance alone as tables, in place.
+    """Write square matrices whose elements depend only on the distance as tables, in place.
 
     Causal masks become other tables.
     """

@@ -80,7 +80,7 @@ def add_masks(writer: GraphWriter, node: Node, known: Known, mask: Callable[[Nod
 
 
 def drop_lower_bound(node: Node, known: Known) -> bool:
-    """Remove the maximum of scores and the smallest float, in place; return whether all users were such."""
+    """Remove maxima of scores and the smallest float, in place; return whether all users were such maxima."""
     value = known(node)
     least = torch.finfo(torch.float32).min
     readers = [*readers_of(node, known)]

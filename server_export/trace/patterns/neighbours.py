@@ -24,7 +24,7 @@ from server_export.trace.patterns.convolutions import convolution_of
 from server_export.trace.tables import ModelTable, ModelTables, insert_table
 
 aten = torch.ops.aten
-# The most parts that XNNPACK concatenates.
+# Maximum number of parts that XNNPACK concatenates.
 _LARGEST_CAT = 4
 
 

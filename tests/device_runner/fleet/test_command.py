@@ -19,7 +19,7 @@ from prge.cli.main import main
             ["serve", "--bundle", "b", "--out", "o", "--insecure", "--keys", "k"],
             "give --keys or --insecure, and not both",
         ),
-        (["serve", "--resume", "nowhere"], "nowhere is no run: it has no serve.yaml"),
+        (["serve", "--resume", "nowhere"], "nowhere is not a run: it has no serve.yaml"),
         (["status", "nowhere"], "nowhere does not contain a fleet"),
         (["join", "--server", "h:1", "--folder", "d", "--insecure"], "--bundle is missing: a path"),
         (

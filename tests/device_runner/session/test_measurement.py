@@ -39,7 +39,7 @@ def test_a_verb_is_measured_and_has_a_cache_of_its_own(tmp_path: Path) -> None:
 
 def test_an_error_and_a_kill_have_their_codes(tmp_path: Path, workshop: Path) -> None:
     child = started(tmp_path, "cache", "--nothing")
-    assert "--nothing is no flag" in child.communicate(timeout=60)[1] and child.returncode == 2
+    assert "--nothing is not a flag" in child.communicate(timeout=60)[1] and child.returncode == 2
     words = ("--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", tmp_path / "run")
     child = started(tmp_path, "run", *words, "--steps", 100_000, "--task", workshop / "task.yaml")
     journal, until = tmp_path / "run/journal.jsonl", time.monotonic() + 60

@@ -54,39 +54,39 @@ def problems(settings_type: type[Settings], *words: str, positional: tuple[str, 
 )
 def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, actual: str) -> None:
     message = problems(TuneSettings, word, "1", "--data", "d", "--model", "m", "--out", "o")
-    assert message == [f"{word} is no flag of this verb; here it is {actual}"]
+    assert message == [f"{word} is not a flag of this verb; use {actual}"]
 
 
 @pytest.mark.parametrize(
     ("settings_type", "word", "message"),
     [
-        (RunSettings, "--dataset", "; here it is --train"),
+        (RunSettings, "--dataset", "; use --train"),
         (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an"),
         (RunSettings, "--lora_r", "; other verbs call it --rank"),
-        (ExportConfig, "--lora_rank", "; here it is --rank"),
-        (PublishConfig, "--push-to-hub", "; here it is --push"),
+        (ExportConfig, "--lora_rank", "; use --rank"),
+        (PublishConfig, "--push-to-hub", "; use --push"),
         (RunSettings, "--push-to-hub", ": `prge publish RUN --out FOLDER --push OWNER/NAME` does that"),
         (TuneSettings, "--bf16", ": adapters are float32; --quantize of `prge tune` and"),
         (TuneSettings, "--max_seq_lenght", "; did you mean --sequence-length?"),
         (TuneSettings, "--lerning_rate", "; did you mean --learning-rate?"),
-        (ChatSettings, "--max_new_tokens", "; here it is --max-tokens"),
+        (ChatSettings, "--max_new_tokens", "; use --max-tokens"),
         (RunSettings, "--model", ": this verb takes a --bundle, which `prge export` makes from"),
         (TuneSettings, "--zzzzz", ""),
     ],
 )
 def test_hints_depend_on_the_verb(settings_type: type[RunSettings], word: str, message: str) -> None:
     (told_first, *_) = problems(settings_type, word, "3")
-    assert told_first.startswith(f"{word} is no flag of this verb{message}")
+    assert told_first.startswith(f"{word} is not a flag of this verb{message}")
 
 
 def test_all_problems_are_reported_once_with_missing_settings() -> None:
     words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
     assert problems(TuneSettings, *words.split(), positional=("data",)) == [
-        "--lr is no flag of this verb; here it is --learning-rate",
-        "--dataset is no flag of this verb; here it is --data",
-        "--num_train_epochs is no flag of this verb; here it is --epochs",
-        "--modle is no flag of this verb; did you mean --model?",
-        "--foo is no flag of this verb",
+        "--lr is not a flag of this verb; use --learning-rate",
+        "--dataset is not a flag of this verb; use --data",
+        "--num_train_epochs is not a flag of this verb; use --epochs",
+        "--modle is not a flag of this verb; did you mean --model?",
+        "--foo is not a flag of this verb",
         "--seed must be a whole number, not 'many'",
         "--out is missing: a path",
     ]
@@ -107,9 +107,9 @@ def test_keys_of_a_file_get_hints(tmp_path: Path) -> None:
     file.write_text("base_model: m\nlora_r: 8\nsequence_len: 512\n", encoding="utf-8")
     message = problems(TuneSettings, "--config", str(file), "--data", "d", "--out", "o")
     assert message == [
-        f"{file}: 'base_model' is no setting of this verb; here it is model",
-        f"{file}: 'lora_r' is no setting of this verb; here it is rank",
-        f"{file}: 'sequence_len' is no setting of this verb; here it is sequence_length",
+        f"{file}: 'base_model' is not a setting of this verb; use model",
+        f"{file}: 'lora_r' is not a setting of this verb; use rank",
+        f"{file}: 'sequence_len' is not a setting of this verb; use sequence_length",
     ]
 
 
@@ -137,7 +137,7 @@ def test_a_url_is_refused_as_it_was_typed(words: list[str], message: str) -> Non
 
 
 def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert problems(TuneSettings, "--halp")[0] == "--halp is no flag of this verb; did you mean --help?"
+    assert problems(TuneSettings, "--halp")[0] == "--halp is not a flag of this verb; did you mean --help?"
     assert capsys.readouterr().out == ""
 
 
@@ -166,4 +166,4 @@ def test_a_newcomer_sees_the_hint_and_no_traceback(capsys: pytest.CaptureFixture
     assert main(["tune", "--lr", "1e-4", "--dataset", "rows.jsonl", "--push-to-hub"]) == 2
     out, message = capsys.readouterr()
     assert out == "" and "Traceback" not in message
-    assert message.startswith("prge tune: error: 5 settings can't be used:\n  - --lr is no flag")
+    assert message.startswith("prge tune: error: 5 settings can't be used:\n  - --lr is not a flag")

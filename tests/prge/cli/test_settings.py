@@ -224,10 +224,10 @@ def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
     )
     message = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
     assert message == [
-        "--quieries is no flag of this verb; did you mean --queries?",
+        "--quieries is not a flag of this verb; did you mean --queries?",
         "--name needs a value: a text",
-        f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
-        f"{path}: 'lerning_rate' is no setting of this verb; did you mean learning_rate?",
+        f"{path}: 'learning-rate' is not a setting of this verb; did you mean learning_rate?",
+        f"{path}: 'lerning_rate' is not a setting of this verb; did you mean learning_rate?",
         f"{path}: queries must be a whole number or null, not 'many'",
         f"{path}: estimator must be one of antithetic, one-sided, not 'both'",
         f"{path}: label_words must be a list of texts, not 'good'",
@@ -257,7 +257,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"targets: 3\n", "targets must be a text or a list of texts or null, not 3"),
         (b"bundle: null\n", "bundle must be a path, not None"),
         (b"bundle: ''\n", "bundle must be a path, not ''"),
-        (b"3: x\n", "3 is no setting"),
+        (b"3: x\n", "3 is not a setting"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:

@@ -444,7 +444,7 @@ def test_program_that_is_too_small_for_anything() -> None:
     [
         ({"text": ""}, None, ["row 2: its text is empty: there is nothing to learn from"]),
         ({"text": 3}, None, ["row 2: column 'text' is int, must be a text"]),
-        ({"txt": "a"}, None, ["row 2: it is no row of text: its columns are txt"]),
+        ({"txt": "a"}, None, ["row 2: it is not a row of text: its columns are txt"]),
         ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, must be one of 0, 1"]),
         ({"label": 0}, "sst2", ["row 2: column 'sentence' is missing"]),
     ],

@@ -109,7 +109,7 @@ def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path:
     with RunLog(tmp_path, keep_through=1) as log:
         log.metric(step(2))
     assert read_metrics(tmp_path) == [step(0), step(1), step(2)]
-    assert "left out 1 lines that are no records" in (tmp_path / LOG).read_text(encoding="utf-8")
+    assert "left out 1 lines that are not records" in (tmp_path / LOG).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [METRICS, LOG, LOCK])

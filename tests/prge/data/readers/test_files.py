@@ -234,8 +234,8 @@ def test_long_fields(write: Write) -> None:
             "numbers.jsonl",
             '{"a": NaN}\n{"a": 1e999}\n{"a": ' + "9" * 5000 + "}\n",
             [
-                "row 1: it has NaN, which is no number of JSON",
-                "row 2: it has '1e999', which is no finite number",
+                "row 1: it has NaN, which JSON does not allow",
+                "row 2: it has '1e999', which is not a finite number",
                 "row 3: it has a number of 5000 digits",
             ],
         ),

@@ -167,7 +167,7 @@ def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFix
         words += [f"--{name}", str(getattr(settings, name))]
     assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
     output = capsys.readouterr().err
-    assert "--queries is no flag of this verb" in output
+    assert "--queries is not a flag of this verb" in output
     assert "--method must be one of backprop-lora-fa, " in output
     assert main(words) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
