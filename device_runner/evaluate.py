@@ -181,7 +181,7 @@ def write_answers(
         generator: generator of the bundle that the examples were built for.
         examples: examples of a task whose answers are texts.
         adapter: adapter that answers.
-        generate: when an answer ends.
+        generate: settings that say when an answer ends.
         overflow: `error` keeps prompts whole; otherwise a prompt that leaves no room for an answer loses its
             beginning.
     """

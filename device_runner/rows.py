@@ -82,7 +82,7 @@ def forget(argv: Sequence[str]) -> int:
     with best_effort(sys.stdout):
         print(f"{path}: {removed} {'row' if removed == 1 else 'rows'} removed")
         if removed:
-            print("adapters that were trained on them stay as they are: train again without these rows")
+            print("adapters that were trained on removed rows don't change: train again without these rows")
     return 0
 
 

@@ -97,8 +97,8 @@ class Adb:
         """Run a shell script that must succeed, and return its output.
 
         Args:
-            script: as for `shell`, like `seconds` and `stdin`.
-            doing: what the script does, for the error message, such as "reading metrics".
+            script: the script; see `shell` for `script`, `seconds` and `stdin`.
+            doing: the action in the error message, such as "reading metrics".
 
         Raises:
             DeviceError: the script failed, or the device was lost.
@@ -267,7 +267,7 @@ def command_error(doing: str, reason: str) -> DeviceError:
     """Return the error of a command that failed on the device.
 
     Args:
-        doing: what the command does, such as "reading metrics".
+        doing: the action of the command, such as "reading metrics".
         reason: the message of the device.
     """
     remedy = ""

@@ -87,7 +87,7 @@ def send_tuning(phone: Phone, tuning: Tuning, rows: bool = False) -> str:
     Args:
         phone: the device.
         tuning: the tuning.
-        rows: also send training and development rows, which a server that learns needs.
+        rows: whether to send training and development rows too, which a server that learns needs.
     """
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
         folder = Path(name)

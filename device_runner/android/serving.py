@@ -48,8 +48,8 @@ class ReachFlags(PhoneFlags):
     open: bool = False
     """Open the server's page in this computer's browser."""
     resume: bool = False
-    """Reconnect to a server that was started before, and start it again if it has ended; alone, or with the
-    flags of this group. Repeating the first command does the same."""
+    """Reconnect to a server that was started before, and start it again if it has ended. Give it alone, or
+    with the flags of this group. Repeating the first command does the same."""
 
     @contextmanager
     def forwarded(self, phone: Phone, port: int) -> Iterator[int]:

@@ -56,7 +56,7 @@ class TrialRunner:
         name: prefix of the names of the trial's jobs.
         trial: the trial.
         folder: folder of the bundle on this computer.
-        tiny: run one round without a warm-up, whose figures mean nothing.
+        tiny: whether to run only one round without a warm-up, whose figures mean nothing.
         cool: highest temperature in degrees Celsius to start a job at, and longest wait for it in minutes.
     """
 

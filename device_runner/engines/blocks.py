@@ -204,8 +204,8 @@ class Blocks:
         """Return a function that runs a role of several blocks on the current contents of fixed arrays.
 
         Args:
-            calls: by block number, in order: contiguous inputs and outputs in the order of the method, or a
-                function to call instead.
+            calls: for each block number, in order, contiguous inputs and outputs in the order of the method,
+                or a function to call instead.
             before: called with each block's number before the block runs; may fill its inputs.
 
         Raises:

@@ -483,7 +483,7 @@ def _write_mask(mask: FloatArray, lengths: Sequence[int], window: int | None) ->
     """Write the attention mask of a step: 0 where its token attends to a past one, MASKED elsewhere.
 
     Args:
-        mask: f32 [rows, heads, positions].
+        mask: the mask to fill, f32 [rows, heads, positions].
         lengths: number of tokens before the step's token in each row.
         window: number of tokens that each token attends to, itself included; None: all.
     """

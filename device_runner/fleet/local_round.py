@@ -186,7 +186,7 @@ def by_row(examples: Sequence[Example]) -> list[list[Example]]:
 
 
 class _OwnRows(Sampler):
-    """Samples batches from where the device's last round ended, whichever global steps those were."""
+    """Samples batches from where the device's last round ended, whatever the numbers of its global steps."""
 
     offset = 0
 

@@ -43,8 +43,8 @@ class RoundSteps:
 
     Attributes:
         first: number of the first step.
-        rates: learning rates, f32 [K].
-        losses: f32 [K].
+        rates: learning rate of each step, f32 [K].
+        losses: loss of each step, f32 [K].
         projected_gradients: f32 [K, projected gradients per step].
     """
 
@@ -118,7 +118,7 @@ class RoundTask:
         number: the number of the round.
         step: the step at which the round begins.
         seconds: how long the server waits for a result.
-        agreement: its content; empty if the device has it.
+        agreement: content of the agreement; empty if the device has it.
         missed: encoded steps of the rounds that the device missed, one after another.
         state: arrays of that step as safetensors; empty if the device can replay the missed rounds.
     """
@@ -170,8 +170,8 @@ class RoundResult:
         number: the number of the round.
         step: the step of the global adapter that the device started from.
         examples: the number of examples that its steps took.
-        privacy_epsilon: what the device has spent so far, with this round.
-        losses: f32 [K].
+        privacy_epsilon: epsilon that the device has spent so far, with this round.
+        losses: loss of each step, f32 [K].
         values: projected gradients, f32 [K * projected gradients per step], or the change of the adapter, f32
             [adapter size].
     """

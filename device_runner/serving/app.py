@@ -77,7 +77,7 @@ def make_app(
         feedback: stores the clients' feedback; by default none is stored.
         learning: trains on the feedback.
         runs: the runs to show on the page.
-        about: what the page shows about the models.
+        about: description of the models for the page.
         pauses: the conditions for work; no completion is begun while they are not met.
     """
     server = _Server(models, worker, access, feedback or Feedback(), learning, pauses or Pauses(()))

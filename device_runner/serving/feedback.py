@@ -38,7 +38,7 @@ class FeedbackFile:
     Attributes:
         path: the path of the file.
         examples: builds a row's examples, to refuse rows that can't be trained on.
-        storage: its one thread is the only one that uses `examples` and the file.
+        storage: executor of one thread, which alone uses `examples` and the file.
         max_bytes: largest size of the file.
     """
 

@@ -64,7 +64,7 @@ def read_date(folder: Path) -> Day | None:
 
 
 class History:
-    """The adapters of a folder, from its journal; changed by one thread at a time.
+    """The adapters of a folder, read from the folder's journal; one thread at a time may change them.
 
     Args:
         folder: the folder of the learned adapters.

@@ -33,7 +33,7 @@ class Models:
     Args:
         adapters: the adapters by name.
         tokenizer: used by this object only.
-        variables: for the chat template, if a request does not set them.
+        variables: default variables of the chat template, which a request can override.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.

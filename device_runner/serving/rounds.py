@@ -135,7 +135,7 @@ class Round:
         learnt: rows to learn: new ones, and those that `adapter` was not trained on because they were held
             out or their adapters were not served.
         held_out: new rows to judge by.
-        learnt_before: all other rows.
+        learnt_before: all other rows, which earlier rounds trained on.
         replay: fraction of the examples that are earlier ones.
         may_lose: by how much an adapter may be worse than `start` on retained rows.
         has_retained: whether `train` and `dev` of the settings are rows that must not be forgotten.

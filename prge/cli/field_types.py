@@ -110,7 +110,7 @@ def contains_path_type(field_type: Any) -> bool:
 
 
 def find_marks(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
-    """Return the annotations of one class that the types of settings carry, by the settings' names."""
+    """Return the annotations of one class on the types of settings, by the settings' names."""
     hints = get_type_hints(settings_type, include_extras=True)
     return {
         item.name: each

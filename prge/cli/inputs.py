@@ -18,7 +18,7 @@ from prge.cli.field_types import Paths, find_marks
 
 
 class Input(Enum):
-    """What a setting names as an input."""
+    """The type of input that a setting names."""
 
     FILE = "file"
     FOLDER = "folder"

@@ -23,7 +23,7 @@ from prge.system.atomic import check_file, check_writable_folder
 
 
 class Output(Enum):
-    """What a setting names as an output."""
+    """The type of output that a setting names."""
 
     FILE = "file"
     APPENDED = "file that rows are appended to"

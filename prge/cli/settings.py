@@ -386,7 +386,7 @@ def _quoted(last_given: _SettingValue | None, words: Sequence[str], field_types:
 
 
 def _given_twice(entries: Sequence[_SettingValue]) -> list[str]:
-    """Return a problem for every setting that has both its old and its current name in one place."""
+    """Return a problem for every setting that is given by its old and by its current name in one place."""
     current = {entry.key for entry in entries if not entry.new_name and entry.value is not _MISNAMED}
     return [
         f"{entry.where} is now {entry.new_name}: give one of them"
@@ -396,7 +396,7 @@ def _given_twice(entries: Sequence[_SettingValue]) -> list[str]:
 
 
 def _without_warnings(entries: Iterable[_SettingValue]) -> list[_SettingValue]:
-    """Return settings that prge itself stored: the user can't change their names."""
+    """Return stored settings without warnings about old names, which the user can't change."""
     return [entry._replace(new_name="", old_values=()) for entry in entries]
 
 

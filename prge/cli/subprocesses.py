@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def wait_until_free(run: Path, seconds: float = 10.0) -> None:
-    """Wait until no process locks a run folder, such as a process that is being killed.
+    """Wait until no process, such as one that is being killed, holds the lock of a run folder.
 
     Raises:
         RunError: The folder is still locked after `seconds`.

@@ -56,7 +56,7 @@ def format_column_names(columns: Collection[str]) -> str:
 
 
 def format_columns(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """Format which columns are read, by which names of the file, and which are not read."""
+    """Format which columns are read, from which columns of the file, and which are not read."""
     used = [column for column in present if column in read]
     names = [
         column if renamed.get(column, column) == column else f"{column} from {renamed[column]}"

@@ -37,7 +37,7 @@ class FeedbackExamples:
     Args:
         tokenizer: A tokenizer that nothing else uses.
         model: specification of the bundle's model.
-        options: how rows become examples; the objective follows from the row.
+        options: options for building examples; the objective follows from the row.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.

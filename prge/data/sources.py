@@ -88,7 +88,7 @@ def read_source(
         where: A file, a folder, or the name of a data set; or several files or folders.
         part: which file of a folder, list of a JSON file, or split of a data set to read.
         columns: words such as `prompt=question`, which rename the file's column `question` to `prompt`.
-        broken: as for `read_rows`.
+        broken: receives problems of broken rows, as in `read_rows`.
         objective: objective of the training, for the conversion of feedback.
         task: task whose columns are read; None if the form follows from the columns.
 
@@ -128,7 +128,7 @@ def describe_paths(where: Paths) -> str:
 
 
 def list_paths(where: Paths | str) -> list[Path]:
-    """Return the paths that a user named as rows as a list."""
+    """Return the paths of rows that a user named, as a list."""
     return list(map(Path, where)) if isinstance(where, tuple) else [Path(where)]
 
 

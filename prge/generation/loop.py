@@ -194,8 +194,8 @@ class _OpenSequence:
     """An open sequence of the engine.
 
     Attributes:
-        number: its number in the engine.
-        adapter: its adapter.
+        number: number of the sequence in the engine.
+        adapter: adapter of the sequence.
         group: name of the requests that may share it.
         tokens: the tokens that it holds.
         prompt_length: number of these tokens that are the prompt of the latest request.

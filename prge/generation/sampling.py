@@ -78,7 +78,7 @@ class TokenSampler:
         """Return the id of the next token.
 
         Args:
-            logits: f32 [vocabulary]; not changed.
+            logits: logits of all tokens, f32 [vocabulary]; they aren't changed.
             history: the tokens so far, including the prompt; used only by the repetition penalty.
 
         Raises:

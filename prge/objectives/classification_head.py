@@ -30,7 +30,7 @@ class Classifier(Protocol):
 
         Args:
             tangents: tangents of the pooled states, [..., examples, width].
-            rows: as for `scores`.
+            rows: number of each example's row in its data file, as for `scores`.
         """
         ...
 

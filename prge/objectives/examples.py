@@ -111,8 +111,7 @@ def token_count(examples: Sequence[Example]) -> int:
 
 
 def microbatches(examples: Sequence[Example], tokens: int) -> Iterator[Sequence[Example]]:
-    """Yield slices of the examples, in order, of at most this many tokens; a slice has at least one
-    example."""
+    """Yield slices of the examples, in order, of at most `tokens` tokens but at least one example."""
     start, count = 0, 0
     for index, example in enumerate(examples):
         example_tokens = token_count([example])

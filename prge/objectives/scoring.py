@@ -25,7 +25,7 @@ class Scores:
 
     Attributes:
         scores: the candidates' scores of each example, f64 [candidates].
-        losses: f64 [examples].
+        losses: the loss of each example, f64 [examples].
         predictions: index of the candidate with the highest score, i64 [examples].
         tokens: number of target tokens, i64 [examples].
     """

@@ -64,7 +64,7 @@ def line_chart(
     Values must be below 1e300. Equal lines give equal text.
 
     Args:
-        lines: in the order of the legend.
+        lines: lines to draw, in the order of the legend.
         x_label: label of the x axis.
         y_label: label of the y axis.
         log: use a logarithmic x axis, which leaves out points that aren't above 0.
@@ -121,7 +121,7 @@ def arrange_charts(charts: Sequence[str], columns: int | None = None) -> str:
 
 
 def standalone_svg(chart: str) -> str:
-    """Return a chart for a file of its own: dark text on white, at twice the size."""
+    """Return a chart as the content of an SVG file: dark text on white, at twice the size."""
     width, height = _size_of(chart)
     attributes = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
     return chart.replace("<svg ", f"<svg {attributes} ", 1)

@@ -35,8 +35,8 @@ def open_regular(
 
     Args:
         path: the file; a writing mode creates it.
-        mode: as for `open`.
-        buffering: as for `open`.
+        mode: a binary mode of `open`.
+        buffering: the argument `buffering` of `open`.
         follow: accept a link to a regular file.
         rights: mode of a created file, before the user's umask is applied.
 

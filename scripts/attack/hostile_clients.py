@@ -85,8 +85,8 @@ class Request:
         content: bytes of the request.
         needs: the reason for which it must be refused; empty if it may succeed.
         method: method that determines how the response is parsed.
-        is_last: the client says that nothing follows; the server may close the connection.
-        in_halves: there is a pause in the middle.
+        is_last: whether the client says that nothing follows; the server may then close the connection.
+        in_halves: whether to pause in the middle.
         judge: function that replaces sending the request once and reading the response.
     """
 

@@ -125,7 +125,7 @@ class Scene:
             each.close()
 
     def pester(self, name: str, stranger: Callable[[Scene], None]) -> str:
-        """Let a stranger act; return the name of the case."""
+        """Send hostile bytes as a stranger; return the name of the case."""
         with contextlib.suppress(OSError):
             stranger(self)
         while len(self.held) > 300:

@@ -134,7 +134,7 @@ class Report:
                 self.failures.append(case)
 
     def need_cases(self, parts: Iterable[str]) -> None:
-        """Add a failure for each part without cases: it proves nothing."""
+        """Add a failure for each part without cases, because such a part proves nothing."""
         tried = {part for part, _ in self.verdicts}
         untried = [
             Case("no case was tried", Verdict.UNTRIED, part=part) for part in parts if part not in tried

@@ -37,7 +37,7 @@ def audit(inside: int, outside: int, trials: int, delta: float) -> Audit:
 
     Args:
         inside: trials with the row in which the device gave the chosen answer.
-        outside: such trials without the row.
+        outside: trials without the row in which the device gave the chosen answer.
         trials: number of trials with the row, and number of trials without it.
         delta: delta of differential privacy.
     """

@@ -226,7 +226,7 @@ class _Blocks:
         """Return log-probabilities of a decoder, or hidden states of an encoder.
 
         Args:
-            tokens: i64 [rows, tokens].
+            tokens: token ids of the rows, i64 [rows, tokens].
             extra_input: targets of a decoder's head, or padding mask of an encoder's attention.
         """
         chain = self._chain

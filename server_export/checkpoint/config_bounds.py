@@ -48,7 +48,7 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
 
     Args:
         config: the parsed configuration.
-        path: its path, for messages.
+        path: path of the configuration, for messages.
 
     Raises:
         Refusal: parsing takes more than 3 seconds of CPU time or 256 MiB.

@@ -61,8 +61,8 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, Block]:
     """Return a block in a role, in core operators at marker sizes, and in roles derived from the same graph.
 
-    Batches and chunks have all derivatives. A single token has its value only: it takes the first slot of the
-    past, whose size no input of a backward pass determines.
+    Batches and chunks have all derivatives. For a single token, only the value is derived: the token takes
+    the first slot of the past, whose size no input of a backward pass determines.
     """
     if is_head(block) and role.view is View.CHUNK:
         return {}

@@ -49,7 +49,7 @@ class Decays:
         """Return the products of `source` f32 [rows x heads, tokens, width] with the decayed keys.
 
         Args:
-            source: for example queries.
+            source: values to multiply with the keys, such as queries.
             itself: whether a token's own key is included.
         """
         products = self._writer.times(

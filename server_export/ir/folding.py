@@ -20,7 +20,7 @@ def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_wei
     Nodes that are larger than their inputs because they repeat them are kept.
 
     Args:
-        graph_module: its nodes have `meta["val"]`.
+        graph_module: the graph; its nodes have `meta["val"]`.
         constants: the constants of the module.
         has_weights: whether the weights have values; otherwise nothing that depends on a weight is folded.
     """

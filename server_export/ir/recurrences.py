@@ -162,7 +162,7 @@ def expand(
     """Expand recurrences and convolutions into ATen operators, in place, and remove unused tables.
 
     Args:
-        graph_module: its nodes have `meta["val"]`.
+        graph_module: the graph; its nodes have `meta["val"]`.
         state_before: returns the input with an operator's state before the call, in the shape of
             `recurrent_state_shapes`, or None to start from zeros.
 

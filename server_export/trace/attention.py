@@ -150,8 +150,8 @@ def _share_without_sink(
     With exp(sink) in the sum of the softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink).
 
     Args:
-        scores: [rows x groups, members x length, tokens].
-        sinks: [heads].
+        scores: attention scores, [rows x groups, members x length, tokens].
+        sinks: the sink of each head, [heads].
         shape: rows, heads, length.
 
     Returns:

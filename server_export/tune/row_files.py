@@ -38,7 +38,7 @@ class RowFiles:
         folder: the folder.
         task: name or file of a task that the user gave.
         objective: objective of the training.
-        append_eos: as in BuildOptions, like `control_tokens` and `date`.
+        append_eos: see BuildOptions, also for `control_tokens` and `date`.
     """
 
     folder: Path

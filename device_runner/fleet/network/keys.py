@@ -116,7 +116,7 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Cre
     """Create what is missing: the authority, a server certificate, and devices' keys. Existing keys stay.
 
     Args:
-        folder: for all keys; see the module.
+        folder: folder of all keys; see the module's docstring.
         hosts: names and addresses by which devices reach the server. If they are given again, they replace
             the server's certificate, and devices need nothing new.
         devices: names of devices, old and new ones in any mixture.

@@ -26,7 +26,7 @@ class SentTask:
     Attributes:
         node: the node of the device.
         round: number of the round.
-        tries: how often a reply to it was begun.
+        tries: number of replies to the task that were begun.
     """
 
     node: int

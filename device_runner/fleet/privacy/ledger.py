@@ -93,7 +93,7 @@ class Ledger:
             line: the line of the current round.
             delta: the delta of epsilon.
             unit: a row or the owner.
-            whole: also count rounds without noise, whose epsilon is infinite.
+            whole: whether rounds without noise count, too; their epsilon is infinite.
         """
         rounds = self._begun if line in self._begun else [*self._begun, line]
         parts = []

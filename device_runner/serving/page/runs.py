@@ -206,7 +206,7 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
     Args:
         folder: the folder to search.
         depth: levels of folders below it.
-        entries: one number that counts down the entries that may still be visited.
+        entries: a list of one number, the count of entries that may still be visited.
     """
     if _is_run(folder):
         yield folder

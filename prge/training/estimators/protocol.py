@@ -165,7 +165,7 @@ def clip_by_rms(projected_gradients: Float64Array, limit: float) -> Float64Array
     step.
 
     Args:
-        projected_gradients: f64 [queries] or [queries, examples].
+        projected_gradients: the projected gradients, f64 [queries] or [queries, examples].
         limit: the upper bound; 0: no clipping.
     """
     rms = np.sqrt((projected_gradients**2).mean(0))

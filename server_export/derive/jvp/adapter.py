@@ -19,8 +19,8 @@ class RankOneMatrix:
 
     Attributes:
         primal: the matrix.
-        u: [queries, rows, above].
-        v: [queries, rows, out].
+        u: left factor of each tangent, [queries, rows, above].
+        v: right factor of each tangent, [queries, rows, out].
     """
 
     primal: Node

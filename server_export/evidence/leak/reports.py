@@ -64,7 +64,7 @@ class Report:
 
     Attributes:
         view: how the values follow from gradients.
-        values: f32 [values].
+        values: the values that were sent, f32 [values].
         batch: number of rows.
         noise: standard deviation of the noise that was added to each value.
     """

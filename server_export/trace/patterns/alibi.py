@@ -88,7 +88,7 @@ def append_positions(
         writer: writes into the graph.
         node: the bias.
         known: returns values of nodes.
-        slopes: f32 [heads].
+        slopes: ALiBi's slope of each head, f32 [heads].
         positions: writes a table f32 [1, tokens, 1] before a node.
 
     Returns:
