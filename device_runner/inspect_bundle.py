@@ -219,7 +219,7 @@ def _chain_lines(report: Mapping[str, Any]) -> Iterator[str]:
         tokens = min(_TOKENS, chain.bounds.tokens)
         yield (
             f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated; "
-            "--memory is the most that the process takes"
+            "--memory limits the whole process"
         )
         yield from format_memory_table(report["memory"])
     if text := report["text"]:

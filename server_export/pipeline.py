@@ -93,7 +93,7 @@ def build_chain(
         longest: the number of tokens of the longest sequence.
         transposed: the result of `linearize_conv1d`, if it was already called.
         scheme: the quantization of the frozen weights.
-        copies: 1, or COPIES for a graph of any number of adapter copies.
+        copies: number of adapter copies: 1, or the marker COPIES for a graph of any number.
         changes: collects what each pass and each pattern changed.
 
     Raises:

@@ -26,10 +26,10 @@ _CODES = {
     0x20: "something that the program names was not found, such as a backend",
     0x21: "there is not enough memory",
     0x22: "the file can't be opened",
-    0x23: "the program is damaged or of another format",
+    0x23: "the program is damaged or has another format",
     0x24: "the program's external data is damaged",
     0x25: "the engine ran out of a resource",
-    0x30: "the program's delegate is damaged or of another version",
+    0x30: "the program's delegate is damaged or has another version",
     0x31: "there is not enough memory for the delegate",
     0x32: "the delegate is not usable",
 }

@@ -201,7 +201,7 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class TaskRefusal:
-    """Why a device takes no part in a round."""
+    """The reason why a device takes no part in a round."""
 
     reason: str
 

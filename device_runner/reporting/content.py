@@ -136,7 +136,7 @@ def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]
         Line(word("development rows"), _points(run, "evaluation", ["loss"]), 1, "marked"),
     ]
     drawing = line_chart(loss, word("steps"), word("loss"))
-    yield Picture(drawing, word("Loss. Faint: of each step's rows."))
+    yield Picture(drawing, word("Loss. The faint line shows the loss of each step."))
     if run.score != "loss":
         title = word(_title(run.score))
         points = [Line("", _points(run, "evaluation", [run.score]), 1, "marked")]
@@ -257,7 +257,7 @@ def _costs(run: RunFacts) -> Iterator[Block]:
         "time of steps": format_duration(training) if steps else None,
         "time of evaluations": _duration(run.train.get("evaluation_seconds")),
         "pauses": _duration(run.train.get("paused_seconds")),
-        "speed": f"{_number(speed)} tokens of rows a second" if speed else None,
+        "speed": f"{_number(speed)} training tokens per second" if speed else None,
         "share of the time in the engine": f"{min(1.0, engine / training):.0%}"
         if engine and training > 0
         else None,

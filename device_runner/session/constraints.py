@@ -26,7 +26,7 @@ _HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 
 @dataclass(frozen=True)
 class Constraint(ABC):
-    """A constraint; `flag` is how the user wrote it, `sensor` the name of what it reads."""
+    """A constraint; `flag` is the user's text, `sensor` the name of the sensor that it reads."""
 
     sensor: ClassVar[str]
     flag: str

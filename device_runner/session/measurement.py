@@ -57,7 +57,7 @@ def _wait_until_cool(sensors: Sensors, celsius: float, seconds: float) -> str:
 
 
 def measure(cache: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Run a verb and return its exit code and what it took."""
+    """Run a verb; return its exit code, and its time, memory and energy."""
     sensors = Sensors()
     before, energy, begin = sensors.record(), Energy(sensors), time.monotonic()
     child = _start(cache, words)

@@ -61,7 +61,7 @@ def load_or_compute_references(
             )
         write_file(path, json.dumps({"of": key, "scores": scores, "sha256": _digest(key, scores)}).encode())
         message = f"reference: {len(scores):,} rows scored with the start adapter"
-        return scored, message + (f"; {REFERENCE} was damaged, or of another run" if existed else "")
+        return scored, message + (f"; {REFERENCE} was damaged, or belonged to another run" if existed else "")
     scored_pairs = zip(examples, scores, strict=True)
     return [replace(example, reference=tuple(values)) for example, values in scored_pairs], ""
 

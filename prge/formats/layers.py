@@ -96,7 +96,7 @@ def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str
         raise _unusable_error(folder, str(error)) from None
     entries = mapping(table)
     if len(entries) > _MAX_LAYERS or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise _unusable_error(folder, "it has something else than layers")
+        raise _unusable_error(folder, "it has entries that are not layers")
     return {str(name): dict(entry) for name, entry in entries.items()}
 
 

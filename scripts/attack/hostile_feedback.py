@@ -313,7 +313,7 @@ def _flood(stage: _Stage) -> Findings:
 
 
 def _full_disk(stage: _Stage) -> Findings:
-    """Train on a full disk that has room later."""
+    """Train on a disk that is full at first and has room later."""
     stage.honest_result()
     learn = stage.folder / "disk"
     learn.mkdir()

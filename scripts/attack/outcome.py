@@ -25,7 +25,7 @@ class Verdict(str, Enum):
     ACCEPTED = "accepted"
     """The result equals that of the undamaged input."""
     OTHER = "other"
-    """Another result, of an input whose content nothing determines."""
+    """Another result, for an input that has no determined result."""
     CRASHED = "crashed"
     """The process ended by a signal that nobody sent."""
     HUNG = "hung"

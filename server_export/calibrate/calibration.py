@@ -81,7 +81,7 @@ def calibrate(
         folder: the folder to create for the codes.
 
     Raises:
-        BundleError: the files lack a weight, or it is not finite.
+        BundleError: a weight is missing from the files or not finite.
     """
     with stage("bits") as note:
         sensitivities = measure_sensitivities(chain, _first_tokens(rows, _TOKENS))

@@ -38,7 +38,7 @@ def calibrate_codes(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Pa
         folder: the folder for the codes, which the chain reads as long as it is used.
 
     Raises:
-        BundleError: the files lack a weight, or it is not finite.
+        BundleError: a weight is missing from the files or not finite.
     """
     exact = with_scheme(chain, "fp32")
     walk, count_done = BlockwiseForward(exact, rows), count_parts(chain.head_start)

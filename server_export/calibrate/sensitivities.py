@@ -46,7 +46,7 @@ def measure_sensitivities(
         rows: the tokens of the rows.
 
     Raises:
-        BundleError: the files lack a weight, or it is not finite.
+        BundleError: a weight is missing from the files or not finite.
     """
     exact = with_scheme(chain, "fp32")
     walk, count_done, by_block = (

@@ -37,7 +37,7 @@ class TensorSource:
         target: the model's name of the first tensor.
         conversion: transformers' conversion, or None if one stored tensor is the model's tensor unchanged.
         stored: names in the files, by the names that transformers' tables have for them.
-        patterns: the input of the conversion that each stored tensor is.
+        patterns: for each stored tensor, the input of the conversion that it is used for.
     """
 
     target: str
@@ -100,7 +100,7 @@ def tensor_sources(
 ) -> dict[str, TensorSource]:
     """Return the source of each stored tensor of a model, by the model's name.
 
-    If the checkpoint contains more than the model, such as the images part of a multimodal model, only the
+    If the checkpoint contains more than the model, such as the image part of a multimodal model, only the
     tensors of the model are returned.
 
     Args:

@@ -93,7 +93,7 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: InputO
             with the same inputs share a call. It must not keep the inputs.
 
     Raises:
-        BundleError: the files lack a weight, or it is not finite.
+        BundleError: a weight is missing from the files or not finite.
     """
     walk, count = BlockwiseForward(chain, rows), last_adapted(chain) + 1
     done = count_parts(count)

@@ -142,7 +142,7 @@ class ModelChain:
         """Return the tensors that the graph of a block's type reads, made from the block's weights.
 
         Raises:
-            BundleError: the files lack a weight, or it is not finite.
+            BundleError: a weight is missing from the files or not finite.
         """
         rows = self.head_rows[number - self.head_start] if number >= self.head_start else None
         block = self.blocks[number]

@@ -36,7 +36,7 @@ class EagerBlock:
         tensors: the tensors of the block's graph by name; changing one changes what the block computes.
 
     Raises:
-        BundleError: the files lack a weight, or it is not finite.
+        BundleError: a weight is missing from the files or not finite.
     """
 
     def __init__(self, chain: ModelChain, number: int) -> None:

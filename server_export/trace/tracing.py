@@ -131,7 +131,7 @@ def trace(
         inputs: the inputs of its adapted layers.
         adapter: the trainable matrices, in order.
         first_position: the first position of a row.
-        copies: 1, or COPIES.
+        copies: number of adapter copies: 1, or the marker COPIES.
         changes: records what patterns changed in the model.
 
     Raises:

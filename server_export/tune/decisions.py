@@ -227,7 +227,7 @@ def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
         read = epochs * facts.rows
     count = max(math.ceil(read / batch), 1)
     return Decision(
-        "steps", count, f"{count * batch / facts.rows:.3g} epochs of {facts.rows:,} rows, {batch} a step"
+        "steps", count, f"{count * batch / facts.rows:.3g} epochs of {facts.rows:,} rows, {batch} per step"
     )
 
 
@@ -273,7 +273,7 @@ def steps_in(minutes: float, spent: float, pace: Pace, unlimited: Decision, sear
         return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
 
     rest = "take a third" if spent + left > 60 * minutes else f"have {format_duration(left)} left"
-    why = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s a step"
+    why = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s per step"
     count = fitting(searched)
     if count >= unlimited.value:
         return [unlimited]

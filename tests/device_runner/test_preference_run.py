@@ -129,10 +129,10 @@ def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
     def resumed(content: bytes) -> bool:
         """Return whether the reference was computed again from this content."""
         path.write_bytes(content)
-        before = output(settings.out).count("was damaged, or of another run")
+        before = output(settings.out).count("was damaged, or belonged to another run")
         run(replace(settings, steps=8, resume=settings.out))
         assert path.read_bytes() == whole
-        return output(settings.out).count("was damaged, or of another run") > before
+        return output(settings.out).count("was damaged, or belonged to another run") > before
 
     assert not resumed(whole)
     document = json.loads(whole)

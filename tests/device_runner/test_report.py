@@ -64,7 +64,7 @@ def test_it_shows_samples_costs_data_and_settings(tmp_path: Path) -> None:
         facts(page).items()
         >= {
             "peak memory of the process": "123 MB",
-            "speed": "100 tokens of rows a second",
+            "speed": "100 training tokens per second",
             "frozen weights": "8da4w",
             "estimator": "exact",
             "model content": "ab" * 32,

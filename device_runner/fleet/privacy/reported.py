@@ -120,7 +120,7 @@ class ReportingEstimator:
             with np.errstate(all="ignore"):
                 measured = self._inner.measure(engine, replace(step, examples=examples))
             derivatives: Float64Array = np.asarray(measured.derivatives, np.float64)
-            # [queries, examples]; or of one example: [queries], or a gradient [size].
+            # [queries, examples]; for a single example [queries], or a gradient [size].
             parts = derivatives.T if derivatives.ndim == 2 else derivatives[None]
             total = total + whole_sum(parts, part_norm(plan), unit)
         noisy: Float64Array = (total + self._draw(parts.shape[1])) * (unit / plan.examples)

@@ -130,14 +130,14 @@ def parse_pair(fields: Fields) -> Fields:
     else:
         if not isinstance(prompt, str | None):
             raise RowError(
-                f"its prompt is {format_value(prompt)}, must be a text, as its chosen is",
+                f"its prompt is {format_value(prompt)}, must be a text like its chosen answer",
                 code="texts-and-messages",
             )
         parts = _split_prompt(
             chosen, rejected, _common_word_prefix(chosen, rejected) if prompt is None else prompt
         )
     for name, value in zip(("chosen", "rejected"), parts[1:], strict=True):
-        _check_not_empty(name, value, " after what both begin with")
+        _check_not_empty(name, value, " after the common beginning")
     return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
 
 

@@ -181,7 +181,7 @@ class Task:
         if self.metric in TEXT_METRICS and "answers" not in self.columns:
             problems.append(f"metric {self.metric} needs columns.answers")
         if self.generate and (candidate_sources or "answers" not in self.columns):
-            problems.append("generate is for tasks with columns.answers alone")
+            problems.append("generate is only for tasks with columns.answers and without candidates")
         if self.generate and self.metric not in TEXT_METRICS:
             problems.append(f"generate needs one of the metrics {', '.join(TEXT_METRICS)}")
         if self.metric == "f1" and not self.label_words:

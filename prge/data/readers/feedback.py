@@ -1,4 +1,4 @@
-"""Files of feedback on answers, with one JSON object a line, which only their owner may read.
+"""Files of feedback on answers, with one JSON object per line, which only their owner may read.
 
     {"id": "cmpl-1f", "time": "...", "model": "first", "adapter": "9c1f...", "settings": {...},
      "prompt": "The soup was cold. It was", "answer": " great", "correction": " terrible"}
@@ -120,7 +120,7 @@ def check_feedback(path: Path) -> None:
         with open_regular(path, "rb") as stream:
             for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
                 if line.strip() and not _starts_with_feedback(line):
-                    what = f"{path} holds something else than feedback in row {number}."
+                    what = f"{path} has other content than feedback in row {number}."
                     raise DataError(what, [], remedy="Give another file.", code="feedback-foreign")
                 if line.strip():
                     return

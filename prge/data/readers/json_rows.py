@@ -1,6 +1,6 @@
 """Reads rows from JSON in the usual layouts:
 
-{"text": "one"}                            jsonl: an object a line
+{"text": "one"}                            jsonl: an object per line
 [{"text": "one"}, {"text": "two"}]         a list of rows, or of texts, which become the column text
 {"text": "one"} {"text": "two"}            consecutive objects with any line breaks, as jq prints them
 {"data": [...]}                            a list under one of the names in `_WRAPPERS`

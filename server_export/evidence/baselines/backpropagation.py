@@ -49,7 +49,7 @@ class Backpropagation(TrainingMethod):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Return a training of the parameters that the method trains."""
+    """Return a training method with the parameters that the settings choose."""
     if settings.method == "backprop-full":
         return Backpropagation(problem, settings, list(problem.model.parameters()))
     values = problem.insert_adapter(trains_a=settings.method == "backprop-lora")

@@ -106,7 +106,7 @@ class ExecutorchTraining(TrainingMethod):
         most = max(counts)
         if len(counts) > 1:
             raise _unsuitable_error(
-                "rows", f"examples have {min(counts)} to {most} sequences, and all must have equally many"
+                "rows", f"examples have {min(counts)} to {most} sequences, and all must have the same number"
             )
         examples = problem.batch_size
         self._rows = examples * most

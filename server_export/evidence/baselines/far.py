@@ -63,7 +63,7 @@ class SplitLinear(nn.Module):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Choose nodes, split the layers of the problem's model in place, and return a training of the learners.
+    """Choose nodes, split the layers of the problem's model in place, and return a method that trains them.
 
     Raises:
         ConfigError: the model's feed-forward networks can't be found.

@@ -94,7 +94,7 @@ class QuantizedTraining(Backpropagation):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> QuantizedTraining:
-    """Quantize the linear layers of the problem's blocks in place and return their training.
+    """Quantize the linear layers of the problem's blocks in place; return a method that trains them.
 
     Raises:
         ConfigError: the model has no list of blocks.

@@ -129,7 +129,7 @@ class SparseLinear(nn.Module):
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Choose a scheme, change the problem's model in place, and return the training of its parameters.
+    """Choose a scheme, change the problem's model in place, and return a method that trains by the scheme.
 
     Raises:
         ConfigError: the model has no list of blocks, there are too few rows to hold some out, or no update

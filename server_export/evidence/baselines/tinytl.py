@@ -76,7 +76,7 @@ def pool_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
-    """Add biases, and branches if requested, to the problem's model in place, and return their training.
+    """Add biases and, if requested, branches to the problem's model in place; return a method for them.
 
     Raises:
         ConfigError: the model has no list of blocks.

@@ -291,7 +291,7 @@ def _with_date(settings: CompareSettings, stored: Path) -> CompareSettings:
 
 
 def _log(text: str) -> None:
-    # Flushed for files and pipes: a comparison takes long.
+    # Flushed, also to files and pipes, because a comparison takes a long time.
     print(text, flush=True)
 
 

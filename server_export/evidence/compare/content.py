@@ -22,7 +22,7 @@ NONE = "–"
 CAPTIONS = {
     "loss-seconds": "Loss on development rows against seconds of training: mean and range over seeds. Solid: "
     "gradients from forward passes; dashed, with dots: from backward passes.",
-    "loss-forward_passes": "The same against forward passes.",
+    "loss-forward_passes": "Loss on development rows against forward passes, with the same lines.",
 }
 _VERDICTS = {
     "backward": "Where backpropagation wins",

@@ -1,4 +1,4 @@
-"""Draw the charts of a report: loss against seconds and rows."""
+"""Draw the charts of a report: loss against seconds and forward passes."""
 
 from __future__ import annotations
 

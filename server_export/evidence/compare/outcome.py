@@ -52,7 +52,7 @@ FIGURES = (
     Figure("peak_mb", "peak memory over an idle runner", "MB", noise=0.02),
     Figure("own_peak_mb", "peak memory over its own process idle", "MB", noise=0.02),
     Figure("activation_mb", "memory of steps over the loaded model", "MB", noise=0.02),
-    Figure("tokens_per_second", "tokens of training rows a second", lower_is_better=False),
+    Figure("tokens_per_second", "training tokens per second", lower_is_better=False),
 )
 
 
@@ -179,7 +179,7 @@ def _summarize_spread(spread: Spread, scale: float) -> dict[str, Any]:
 
 
 def _to_target(runs: Any, target: LossTarget, axis: str) -> Spread:
-    """Return where each run first reaches the target on an axis, `seconds` or `rows`."""
+    """Return where each run first reaches the target on an axis, `seconds` or `forward_passes`."""
     if target.value is None:
         return Spread({}, len(runs))
     crossings = {
@@ -219,7 +219,7 @@ def _duel(result: Result, figure: Figure, column: Mapping[str, Spread]) -> Duel:
     forward, backward = best_of(sides[True], lower), best_of(sides[False], lower)
     if forward is None or backward is None:
         both_ran = len({method["forward_only"] for method in methods.values() if method["runs"]}) == 2
-        # A target that only one side reaches is won; a figure that only one side has is not.
+        # A side wins if it alone reaches the target, but not if it alone has a figure.
         is_won = both_ran and figure.key.endswith("_to_target")
         only = "forward" if forward else "backward" if backward else None
         return Duel(figure, forward, backward, None, only if is_won else None)

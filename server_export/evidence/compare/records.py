@@ -26,7 +26,7 @@ def is_finished(run: Path) -> bool:
 
 
 def curve(records: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Return the evaluations of a metrics.jsonl with `step`, `rows`, `seconds` and `loss`.
+    """Return the evaluations of a metrics.jsonl with `step`, `forward_passes`, `seconds` and `loss`.
 
     A loss that isn't finite is None. Seconds count only the training: evaluations serve the comparison, so
     their time is excluded. After an evaluation, a program may have to be loaded again, so the next step

@@ -31,7 +31,7 @@ from server_export.evidence.leak.victim import Victim
 # Number of guesses that are improved one after the other, and beam width of the span check.
 _GUESSES, _PREFIXES = 4, 16
 
-# Changes that are tried at once for each of three sources.
+# Number of changes from each of three sources that are tried at once.
 _PROPOSALS = 64
 # The search ends when the log-likelihood is this close to that of a perfect guess.
 _SOLVED = 30.0
@@ -175,7 +175,7 @@ class Search:
         return ScoredRows(rows, contributions, priors)
 
     def _initial_guess(self, starts: ScoredRows, number: int) -> ScoredRows:
-        """Return a guess that starts with the row of rank `number` by fit and adds rows that fit to it."""
+        """Return a guess that starts with the row of rank `number` by fit, and adds rows that fit it."""
         chosen: list[int] = []
         for count in range(self.report.batch):
             # The rows that are still missing are assumed to be like the chosen ones.

@@ -26,8 +26,8 @@ from server_export.trace.cutting import ModelBlock
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, Pass
 
-# Graph of the whole model: after tracing; when values that depend on positions alone are known; before they
-# become tables. Graph of a block type.
+# Stages of the whole model's graph: after tracing; once values that depend only on positions are known;
+# before these become tables. Last, the stage of a block type's graph.
 Stage = Literal["traced", "positions", "tables", "block"]
 # (tokens i64 [rows, tokens], keyword arguments, an encoder's additive padding mask) -> output of the model.
 Call: TypeAlias = Callable[[torch.Tensor, dict[str, Any], torch.Tensor | None], Any]

@@ -78,7 +78,7 @@ def test_a_run_has_a_few_epochs_within_bounds(rows: int) -> None:
 def test_epochs_of_the_user_determine_the_steps(epochs: float, expected: int) -> None:
     decision = decisions.steps(replace(facts(), rows=200), 8, epochs)
     assert decision.value == expected
-    assert "epochs of 200 rows, 8 a step" in decision.why
+    assert "epochs of 200 rows, 8 per step" in decision.why
 
 
 @pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])

@@ -317,7 +317,7 @@ QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric
         ),
         (
             {"name": "a", "template": "{a}", "label_words": {0: "a", 1: "b"}, "generate": {}},
-            "generate is for tasks with columns.answers alone",
+            "generate is only for tasks with columns.answers and without candidates",
         ),
         ({**QUESTION, "metric": "accuracy", "generate": {}}, "generate needs one of the metrics f1_answer"),
         ({**QUESTION, "generate": {"tokens": 5}}, "generate is {'tokens': 5}, must have max_tokens, stop"),
