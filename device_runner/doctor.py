@@ -104,7 +104,7 @@ def examine() -> Iterator[Check]:
 
 
 def run_lacks(checks: Sequence[Check]) -> list[str]:
-    """Return what training needs and these checks report as missing."""
+    """Return the requirements of training that these checks report as missing."""
     missing = {check.name for check in checks if check.state == "missing"}
     native = any(check.name == "native" and check.state == "ok" for check in checks)
     return [name for name in REQUIRED if name in missing and not (native and name in NOT_NEEDED_BY_NATIVE)]
@@ -147,7 +147,7 @@ def _check_prge() -> Check:
 def _finder(name: str, purpose: str = "") -> Callable[[], Check]:
     """Return a check that a package is installed, in the version that prge pins if it pins one.
 
-    `purpose` says what needs the package, if training doesn't need it.
+    `purpose` names what needs the package, if training doesn't need it.
     """
 
     def check() -> Check:
@@ -209,7 +209,7 @@ def _check_native() -> Check:
 
 
 def probe_engine() -> dict[str, Any] | str:
-    """Return what a child process reports of the engine, or an error message."""
+    """Return the report of a child process on the engine, or an error message."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", ENGINE_PROBE], capture_output=True, text=True, timeout=120, check=False

@@ -275,7 +275,7 @@ def _record(answer: Completion) -> dict[str, Any]:
 
 
 def _facts(answers: Sequence[Completion], seconds: float) -> Iterator[str]:
-    """Yield how much was generated, and how fast."""
+    """Yield phrases with the numbers of tokens and the speeds of generation."""
     tokens = sum(len(answer.tokens) for answer in answers)
     if len(answers) == 1:
         (answer,) = answers

@@ -278,7 +278,7 @@ def _check_batch(run: _OpenRun) -> None:
 
 
 def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
-    """Return what answers sample prompts; None if there are no prompts."""
+    """Return the answerer of sample prompts; None if there are no prompts."""
     if prompts := inputs.sample_prompts:
         return TextAnswerer(prompts, Generator(opened.generation_engine(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:

@@ -178,7 +178,7 @@ def _init_from_rows(
 
 
 def _row_inputs(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
-    """Return what builds examples of rows: the device's tokenizer, and a model with room for any row."""
+    """Return the device's tokenizer and a model with room for any row, for building examples of rows."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.checkpoint.tokenization import device_tokenizer
 

@@ -24,7 +24,7 @@ TRANSFORMERS_ERRORS: tuple[type[Exception], ...] = (
 
 
 def torch_export_errors() -> tuple[type[Exception], ...]:
-    """Return what torch.export raises for models that it can't trace or whose sizes it can't keep dynamic."""
+    """Return torch.export's exceptions for models that it can't trace, or not with dynamic sizes."""
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
@@ -32,7 +32,7 @@ def torch_export_errors() -> tuple[type[Exception], ...]:
 
 
 def executorch_errors() -> tuple[type[Exception], ...]:
-    """Return what ExecuTorch's lowering raises for programs that it does not support."""
+    """Return the exceptions of ExecuTorch's lowering for programs that it does not support."""
     from executorch.exir.error import ExportError, InternalError
     from torch._export.verifier import SpecViolationError
 

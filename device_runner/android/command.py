@@ -76,7 +76,7 @@ class AndroidStatusSettings(PhoneFlags):
 
 @dataclass(frozen=True)
 class NamedSettings(PhoneFlags):
-    """The run that a verb is for."""
+    """The run that a verb applies to."""
 
     name: str
     """Name of the run."""

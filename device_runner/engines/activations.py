@@ -187,7 +187,7 @@ class ActivationStore:
         return saved_bytes
 
     def describe_residuals(self, tokens: int, targets: int) -> str:
-        """Describe in a line of the log how many blocks save residuals."""
+        """Return a line for the log with the number of blocks that save residuals."""
         saved_bytes = self.saving_blocks(tokens, targets)
         size = f"{sum(saved_bytes.values()) / 1e6:.0f} of {(self.residual_bytes or 0) / 1e6:.0f} MB"
         return (

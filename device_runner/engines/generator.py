@@ -386,7 +386,7 @@ class ChainGenerationEngine:
         return outputs
 
     def _past(self, step: _Step, number: int, name: str, cache: Array) -> FloatArray:
-        """Return what a block reads of the first slots, f32 [rows x heads, 1 + capacity, width]."""
+        """Return the cache of the first slots that a block reads, f32 [rows x heads, 1 + capacity, width]."""
         slots = cache[: len(step.sequences)].reshape(-1, *cache.shape[2:])
         if slots.dtype == np.float32:
             return slots

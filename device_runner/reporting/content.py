@@ -215,7 +215,7 @@ def _decisions(run: RunFacts) -> Iterator[Block]:
 
 
 def _method(run: RunFacts) -> Iterator[Block]:
-    """Yield what the estimators compute, and a table of model, weights and optimizer."""
+    """Yield a description of the estimators, and a table of model, weights and optimizer."""
     estimators = [name for name in _estimators(run) if name in ESTIMATORS]
     for name in dict.fromkeys(estimators):
         yield Paragraph(ESTIMATORS[name].meaning)

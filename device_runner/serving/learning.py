@@ -312,7 +312,7 @@ class OnlineLearner:
         return False
 
     def _is_learnable(self, key: str) -> bool:
-        """Try whether a row can be trained on; False if it is no longer there."""
+        """Return whether a row can be trained on; False if the file no longer has it."""
         try:
             (row,) = self._index.rows([key])
         except ChangedError:

@@ -58,7 +58,7 @@ def noise_note(
     head: Classifier | None,
     objective: Objective = CROSS_ENTROPY,
 ) -> str:
-    """Describe in a line how noisy the finite differences of a run's first steps are in int8.
+    """Return a line on how noisy the finite differences of a run's first steps are in int8.
 
     Args:
         settings: resolved settings of the run.

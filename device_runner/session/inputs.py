@@ -127,7 +127,8 @@ def start_record(
     task: Task | None = None,
     objective: Objective = CROSS_ENTROPY,
 ) -> Record:
-    """Return what a run starts from, for its journal's first record; `train` and `dev` are hashes of rows."""
+    """Return the first record of a run's journal, which identifies it; `train` and `dev` are hashes of
+    rows."""
     return {
         "type": "start",
         "modules": [asdict(module) for module in bundle.chain.modules],

@@ -154,7 +154,7 @@ def watched_memory(
 
 
 def describe_memory_use(limit: int, before: int | None = None, of_child: int = 0) -> str:
-    """Describe in a line whether this process kept a bound of its memory; empty if that is unknown.
+    """Return a line on whether this process kept a bound of its memory; empty if that is unknown.
 
     Args:
         limit: bytes that the process may take.

@@ -83,7 +83,7 @@ class Journal:
         return sum(record_type == "step" for record_type, _ in self._by_step)
 
     def append(self, record: Record) -> Record:
-        """Append a record, which survives a kill of the process from then on; return the record.
+        """Append a record and return it; the record then survives a kill of the process.
 
         Raises:
             RunError: the record can't be written; the journal stays intact.

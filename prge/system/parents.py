@@ -36,7 +36,7 @@ def end_with_starter() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make this process be killed with SIGKILL when its parent ends, so its work must survive kill -9.
+    """Have this process killed with SIGKILL when its parent ends; its work must survive kill -9.
 
     On Linux the kernel does this when the thread that started this process ends; elsewhere a thread polls.
     """

@@ -45,7 +45,7 @@ _BLOCK = 4096
 
 
 def unavailable_reason(workshop: Workshop) -> str:
-    """Return why transfers can't run here, or an empty text; then the daemon is in the workshop."""
+    """Return why transfers can't run here; empty if they can, with the daemon in the workshop."""
     reason = lacking_for_network() or lacking_for_packages()
     if not reason and not (workshop.folder / "adbd" / "adbd").is_file():
         adbd_folder(workshop.folder / "adbd", default_cache())

@@ -179,7 +179,7 @@ def logits_head(head: Block) -> Block:
 
 
 def _add_recurrent_states(graph_module: GraphModule, rows: int) -> list[Port]:
-    """Make recurrent states inputs and outputs of the graph, in place; return the ports of the outputs."""
+    """Turn recurrent states into inputs and outputs of the graph, in place; return the outputs' ports."""
     shapes = recurrent_state_shapes(graph_module, rows)
     ports = [Port(RECURRENT_STATE, number, is_differentiable=True) for number in range(len(shapes))]
     state_inputs = {
@@ -222,7 +222,7 @@ def _set_table_rows(graph_module: GraphModule, rows: int) -> None:
 
 
 def _add_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
-    """Make the `lora_a` [rows, rank, in] that precedes a `lora_b` an input, in place."""
+    """Turn the `lora_a` [rows, rank, in] that precedes a `lora_b` into an input, in place."""
     name = port.name
     (lora_b,) = (node for node in graph_module.graph.find_nodes(op="placeholder") if port_of(node) == port)
     product, *others = lora_b.users

@@ -35,7 +35,7 @@ class Repository:
 
 
 def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
-    """Ask the hub for a repository, before anything else is done.
+    """Look up a repository on the hub, before anything else is done.
 
     Args:
         name: `owner/name`.

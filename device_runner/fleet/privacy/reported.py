@@ -59,7 +59,7 @@ def part_norm(plan: Plan) -> float:
 
 
 def sensitivity(plan: Plan) -> float:
-    """Return how far the unit (a row, or all rows of the owner) can change a step's mean over examples."""
+    """Return the largest change of a step's mean by one unit: a row, or all rows of the owner."""
     return part_norm(plan) / (1 if plan.unit == "owner" else plan.examples)
 
 
@@ -151,5 +151,5 @@ def budget_refusal(epsilon: float, bound: float) -> str:
 
 
 def max_participations(steps: int, examples: int, rows: int) -> int:
-    """Return in at most how many of `steps` consecutive steps a row takes part; `examples` <= `rows`."""
+    """Return how many of `steps` consecutive steps can use the same row; `examples` <= `rows`."""
     return -(-steps * examples // rows)

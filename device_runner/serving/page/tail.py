@@ -108,7 +108,7 @@ class RunFollower:
         return self._metrics.has_more or self._samples.has_more
 
     def read(self) -> RunFacts:
-        """Read what is new, and return the run's facts."""
+        """Read new records of the run, and return its facts."""
         is_replaced, lines = self._metrics.new()
         if is_replaced:
             self._forget_metrics()
@@ -128,7 +128,7 @@ class RunFollower:
         return self._facts
 
     def snapshot(self, language: str, translate: Callable[[str], str]) -> Json:
-        """Return what the page shows of the run; `translate` translates its charts into `language`."""
+        """Return the run's data for the page; `translate` translates its charts into `language`."""
         facts = self.read()
         if language not in self._pictures:
             self._pictures[language] = [

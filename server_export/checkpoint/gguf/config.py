@@ -104,7 +104,7 @@ def _refused(header: GgufHeader) -> AbstractContextManager[None]:
 
 
 def _by_tables(header: GgufHeader) -> dict[str, Any]:
-    """Return what transformers' tables read from a header, as arguments of a configuration."""
+    """Return the values that transformers' tables read from a header, as arguments of a configuration."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
 
     if header.architecture in GGUF_CONFIG_ARCHS:

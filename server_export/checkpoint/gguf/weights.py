@@ -194,7 +194,7 @@ class _Shallow:
 
 
 def _older_tables(architecture: str, whole: Any) -> tuple[Any, dict[str, str]]:
-    """Return what undoes llama.cpp's changes of values, and transformers' names by the file's names."""
+    """Return the processor that undoes llama.cpp's changes, and transformers' names by the file's names."""
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,

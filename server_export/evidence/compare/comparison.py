@@ -129,7 +129,7 @@ class Comparison:
                 )
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """Do all searches and runs and return the result of every method, including failures.
+        """Carry out all searches and runs, and return the result of every method, including failures.
 
         Runs go seed by seed, so that a machine that becomes slower slows all methods down.
         """

@@ -39,7 +39,7 @@ ALL_EXPERTS = torch.ops.prge.all_experts.default
 
 
 def _prepare(traced: TracedModel) -> None:
-    """Make all experts of a layer one operator of the graph, in place."""
+    """Prepare a model in place, so that all experts of a layer become one operator of its graph."""
     for number, module in enumerate(expert_layers(traced.model).values()):
         if is_dense_experts(module):
             module.forward = partial(_call_all_experts, module, number)

@@ -31,7 +31,7 @@ NAME = "prge"
 
 
 def _prepare(traced: TracedModel) -> None:
-    """Make a model's experts operators of its graph, in place."""
+    """Prepare a model in place, so that the experts of each layer become an operator of its graph."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     layers = [*expert_layers(traced.model).values()]
