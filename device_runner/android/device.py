@@ -586,7 +586,7 @@ def _start_time(stat: str) -> str | None:
 
 
 def _json(text: str) -> dict[str, Any]:
-    """Parse a JSON object; empty for any other text."""
+    """Return the JSON object in a text; empty for any other text."""
     try:
         content = parse_json(text)
     except ValueError:

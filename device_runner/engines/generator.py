@@ -96,7 +96,7 @@ class ChainGenerationEngine:
             raise BundleError(
                 f"The bundle can't generate text: it has the roles {', '.join(chain.roles)}.",
                 remedy="Export a causal language model with --roles forward backward prefill decode, or all, "
-                "as is the default of `prge export`; `prge tune` takes --roles too.",
+                "the default of `prge export`; `prge tune` takes --roles too.",
                 code="role-missing",
             )
         self._blocks = blocks

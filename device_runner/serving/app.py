@@ -179,7 +179,7 @@ class _Server:
 
     @property
     def description(self) -> Json:
-        """What the page needs to know about the server."""
+        """Description of the server for the page."""
         return {
             "object": "about",
             "talks": True,

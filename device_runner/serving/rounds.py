@@ -127,7 +127,7 @@ class Round:
 
     Args:
         number: the number of the round, from 1.
-        settings: settings of its steps and its engine; `out` is its folder.
+        settings: settings of the round's steps and engine; `out` is the round's folder.
         role: the role of its steps.
         adapter: initial adapter of the round.
         start: adapter of the first round.

@@ -23,7 +23,7 @@ class Worker:
 
     Args:
         generator: used by this thread only.
-        max_requests: completions that are generated or wait at once.
+        max_requests: maximum number of completions that are generated or wait at once.
         on_busy: called with True when the first of several completions begins, and with False when the last
             one has ended.
     """

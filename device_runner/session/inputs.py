@@ -127,8 +127,7 @@ def start_record(
     task: Task | None = None,
     objective: Objective = CROSS_ENTROPY,
 ) -> Record:
-    """Return the first record of a run's journal, which identifies it; `train` and `dev` are hashes of
-    rows."""
+    """Return the first record of a run's journal: its identity. `train` and `dev` are hashes of rows."""
     return {
         "type": "start",
         "modules": [asdict(module) for module in bundle.chain.modules],

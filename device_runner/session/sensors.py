@@ -46,7 +46,7 @@ class Sensors:
         processes: Path = PROCESSES,
         own_seconds: Callable[[], float] | None = None,
     ) -> None:
-        """Use the files under these folders.
+        """Create sensors that read the files under these folders.
 
         Args:
             system: folder of devices, /sys.

@@ -45,7 +45,7 @@ def check_outputs(settings: Any) -> None:
 
     Raises:
         RunError: An output can't be written.
-        ConfigError: An output is the same file as another setting.
+        ConfigError: An output is the same file as that of another setting.
     """
     outputs = output_settings(type(settings))
     paths = {item.name: [*_paths(getattr(settings, item.name))] for item in dataclasses.fields(settings)}

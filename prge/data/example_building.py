@@ -99,7 +99,7 @@ def build_examples(
         training: build examples of a task with the objective `completion` from the correct candidate only;
             false for an evaluation, which compares all candidates.
         source: name of the data in errors.
-        renamed: the file's names of renamed columns.
+        renamed: names in the file of renamed columns, by their new names.
         chat: chat template for rows of messages; None compiles the tokenizer's template for this call.
 
     Raises:

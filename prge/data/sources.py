@@ -63,7 +63,7 @@ class RowSource:
         name: name of the source for users.
         rows: the rows.
         sha256: hash of the content.
-        renamed: the file's names of renamed columns.
+        renamed: names in the file of renamed columns, by their new names.
         feedback_summary: summary of the conversion of feedback; empty for other rows.
     """
 

@@ -58,9 +58,9 @@ class GenerationSettings:
     """If the prompt is longer than the context: `error`, or `truncate` its beginning, so that the completion
     has room; the prompt keeps at least half of the context."""
     draft: Draft = "off"
-    """`lookup`: speculative decoding while a completion is the only one: it advances by several tokens at
-    once where it repeats its prompt or itself. The tokens are the same as without, up to the rounding of
-    another program."""
+    """`lookup`: speculative decoding while there is only one completion, which advances by several tokens at
+    once where it repeats its prompt or itself. The tokens are the same as without drafts, up to the rounding
+    of another program."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -33,7 +33,7 @@ class Verdict(str, Enum):
     TRACEBACK = "tracebacks"
     """An unexpected error."""
     SILENT = "accepted_silently"
-    """Exit code 0 and another result, although the input is determined or impossible."""
+    """Exit code 0 and another result, although the input has one valid result or none."""
     UNEXPLAINED = "unexplained"
     """An exit code without its message, or a refusal of a valid input."""
     DIFFERENT = "different_bits"

@@ -32,7 +32,7 @@ class StoredTensors(Protocol):
         """transformers' conversions from these names to a model's; see the class."""
 
     def shape(self, name: str) -> Sequence[int] | None:
-        """Return the shape of a tensor whose rows can be read alone; None for any other tensor."""
+        """Return the shape of a tensor whose rows can be read separately; None for any other tensor."""
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Read a tensor, or some of its rows."""

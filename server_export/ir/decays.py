@@ -58,8 +58,7 @@ class Decays:
         return products if itself else self._writer.times(products, self._before)
 
     def read(self, source: Node, state: Node) -> Node:
-        """Return the values that tokens read from the state before the call, f32 [rows x heads, tokens,
-        value]."""
+        """Return values read from the state before the call, f32 [rows x heads, tokens, value]."""
         decay = self._of_tokens(self._writer.call(aten.transpose.int, self._until, 1, 2))
         return self._writer.times(self._writer.call(aten.bmm.default, source, state), decay)
 

@@ -385,7 +385,7 @@ class _Packing:
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
-    """Return a value that is equal exactly for graphs that compute the same of their inputs and weights."""
+    """Return a value that is equal for graphs that compute the same function of inputs and weights."""
     numbers: dict[Node, int] = {}
     weights: dict[str, int] = {}
     lines: list[tuple[Any, ...]] = []

@@ -119,7 +119,7 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Cre
         folder: folder of all keys; see the module's docstring.
         hosts: names and addresses by which devices reach the server. If they are given again, they replace
             the server's certificate, and devices need nothing new.
-        devices: names of devices, old and new ones in any mixture.
+        devices: names of devices, which may include devices that already have keys.
 
     Raises:
         KeysError: a name can't be used, or existing files are damaged.

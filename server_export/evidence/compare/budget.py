@@ -16,7 +16,7 @@ def steps_within(
         unit: unit of the budget.
         value: size of the budget.
         step_passes: forward passes of one step; a backward pass counts as two forward passes.
-        seconds_of_a_step: measured; needed for a budget of seconds.
+        seconds_of_a_step: measured seconds of a step; needed for a budget of seconds.
     """
     cost = {"steps": 1.0, "forward_passes": step_passes, "seconds": seconds_of_a_step}[unit]
     assert cost

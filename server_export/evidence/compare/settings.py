@@ -102,7 +102,7 @@ class CompareSettings(ExampleFlags):
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
     lr_scheduler_type: ScheduleName = TrainingFlags.lr_scheduler_type
-    """Learning rate over the steps."""
+    """Schedule of the learning rate."""
     threads: int = 1
     """Threads of every run."""
     engine: EngineName = "auto"
