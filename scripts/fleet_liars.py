@@ -57,9 +57,7 @@ LIES: dict[str, Lie] = {
     "noise": _values(_noise),
     "a copy of another's": _values(lambda own, others: others[0]),
     "the lowest of the others'": _values(lambda own, others: others.min(0)),
-    "1.5 deviations beside the others' mean": _values(
-        lambda own, others: others.mean(0) - 1.5 * others.std(0)
-    ),
+    "1.5 deviations from the others' mean": _values(lambda own, others: others.mean(0) - 1.5 * others.std(0)),
     "its values in other places": _values(lambda own, others: own[::-1]),
     "4 billion examples": lambda own, others: replace(own, examples=2**32 - 1).to_bytes(),
     "a loss of 9,999": lambda own, others: replace(own, losses=np.full_like(own.losses, 9999)).to_bytes(),

@@ -26,12 +26,12 @@ class Experts:
     def forward(
         self, first: int, states: Sequence[FloatArray], tangents: Sequence[FloatArray] = ()
     ) -> list[FloatArray]:
-        """Compute the hidden states after a layer's experts for several parts, and their tangents.
+        """Compute the output hidden states of a layer's experts for several parts, and their tangents.
 
         Args:
             first: number of the layer's first expert.
-            states: f32 [..., tokens, width] before the experts.
-            tangents: f32 [queries, ..., tokens, width] of each, if any.
+            states: input hidden states f32 [..., tokens, width] of each part.
+            tangents: tangents of the states, f32 [queries, ..., tokens, width]; may be empty.
 
         Raises:
             RuntimeError: the engine failed, or a token is routed to an expert that doesn't exist.
@@ -52,12 +52,13 @@ class Experts:
     def backward(
         self, first: int, states: Sequence[FloatArray], gradients: Sequence[FloatArray]
     ) -> list[FloatArray]:
-        """Compute the gradients of the hidden states before a layer's experts from those after them.
+        """Compute the gradients of the input hidden states of a layer's experts from those of the outputs.
 
         Args:
             first: number of the layer's first expert.
-            states: f32 [..., tokens, width] before the experts; columns that bypass them may be left out.
-            gradients: f32 [..., tokens, width] of the hidden states after the experts.
+            states: input hidden states f32 [..., tokens, width]; columns that bypass the experts may be left
+                out.
+            gradients: gradients f32 [..., tokens, width] of the output hidden states.
 
         Raises:
             RuntimeError: as in `forward`.

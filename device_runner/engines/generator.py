@@ -410,7 +410,7 @@ class ChainGenerationEngine:
         return outputs
 
     def _run_experts(self, number: int, state: FloatArray, next_state: FloatArray) -> None:
-        """Write the hidden states after a layer's experts."""
+        """Write the output hidden states of a layer's experts."""
         next_state[...] = self._experts.forward(number, [state])[0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:

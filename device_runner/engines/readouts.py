@@ -1,4 +1,4 @@
-"""Readouts: outputs of a call from hidden states after the blocks, and gradients of these states."""
+"""Readouts: outputs of a call from the last hidden states, and gradients of these states."""
 
 from __future__ import annotations
 

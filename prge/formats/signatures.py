@@ -18,14 +18,14 @@ its own copy of the adapter and so its own gradient.
 Names of sizes:
 
     copies, batch, queries, tokens, sequences, states, context   chosen by a call, up to the chain's bounds
-    entering, leaving        widths of the hidden states before and after the block
-    rank, in, out            of an adapted module
+    entering, leaving        widths of the block's input and output hidden states
+    rank, in, out            sizes of an adapted module
     heads, key, value        number of key heads of the block's attention, widths of a key and a value
     members                  number of query heads that share a key head
     past                     earlier tokens, and one placeholder for no token: 1 + context
     words                    number of tokens in a vocabulary shard
     residual                 width of a residual
-    high, wide               of a recurrent state, or of the state of a convolution over tokens
+    high, wide               sizes of a recurrent state, or of the state of a convolution over tokens
     shared_in, shared_out    width of a shared value that the block uses or computes
 """
 

@@ -1,7 +1,7 @@
 """Mixture of experts: routing of tokens to experts and the weighted sum of their outputs, in float32.
 
-    hidden states before the experts   [expert inputs, router weights, expert indices, passed-through values]
-    hidden states after the experts    [sum of expert outputs, passed-through values]
+    input hidden states    [expert inputs, router weights, expert indices, passed-through values]
+    output hidden states   [sum of expert outputs, passed-through values]
 
 An expert's program takes the expert inputs of a token followed by the token's router weight, and returns its
 weighted output: the product with the router weight and all derivatives are inside of the program. Experts are
@@ -27,8 +27,8 @@ class Routing:
     """The layout of the hidden states around a layer of experts.
 
     Attributes:
-        entering: width of the hidden states before the experts.
-        leaving: width of the hidden states after the experts.
+        entering: width of the layer's input hidden states.
+        leaving: width of the layer's output hidden states.
         program_inputs: width of a token's inputs of an expert's program, including the router weight.
         outputs: width of an expert's outputs.
         count: number of experts in the layer.
@@ -73,7 +73,7 @@ class Routing:
         """Yield each expert that the router chose, in ascending order.
 
         Args:
-            states: hidden states before the experts, [tokens, entering].
+            states: input hidden states, [tokens, entering].
 
         Yields:
             The expert's number, the indices of its tokens, and the columns of these tokens' router weights.
@@ -96,16 +96,16 @@ class Routing:
         return np.concatenate([expert_inputs, weights[..., None]], -1)
 
     def _initial_outputs(self, states: FloatArray) -> FloatArray:
-        """Return the states after the experts, [..., tokens, leaving], before outputs are added."""
+        """Return the output hidden states [..., tokens, leaving] to which expert outputs are added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
         result[..., self.outputs :] = states[..., self.read_width :]
         return result
 
     def forward(self, states: FloatArray, run: ExpertFunction, *tangents: FloatArray) -> list[FloatArray]:
-        """Compute the hidden states after the experts, and their tangents.
+        """Compute the output hidden states of the experts, and their tangents.
 
         Args:
-            states: hidden states before the experts, f32 [tokens, entering].
+            states: input hidden states, f32 [tokens, entering].
             run: the forward pass of an expert, or its JVP if there are tangents.
             tangents: tangents of the hidden states, f32 [queries, tokens, entering]; the expert indices have
                 none.
@@ -121,12 +121,11 @@ class Routing:
         return outputs
 
     def backward(self, states: FloatArray, grad_output: FloatArray, run: ExpertFunction) -> FloatArray:
-        """Compute the gradient with respect to the hidden states before the experts, f32 [tokens, entering].
+        """Compute the gradient with respect to the input hidden states, f32 [tokens, entering].
 
         Args:
-            states: hidden states before the experts, f32 [tokens, entering]; passed-through values may be
-                missing.
-            grad_output: gradient with respect to the hidden states after the experts, f32 [tokens, leaving].
+            states: input hidden states, f32 [tokens, entering]; passed-through values may be missing.
+            grad_output: gradient with respect to the output hidden states, f32 [tokens, leaving].
             run: the backward pass of an expert, given its inputs and the gradient of its outputs.
         """
         grad_states = np.zeros((len(states), self.entering), np.float32)

@@ -137,7 +137,7 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> Findings
     verdict = judge(again) or Verdict.ACCEPTED
     remaining = sorted(path.name for path in out.parent.iterdir() if path != out)
     problem = describe_differences(expected, _tree(out)) + (
-        f"\nleft beside it: {remaining}" if remaining else ""
+        f"\nleft next to it: {remaining}" if remaining else ""
     )
     if verdict is Verdict.ACCEPTED and problem:
         verdict = Verdict.DIFFERENT

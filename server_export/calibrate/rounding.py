@@ -1,7 +1,6 @@
 """Codes of a chain's int4 layers, calibrated on rows block by block.
 
-hidden states before a block -> second moments of its layers' inputs -> codes -> hidden states after the
-block
+hidden states -> second moments of a block's layers' inputs -> codes -> hidden states of the next block
 """
 
 from __future__ import annotations

@@ -61,14 +61,14 @@ class BlockwiseForward:
             pass
 
     def advance(self, block: EagerBlock, watch: InputObserver | None = None) -> None:
-        """Replace the hidden states by those after the next block; see `outputs`."""
+        """Replace the hidden states by the outputs of the next block; see `outputs`."""
         for batch, states in enumerate(self.outputs(block, watch)):
             self.states[batch] = states
 
     def advance_experts(
         self, experts: range, prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda *given: None
     ) -> None:
-        """Replace the hidden states by those after a layer's experts; see `run_experts`."""
+        """Replace the hidden states by the outputs of a layer's experts; see `run_experts`."""
         with torch.no_grad():
             self.states = run_experts(self._chain, experts, self.states, prepare)
 

@@ -54,10 +54,10 @@ class EagerBlock:
         shared: dict[int, torch.Tensor] | None = None,
         operators: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.Tensor:
-        """Return the hidden states f32 [rows, tokens, width] after the block; for a head [rows, tokens, 2].
+        """Return the block's output hidden states f32 [rows, tokens, width]; for a head [rows, tokens, 2].
 
         Args:
-            state: the hidden states before the block, or tokens i64 [rows, tokens].
+            state: the block's input hidden states, or tokens i64 [rows, tokens].
             extra_input: an encoder's additive mask [rows, 1, 1, tokens], or a head's targets i64
                 [rows, tokens].
             shift: a head's shift f32 [rows, tokens, 1].
@@ -102,12 +102,12 @@ def run_experts(
     states: Sequence[torch.Tensor],
     prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda expert, inputs: None,
 ) -> list[torch.Tensor]:
-    """Return the hidden states f32 [rows, tokens, width] after a layer's experts, computed one at a time.
+    """Return the output hidden states f32 [rows, tokens, width] of a layer's experts, run one at a time.
 
     Args:
         chain: the chain, in float32.
         experts: the numbers of the experts' blocks.
-        states: the hidden states before the experts.
+        states: the input hidden states of the experts.
         prepare: is called with each expert and its inputs f32 [1, tokens, in] before the expert computes.
     """
     first, after = (chain.hidden_widths(number) for number in (experts.start, experts.stop))

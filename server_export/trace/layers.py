@@ -34,8 +34,8 @@ class Stretch:
     """Nodes that become a block.
 
     Attributes:
-        starts: the values that make up the hidden states before the block.
-        ends: the values that make up the hidden states after the block.
+        starts: the values that make up the block's input hidden states.
+        ends: the values that make up the block's output hidden states.
         shared_in: shared values that the block reads.
         shared_out: shared values that the block computes.
         experts: the number of the layer whose experts follow the block.

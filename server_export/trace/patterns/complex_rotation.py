@@ -68,7 +68,7 @@ def write_complex(graph: ModelGraph) -> None:
 
 
 def _pairs(node: Node) -> tuple[Node, list[int]] | None:
-    """Return the real tensor behind a complex one, and the shape of the complex one followed by 2."""
+    """Return the real tensor that a complex one views, and the shape of the complex one followed by 2."""
     shape = [*node.meta["val"].shape, 2]
     while node.target in (aten.unsqueeze.default, aten.to.dtype, aten.reshape.default):
         node = node.args[0]
