@@ -1,7 +1,7 @@
 # Sourced by the scripts next to it: changes to the repository and ensures its Python environment.
 #
 # PRGE_VENV     folder of the environment, .venv in the repository if unset
-# PRGE_PYTHON   the Python that makes it, else the first of 3.10 to 3.13 that is found
+# PRGE_PYTHON   the Python that makes it, else the first installed one of 3.10 to 3.13
 #
 # Afterwards $VENV is the environment's absolute path and the working directory is the repository.
 
@@ -55,7 +55,7 @@ ensure_environment() {
         return
     fi
     suits "$VENV/bin/python" || make_environment
-    printf 'installing prge and what it needs into %s\n' "$VENV" >&2
+    printf 'installing prge and its requirements into %s\n' "$VENV" >&2
     # Standard output belongs to the work that follows.
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[export,device,dev]' >&2 ||
         fail "the packages can't be installed: see pip's message above"

@@ -3,6 +3,6 @@
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-# What the caller names relatively is meant where the caller stands.
+# Relative paths of the caller refer to the caller's working directory.
 cd -- "$caller_directory"
 exec "$VENV/bin/python" "$repository/scripts/demo.py" "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A fleet of three devices on this machine, of which one is killed and one lies. Arguments: --json FILE, --out FOLDER.
+# Run a fleet of three devices on this machine; one is killed and one lies. Arguments: --json FILE, --out FOLDER.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-# What the caller names relatively is meant where the caller stands.
+# Relative paths of the caller refer to the caller's working directory.
 here="$PWD"
 cd -- "$caller_directory"
 exec "$VENV/bin/python" "$here/scripts/fleet_demo.py" "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Style, types, imports and the first tier of tests, which has one of each kind.
+# Check style, types and imports, and run the first tier of tests, which has one test of each sort.
 #
 #   --all    all tests
 #
-# Other arguments go to pytest. Tests that are named run, whatever their tier: scripts/test.sh -k journal
+# Other arguments are passed to pytest. Selected tests run regardless of their tier: scripts/test.sh -k journal
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
@@ -19,7 +19,7 @@ for word in "$@"; do
     fi
 done
 
-# Two test processes on as many cores: threads of their own would only fight.
+# Two test processes run on two cores: more threads in each would only compete.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 "$VENV/bin/ruff" check --quiet --output-format concise .

@@ -3,7 +3,7 @@
 # under emulation in a phone's user space. Figures as JSON: scripts/test_android.sh --json android.json
 #
 #   --emulated   only the second half; the first is part of scripts/test.sh
-#   --or-skip    where something is lacking, say what and end well
+#   --or-skip    if a requirement is missing, print it and exit with code 0
 #
 # Needs root and Debian's adb, iproute2, gnupg, g++, g++-aarch64-linux-gnu, patchelf, qemu-user-static and
 # binfmt-support.
@@ -31,7 +31,7 @@ lacks() {
     exit 0
 }
 
-# A skipped test shows nothing, so nothing that a test skips for may be lacking.
+# A skipped test proves nothing, so every requirement that tests skip for must be there.
 [ "$(id -u)" = 0 ] || lacks "it takes root"
 for tool in adb apt-get dpkg-deb gpg ip unshare nsenter g++ aarch64-linux-gnu-g++ patchelf update-binfmts; do
     command -v "$tool" >/dev/null || lacks "there is no $tool"

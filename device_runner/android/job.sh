@@ -39,7 +39,7 @@ while :; do
     if [ "$LEFT" -le 0 ] || [ -e "$J/stop" ]; then break; fi
     case $R in 0 | 2 | 130) break ;; esac
     LEFT=$((LEFT - 1)) COUNT=$((COUNT + 1))
-    echo "it ended with code $R and is started again"
+    echo "the process ended with code $R and is started again"
     echo "$COUNT" >"$J/restarts"
     # `prge android stop` needs a process to signal during the pause.
     sleep 1 &
