@@ -1,4 +1,4 @@
-"""Packed weights of the XNNPACK backend in files, mapped instead of held and ready at the next start.
+"""Packed weights of the XNNPACK backend in files, which are mapped and ready at the next start.
 
     ~/.cache/prge/packed/<hash>            packed weights of one program and one weights file
     ~/.cache/prge/packed/<hash>.checksum   checksum of its content, which the engine itself doesn't check

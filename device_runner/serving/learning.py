@@ -450,8 +450,8 @@ def _settings(
         threads=engine.threads,
         memory=engine.memory,
         objective="completion",
-        # The first loss may be of replayed rows, which predicts nothing about corrections, and adapters are
-        # judged anyway.
+        # The first loss may come from replayed rows, which predicts nothing about corrections, and adapters
+        # are judged anyway.
         divergence_ratio=_ANY_LOSS,
         train_start=0,
         train_limit=None,

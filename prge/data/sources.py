@@ -213,7 +213,7 @@ def _check_renamed(renamed: Mapping[str, str], task: Task | None, source: RowSou
 
 
 def _parse_lists(source: RowSource, broken: list[str] | None) -> RowSource:
-    """Return the rows with JSON lists in columns parsed; raises DataError as `read_rows`."""
+    """Return the rows with JSON lists in columns parsed; raises DataError like `read_rows`."""
     problems: list[str] = [] if broken is None else broken
     rows = []
     for row in source.rows:
@@ -269,7 +269,7 @@ def _parse_messages(value: object) -> list[Any] | None:
 
 
 def _convert_feedback(source: RowSource, broken: list[str] | None, objective: ObjectiveName) -> RowSource:
-    """Convert feedback to rows for training; other rows are unchanged. Raises DataError as `read_rows`."""
+    """Convert feedback to rows for training; other rows are unchanged. Raises DataError like `read_rows`."""
     rows = [row for row in source.rows if is_feedback(row.fields)]
     if not rows:
         return source

@@ -60,7 +60,7 @@ def open_regular(
 
 
 def read_regular(path: Path, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file; raises OSError as `open_regular`."""
+    """Return the content of a regular file; raises OSError like `open_regular`."""
     with open_regular(path, "rb", follow=follow) as stream:
         return stream.read()
 

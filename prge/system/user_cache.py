@@ -36,7 +36,7 @@ def user_cache(name: str) -> Path:
 
 
 def cache_path(name: str) -> Path:
-    """Return the path of a folder of the cache without creating it; raises EngineError as `user_cache`."""
+    """Return the path of a folder of the cache without creating it; raises EngineError like `user_cache`."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:

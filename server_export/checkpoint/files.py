@@ -248,7 +248,7 @@ def stored_pooling(files: ModelFiles) -> str | None:
 
 
 def fetch_weights(files: ModelFiles) -> None:
-    """Download the weights into the folder of the configuration, if the model is one of the Hub."""
+    """Download the weights of a Hub model into the folder of its configuration; ignore other models."""
     if files.revision is None or _from_hub(files.name, WEIGHTS, files.revision) is not None:
         return
     index = _from_hub(files.name, INDEX, files.revision)

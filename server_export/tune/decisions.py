@@ -22,7 +22,7 @@ _LENGTH_STEP, _SHORTEST_LENGTH = 64, 64
 # Epochs of a run, and bounds on the number of rows that it reads. Too many steps cost only time, since the
 # best step on development rows is the result.
 _EPOCHS, _MIN_READ, _MAX_READ, _MAX_EPOCHS = 3, 2_400, 24_000, 40
-# Batch sizes by the least number of training rows that they need.
+# Batch sizes by the minimum number of training rows that they need.
 _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # Number of different rows of a class that is needed to hold out a tenth of them.

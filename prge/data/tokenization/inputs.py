@@ -43,7 +43,7 @@ def decode_utf8(content: bytes, source: str) -> str:
 
 
 def read_input_text(stream: TextIO) -> str:
-    """Read standard input without the line break at its end; raises DataError as `decode_utf8`."""
+    """Read standard input without the line break at its end; raises DataError like `decode_utf8`."""
     binary = getattr(stream, "buffer", None)
     text = stream.read() if binary is None else decode_utf8(binary.read(), "standard input")
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")

@@ -600,6 +600,6 @@ def _is_token(backend: Backend, identifier: object) -> bool:
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> Tokenizer:
-    """Load the tokenizer of an opened bundle; raises BundleError as `load_tokenizer`."""
+    """Load the tokenizer of an opened bundle; raises BundleError like `load_tokenizer`."""
     block = bundle.manifest.get("tokenizer")
     return load_tokenizer(bundle.tokenizer, block if isinstance(block, Mapping) else {})
