@@ -184,7 +184,7 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         ]
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-        with raises(DataError, "not-json", saying=shown(extra)):
+        with raises(DataError, "not-json", containing=shown(extra)):
             load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
 
 

@@ -163,7 +163,7 @@ def test_without_the_flag_nothing_is_kept(talk: Talk) -> None:
 def test_a_file_of_other_rows_takes_no_feedback(speaking: Speaking, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n')
-    with raises(DataError, "feedback-foreign", saying=str(path)):
+    with raises(DataError, "feedback-foreign", containing=str(path)):
         verb.main(["--bundle", str(speaking.folder), "--feedback", str(path)])
     assert path.read_text() == '{"text": "a"}\n'
 

@@ -74,5 +74,5 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
 
 
 def test_a_question_with_its_answer_is_one_row() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--overflow"):
+    with raises(ConfigError, "settings-unusable", containing="--overflow"):
         run(EvaluateSettings(bundle=Path("bundle"), data=Path("data"), task="squad", overflow="split"))

@@ -205,7 +205,7 @@ def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp
 def test_a_run_resumes_with_its_objective_alone(settings: RunSettings) -> None:
     run(replace(settings, steps=4))
     for name, value in (("objective", "ipo"), ("beta", 0.5)):
-        with raises(ConfigError, "settings-changed", saying=name):
+        with raises(ConfigError, "settings-changed", containing=name):
             run(replace(settings, steps=4, resume=settings.out, **{name: value}))
 
 
@@ -227,7 +227,7 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
         for record in records:
             journal.append(record)
     run(replace(texts, steps=4, resume=settings.out))
-    with raises(ConfigError, "settings-changed", saying="objective"):
+    with raises(ConfigError, "settings-changed", containing="objective"):
         run(replace(texts, steps=4, resume=settings.out, objective="completion"))
 
 
@@ -249,16 +249,16 @@ def test_a_run_of_an_earlier_version_resumes(settings: RunSettings) -> None:
 def test_settings_that_have_no_meaning(
     settings: RunSettings, changed: dict[str, Any], code: str, value: str
 ) -> None:
-    with raises(ConfigError, code, saying=value):
+    with raises(ConfigError, code, containing=value):
         run(replace(settings, **changed))
     assert not (settings.out / "journal.jsonl").exists()
 
 
 def test_the_development_rows_are_of_the_same_type(settings: RunSettings, tmp_path: Path) -> None:
     dev = write_rows(tmp_path / "d.jsonl", [rating(number) for number in range(4)])
-    with raises(DataError, "objective-does-not-fit", saying="dpo"):
+    with raises(DataError, "objective-does-not-fit", containing="dpo"):
         run(replace(settings, dev=dev))
-    with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
+    with raises(ConfigError, "candidates-missing", containing="--sample-rows"):
         run(replace(settings, sample_rows=2))
 
 

@@ -201,13 +201,13 @@ def test_sparse_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
         run.mkdir()
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in content))
     assert "<svg " in report(*runs)
-    with raises(RunError, "nothing-measured", saying=str(runs[1])):
+    with raises(RunError, "nothing-measured", containing=str(runs[1])):
         main([str(runs[1]), "--out", str(tmp_path / "curves.svg")])
 
 
 def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with raises(RunError, "write-failed", saying=str(tmp_path / "file")):
+    with raises(RunError, "write-failed", containing=str(tmp_path / "file")):
         main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "file" / "report.html")])
 
 
@@ -222,7 +222,7 @@ def test_neither_the_page_nor_a_table_scrolls_sideways(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with raises(RunError, "not-a-run", saying=str(tmp_path)):
+    with raises(RunError, "not-a-run", containing=str(tmp_path)):
         main([str(tmp_path)])
-    with raises(ConfigError, "settings-unusable", saying="report.pdf"):
+    with raises(ConfigError, "settings-unusable", containing="report.pdf"):
         main([str(tmp_path), "--out", "report.pdf"])

@@ -123,7 +123,7 @@ def test_it_reports_its_choices_for_rows_before_and_after_and_what_is_right(
 
 
 def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
-    with raises(ConfigError, "candidates-missing", saying="--sample-rows"):
+    with raises(ConfigError, "candidates-missing", containing="--sample-rows"):
         run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
 
 
@@ -185,7 +185,7 @@ def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, position:
     before = {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()}
     words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
     words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
-    with raises(ConfigError, "settings-unusable", "run-of-other-version", saying="guided"):
+    with raises(ConfigError, "settings-unusable", "run-of-other-version", containing="guided"):
         run_verb.main(words)
     assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
@@ -226,7 +226,7 @@ def test_a_link_out_of_a_run_that_is_resumed_is_refused(settings: RunSettings, t
     run(settings)
     (tmp_path / "elsewhere").mkdir()
     (settings.out / "checkpoints/step-999999").symlink_to(tmp_path / "elsewhere")
-    with raises(RunError, "link-outside", saying="step-999999"):
+    with raises(RunError, "link-outside", containing="step-999999"):
         run_verb.main(["--resume", str(settings.out)])
 
 
@@ -404,7 +404,7 @@ def test_on_request_a_run_continues_with_another_estimator(
         run(settings)
     device.calls_left = 10**9
     changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
-    with raises(ConfigError, "settings-changed", saying="learning_rate") as caught:
+    with raises(ConfigError, "settings-changed", containing="learning_rate") as caught:
         run(changed)
     assert "share_directions" in str(caught.value)
     assert "--change-estimator" in str(caught.value.remedy)
@@ -427,7 +427,7 @@ def test_on_request_a_run_continues_with_another_estimator(
 
 def test_with_another_estimator_everything_else_stays(settings: RunSettings) -> None:
     run(settings)
-    with raises(ConfigError, "settings-changed", saying="seed") as caught:
+    with raises(ConfigError, "settings-changed", containing="seed") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
     assert "share_directions" not in str(caught.value)
 
@@ -444,7 +444,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     device.calls_left = None
     stored = parse_settings(RunSettings, ["--resume", str(epochs.out)], "prge run")
     assert (stored.steps, stored.epochs) == (8, None)
-    with raises(ConfigError, "settings-changed", saying="steps"):
+    with raises(ConfigError, "settings-changed", containing="steps"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
     assert bits(epochs.out) == bits(settings.out)
@@ -452,7 +452,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
 
 
 def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--warmup"):
+    with raises(ConfigError, "settings-unusable", containing="--warmup"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
     assert not (settings.out / "journal.jsonl").exists()
 
@@ -461,7 +461,7 @@ def test_a_run_reports_which_columns_it_read(settings: RunSettings, tmp_path: Pa
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text"', '"review"'))
-    with raises(DataError, "form-unknown", "column-missing", saying="review, label"):
+    with raises(DataError, "form-unknown", "column-missing", containing="review, label"):
         run(settings)
     run(replace(settings, columns=["text=review"]))
     log = (settings.out / "log.txt").read_text()
@@ -516,10 +516,10 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
     run(chat)
     run(replace(chat, resume=chat.out))
     _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}#{% endfor %}")
-    with raises(ConfigError, "settings-changed", saying="bundle"):
+    with raises(ConfigError, "settings-changed", containing="bundle"):
         run(replace(chat, resume=chat.out))
     (settings.bundle / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
-    with raises(BundleError, "bundle-file-size", saying="chat_template.jinja"):
+    with raises(BundleError, "bundle-file-size", containing="chat_template.jinja"):
         run(replace(chat, resume=chat.out))
 
 
@@ -563,7 +563,7 @@ def test_a_run_keeps_the_day_that_it_began_on(
     run(parse_settings(RunSettings, ["--resume", str(killed.out)], "prge run"))
     assert bits(killed.out) == bits(chat.out)
     assert "date: '2026-11-27'" in (chat.out / "config.yaml").read_text()
-    with raises(ConfigError, "settings-changed", saying="2026-12-03"):
+    with raises(ConfigError, "settings-changed", containing="2026-12-03"):
         run(replace(killed, resume=killed.out, date="2026-12-03"))
     words = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
     losses = {}
@@ -582,13 +582,13 @@ def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> 
     path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
     other = replace(settings, resume=settings.out, train=settings.dev, steps=99)
-    with raises(ConfigError, "settings-changed", saying="task") as caught:
+    with raises(ConfigError, "settings-changed", containing="task") as caught:
         run(other)
     assert all(part in str(caught.value) for part in ("train", "steps", "99"))
 
 
 def test_one_process_holds_its_folder(settings: RunSettings) -> None:
-    with run_lock(settings.out), raises(RunError, "run-in-use", saying=str(os.getpid())):
+    with run_lock(settings.out), raises(RunError, "run-in-use", containing=str(os.getpid())):
         run(settings)
 
 
@@ -726,13 +726,13 @@ def test_decay_and_normalisation_are_part_of_a_run(
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     for name in changes:
-        with raises(ConfigError, "settings-changed", saying=name):
+        with raises(ConfigError, "settings-changed", containing=name):
             run(replace(changed, resume=settings.out, **{name: getattr(settings, name)}))
 
 
 def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings: RunSettings) -> None:
     if device.encoder:  # it compares classes
-        with raises(ConfigError, "setting-of-other-objective", saying="--loss-normalisation"):
+        with raises(ConfigError, "setting-of-other-objective", containing="--loss-normalisation"):
             run(replace(settings, loss_normalisation="token"))
 
 
@@ -757,5 +757,5 @@ def test_a_run_whose_steps_had_other_examples_is_not_resumed(settings: RunSettin
         if record["kind"] == "step":
             record["rows"] = record["rows"][:2]
     write()
-    with raises(ConfigError, "batch-of-other-version", saying=str(EXAMPLES)):
+    with raises(ConfigError, "batch-of-other-version", containing=str(EXAMPLES)):
         run(replace(settings, resume=settings.out))

@@ -62,11 +62,11 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
 def test_others_may_connect_with_a_key_or_where_that_was_requested(host: str) -> None:
     settings = ServeSettings(Path("nothing"), host=host)
-    with raises(ConfigError, "settings-unusable", saying=f"--host {host}"):
+    with raises(ConfigError, "settings-unusable", containing=f"--host {host}"):
         settings.access((), True)
     settings.access(("secret",), True)
     ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
-    with raises(ConfigError, "settings-unusable", saying="--insecure"):
+    with raises(ConfigError, "settings-unusable", containing="--insecure"):
         ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
 
 

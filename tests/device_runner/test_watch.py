@@ -13,16 +13,16 @@ from tests.refusals import raises
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises(ConfigError, "api-key-in-command", saying="--api-key"):
+    with raises(ConfigError, "api-key-in-command", containing="--api-key"):
         watch.main([str(tmp_path), "--api-key=secret"])
-    with raises(ConfigError, "settings-unusable", saying="70000"):
+    with raises(ConfigError, "settings-unusable", containing="70000"):
         watch.main([str(tmp_path), "--port", "70000"])
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "none")):
         watch.main([str(tmp_path / "none"), "--no-open"])
     (tmp_path / "file").touch()
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "file")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "file")):
         watch.main([str(tmp_path / "file")])
-    with raises(ConfigError, "settings-unusable", saying="--host"):
+    with raises(ConfigError, "settings-unusable", containing="--host"):
         watch.main([str(tmp_path), "--host", "0.0.0.0", "--no-open"])
 
 

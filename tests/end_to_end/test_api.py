@@ -49,9 +49,9 @@ def test_it_is_imported_when_it_is_used() -> None:
 
 
 def test_bad_settings_are_errors_of_prge() -> None:
-    with raises(prge.PrgeError, "settings-unusable", saying="--steps is 0"):
+    with raises(prge.PrgeError, "settings-unusable", containing="--steps is 0"):
         prge.run(bundle=Path("b"), train=Path("t"), out=Path("o"), steps=0)
-    with raises(prge.PrgeError, "settings-unusable", saying="quantize"):
+    with raises(prge.PrgeError, "settings-unusable", containing="quantize"):
         prge.export(model="m", out=Path("o"), quantize=8)  # type: ignore[arg-type]
-    with raises(prge.PrgeError, "not-a-bundle", saying="nowhere"):
+    with raises(prge.PrgeError, "not-a-bundle", containing="nowhere"):
         prge.load("nowhere")

@@ -83,7 +83,7 @@ def test_numpy_numbers_are_accepted(given: dict[str, Any], tmp_path: Path) -> No
 )
 def test_other_values_of_numpy_are_refused(given: dict[str, Any], wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with raises(prge.PrgeError, "settings-unusable", saying=name.split("_")[0]):
+    with raises(prge.PrgeError, "settings-unusable", containing=name.split("_")[0]):
         prge.run(**{**given, **wrong})
     assert not Path(given["out"]).exists()
 

@@ -71,7 +71,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
     bounded = report_of(capsys, *words, "--memory", "400MB")
     assert bounded["estimator"] == "exact"
     assert bounded["run_memory"]["native"]["total_bytes"] <= 400_000_000
-    with raises(ConfigError, "memory-too-little", saying="--memory 1 MB") as caught:
+    with raises(ConfigError, "memory-too-little", containing="--memory 1 MB") as caught:
         main([*map(str, words), "--memory", "1MB"])
     assert re.search(r"\d+ MB", caught.value.problems[0])
 
@@ -107,7 +107,7 @@ def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.C
     whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "forward")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
         assert stack[name] < whole[name], name
-    with raises(ConfigError, "role-missing", saying="tangent"):
+    with raises(ConfigError, "role-missing", containing="tangent"):
         main(
             [
                 *("--model", str(config_folder)),
@@ -119,11 +119,11 @@ def test_roles_have_costs_and_are_required(config_folder: Path, capsys: pytest.C
 def test_settings_that_an_export_refuses_are_refused(config_folder: Path, tmp_path: Path) -> None:
     with refusal("no-such-model"):
         main(["--model", str(tmp_path / "none")])
-    with raises(ConfigError, "settings-unusable", saying="int3"):
+    with raises(ConfigError, "settings-unusable", containing="int3"):
         main(["--model", str(config_folder), "--quantize", "int3"])
-    with raises(ConfigError, "positions-too-few", saying="100000"):
+    with raises(ConfigError, "positions-too-few", containing="100000"):
         main(["--model", str(config_folder), "--sequence-length", "100000"])
-    with raises(ConfigError, "row-too-long", saying="tokens is 9"):
+    with raises(ConfigError, "row-too-long", containing="tokens is 9"):
         main(["--model", str(config_folder), "--sequence-length", "8", "--tokens", "9"])
 
 

@@ -203,8 +203,8 @@ def test_a_decoder_is_published_as_llm_and_not_as_program(saved: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def refused(error: type[PrgeError], code: str, saying: str = "", **settings: Any) -> Any:
-    with raises(error, code, saying=saying) as caught:
+def refused(error: type[PrgeError], code: str, containing: str = "", **settings: Any) -> Any:
+    with raises(error, code, containing=containing) as caught:
         publish(PublishConfig(**settings))
     assert caught.value.remedy or isinstance(caught.value, ConfigError)
     return caught.value
@@ -314,7 +314,7 @@ def test_targets_of_links_are_not_published(bundle: Bundle, trained: Path, tmp_p
     folder = tmp_path / "theirs"
     shutil.copytree(trained, folder)
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    with raises(RunError, "link-outside", saying="chat_template.jinja"):
+    with raises(RunError, "link-outside", containing="chat_template.jinja"):
         publish(PublishConfig(folder, tmp_path / "out", bundle=bundle.folder))
     assert not (tmp_path / "out").exists()
 
@@ -374,13 +374,13 @@ def test_nothing_is_replaced_without_overwrite(bundle: Bundle, trained: Path, tm
     settings = PublishConfig(trained, tmp_path / "out", bundle.folder)
     publish(settings)
     before = sorted((tmp_path / "out").iterdir())
-    with raises(RunError, "folder-exists", saying=str(tmp_path / "out")):
+    with raises(RunError, "folder-exists", containing=str(tmp_path / "out")):
         publish(settings)
     publish(replace(settings, overwrite=True))
     assert sorted((tmp_path / "out").iterdir()) == before
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/letter.txt").write_text("x")
-    with raises(RunError, "out-not-published", saying=str(tmp_path / "precious")):
+    with raises(RunError, "out-not-published", containing=str(tmp_path / "precious")):
         publish(replace(settings, out=tmp_path / "precious", overwrite=True))
     assert (tmp_path / "precious/letter.txt").exists()
 
@@ -528,7 +528,7 @@ def test_unquantized_weights_are_merged_unchanged(
     ]
     assert len({file_sha256(folder / "model.safetensors") for folder in folders}) == 1
     assert "rounded" not in (folders[0] / "README.md").read_text()
-    with raises(ConfigError, "settings-unusable", saying="weights is for the format merged"):
+    with raises(ConfigError, "settings-unusable", containing="weights is for the format merged"):
         PublishConfig(trained, tmp_path / "peft", weights="original")
 
 

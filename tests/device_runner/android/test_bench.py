@@ -166,7 +166,7 @@ def test_bundles_are_estimated_and_refused_if_the_storage_is_full(
     estimate = {"weights_bytes": 4 << 40, "programs_bytes": 0, "model": {"parameters": 1 << 40}}
     output = json.dumps({**estimate, "export": {"seconds": 90}})
     monkeypatch.setattr(bundles, "output_of", lambda *words: output)
-    with raises(RunError, "storage-full", saying=str(tmp_path)):
+    with raises(RunError, "storage-full", containing=str(tmp_path)):
         bundles.make_bundles([BenchModel(TRIALS["qwen3-1.7b"])], tmp_path)
     assert "1 min 30 s" in capsys.readouterr().out
 

@@ -73,7 +73,7 @@ def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("serial", [None, "phone", "127.0.0.1:5555"])
 def test_a_server_of_adb_that_is_dead_is_no_missing_device(dead_server: None, serial: str | None) -> None:
-    with raises(DeviceError, "adb-failed", saying="adb devices") as caught:
+    with raises(DeviceError, "adb-failed", containing="adb devices") as caught:
         Adb(serial)
     assert "adb kill-server" in caught.value.remedy
 
@@ -81,7 +81,7 @@ def test_a_server_of_adb_that_is_dead_is_no_missing_device(dead_server: None, se
 def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
     adb = Adb.__new__(Adb)
     adb.executable, adb.serial, adb.quick_seconds = "adb", "phone", 60.0
-    with raises(DeviceError, "adb-failed", saying="adb forward --list"):
+    with raises(DeviceError, "adb-failed", containing="adb forward --list"):
         adb.forwards()
 
 
@@ -137,7 +137,7 @@ def test_damaged_weights_are_not_sent(tmp_path: Path, phone: Phone) -> None:
     folder = make_bundle(tmp_path / "bundle")
     weights = folder / "weights/000.ptd"
     weights.write_bytes(bytes(weights.stat().st_size))
-    with raises(BundleError, "bundle-file-hash", saying="000.ptd"):
+    with raises(BundleError, "bundle-file-hash", containing="000.ptd"):
         send_bundle(phone, folder)
     assert not (tmp_path / "phone").exists()
 
@@ -186,6 +186,6 @@ def test_a_run_of_the_same_name_is_not_overwritten(
     run = tmp_path / "phone/runs/mine"
     run.mkdir(parents=True)
     (run / "journal.jsonl").write_text("{}\n")
-    with raises(DeviceError, "run-exists-on-device", saying="mine"):
+    with raises(DeviceError, "run-exists-on-device", containing="mine"):
         main(["push", str(tuning_of(tmp_path / "mine"))])
     assert [path.name for path in run.iterdir()] == ["journal.jsonl"]

@@ -104,7 +104,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
 def test_a_lock_with_versions_that_the_archive_no_longer_has(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
-    with raises(PrgeError, "archive-lacks-versions", saying="libc6 2.") as caught:
+    with raises(PrgeError, "archive-lacks-versions", containing="libc6 2.") as caught:
         build_runtime(settings(tmp_path, archive, lock=runtime / "runtime.json"))
     assert all(f"{name} " in caught.value.what for name in DEBIAN)
     assert "--debian-archive" in caught.value.remedy and "--lock" in caught.value.remedy
@@ -153,12 +153,12 @@ def test_unsigned_or_changed_content_is_refused(archive: LocalArchive, tmp_path:
 
 @pytest.mark.whole
 def test_an_archive_that_lacks_packages_or_does_not_exist(archive: LocalArchive, tmp_path: Path) -> None:
-    with raises(PrgeError, "archive-lacks-packages", saying="a-name, b-name"):
+    with raises(PrgeError, "archive-lacks-packages", containing="a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
         download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
-    with raises(PrgeError, "program-failed", saying="--debian-archive"):
+    with raises(PrgeError, "program-failed", containing="--debian-archive"):
         download_debian(["libc6"], "amd64", tmp_path, Archive("http://127.0.0.1:9/none", archive.keys))
-    with raises(PrgeError, "archive-keys-missing", saying=str(tmp_path / "nothing")):
+    with raises(PrgeError, "archive-keys-missing", containing=str(tmp_path / "nothing")):
         download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
 
 
@@ -167,7 +167,7 @@ def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: 
     content = json.loads((runtime / "runtime.json").read_text())
     content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
     (tmp_path / "lock.json").write_text(json.dumps(content))
-    with raises(PrgeError, "program-failed", saying="pip download") as caught:
+    with raises(PrgeError, "program-failed", containing="pip download") as caught:
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "lock.json"))
     assert "HASHES" in caught.value.what and "--lock" in caught.value.remedy
 
@@ -186,16 +186,16 @@ def test_a_wheel_that_differs_from_the_lock_is_refused(runtime: Path, tmp_path: 
 def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, code: str, value: str) -> None:
     path = tmp_path / "lock.json"
     path.write_text(content)
-    with raises(ConfigError, code, saying=value):
+    with raises(ConfigError, code, containing=value):
         read_lock(path, "amd64")
 
 
 def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
-    with raises(ConfigError, "lock-lacks-packages", saying="flwr"):
+    with raises(ConfigError, "lock-lacks-packages", containing="flwr"):
         Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
 
 
 def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
     need_packages()
-    with raises(ConfigError, "lock-unreadable", saying="no.json"):
+    with raises(ConfigError, "lock-unreadable", containing="no.json"):
         build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))

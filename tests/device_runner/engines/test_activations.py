@@ -126,7 +126,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with raises(RunError, "storage-full", saying=os.strerror(28)) as caught:
+    with raises(RunError, "storage-full", containing=os.strerror(28)) as caught:
         restored(new_store(folder=tmp_path, checkpoint_bytes=0), STATES)
     assert caught.value.remedy
     assert os.listdir(tmp_path) == []

@@ -75,8 +75,8 @@ def gradient(folder: Path) -> bytes:
     return b"".join(bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call_of(bundle.chain.model, 2))))
 
 
-def refused(folder: Path, *codes: str, saying: str, engine: str = "native") -> None:
-    with raises(BundleError, *codes, saying=saying) as error:
+def refused(folder: Path, *codes: str, containing: str, engine: str = "native") -> None:
+    with raises(BundleError, *codes, containing=containing) as error:
         answer(folder, engine)
     assert error.value.remedy
 
@@ -93,7 +93,7 @@ def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
     before, whole = answer(folder, engine), (folder / name).read_bytes()
     for share in (0.3, 0.9):
         flip(folder / name, share)
-        refused(folder, "bundle-file-hash", saying=Path(name).name, engine=engine)
+        refused(folder, "bundle-file-hash", containing=Path(name).name, engine=engine)
         (folder / name).write_bytes(whole)
     assert answer(folder, engine) == before
 
@@ -123,7 +123,7 @@ def test_blocks_of_one_type_in_another_order_are_another_model(folder: Path) -> 
 def test_a_weights_file_of_another_type_is_refused(folder: Path, engine: str, other: str) -> None:
     shutil.copy(folder / other, folder / BLOCK)
     rehash(folder)
-    refused(folder, *LOADING, saying="000.ptd", engine=engine)
+    refused(folder, *LOADING, containing="000.ptd", engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -131,13 +131,13 @@ def test_a_weights_file_of_another_type_is_refused(folder: Path, engine: str, ot
 def test_a_program_of_another_type_is_refused(folder: Path, engine: str, name: str) -> None:
     shutil.copy(folder / name, folder / PROGRAM)
     rehash(folder)
-    refused(folder, "program-of-other-signature", saying="block.pte", engine=engine)
+    refused(folder, "program-of-other-signature", containing="block.pte", engine=engine)
 
 
 def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
     shutil.copy(folder / "programs/embedding.pte", folder / "programs/head.pte")
     rehash(folder)
-    refused(folder, "program-of-other-signature", saying="tangent")
+    refused(folder, "program-of-other-signature", containing="tangent")
 
 
 def change(folder: Path, how: Callable[[Any], object]) -> None:
@@ -202,7 +202,7 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
     if older:
         change(folder, without_specs)
     change(folder, how)
-    refused(folder, "program-of-other-signature", saying=value)
+    refused(folder, "program-of-other-signature", containing=value)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -219,7 +219,7 @@ def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, 
         chain["programs"][1]["methods"]["forward"]["input_specs"][0] = spec
 
     change(folder, lie)
-    refused(folder, "program-of-other-signature", saying=spec, engine=engine)
+    refused(folder, "program-of-other-signature", containing=spec, engine=engine)
 
 
 def shards(chain: dict[str, Any], count: int) -> None:
@@ -242,7 +242,7 @@ def test_a_head_of_another_number_of_shards_than_was_written_is_refused(
     folder: Path, count: int, code: str, value: str
 ) -> None:
     change(folder, lambda chain: shards(chain, count))
-    with raises(BundleError, code, saying=value):
+    with raises(BundleError, code, containing=value):
         gradient(folder)
 
 
@@ -290,14 +290,14 @@ def test_tables_that_dont_fit_are_refused(
     tensors = safetensors.numpy.load_file(folder / TABLES)
     safetensors.numpy.save_file(damage(tensors) or {"x": np.zeros(1, np.float32)}, folder / TABLES)
     rehash(folder)
-    refused(folder, code, saying=value)
+    refused(folder, code, containing=value)
 
 
 @pytest.mark.parametrize("content", [b"", b"no tables", b"\xff" * 100])
 def test_an_invalid_tables_file_is_refused(folder: Path, content: bytes) -> None:
     (folder / TABLES).write_bytes(content)
     rehash(folder)
-    refused(folder, "file-unreadable", saying=Path(TABLES).name)
+    refused(folder, "file-unreadable", containing=Path(TABLES).name)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -99,7 +99,7 @@ def test_tangents_are_the_models_derivatives(
 
 def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle) -> None:
     engine, call = opened(bundle, BACKWARD).engine, call_of(bundle.chain.model, 3)
-    with raises(EngineError, "gradient-of-other-shape", saying="[]"):
+    with raises(EngineError, "gradient-of-other-shape", containing="[]"):
         engine.vjp(call, lambda outputs: outputs.sum())
     assert computed(engine, BACKWARD, call)
 
@@ -226,7 +226,7 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
 
 
 def test_a_bound_below_the_largest_block_names_the_minimum(bundle: Bundle) -> None:
-    with raises(EngineError, "memory-too-little", saying="1000"):
+    with raises(EngineError, "memory-too-little", containing="1000"):
         opened(bundle, FORWARD, loaded=1000)
 
 
@@ -306,9 +306,9 @@ def test_a_failure_of_the_engine_is_reported_and_the_engine_stays_usable(bundle:
 
 def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
     programs = open_engine(bundle, engine="native")
-    with raises(EngineError, "threads-differ", saying="7"):
+    with raises(EngineError, "threads-differ", containing="7"):
         open_engine(bundle, threads=7, engine="native")
-    with raises(EngineError, "threads-out-of-bounds", saying="0"):
+    with raises(EngineError, "threads-out-of-bounds", containing="0"):
         open_engine(bundle, threads=0, engine="native")
     assert programs.threads >= 1
 

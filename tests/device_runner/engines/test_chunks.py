@@ -104,7 +104,7 @@ def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
     assert bundle.chain.longest(role) == CHUNK
     assert bundle.chain.longest(FORWARD) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model
-    with raises(EngineError, "sequence-of-other-length", saying=role):
+    with raises(EngineError, "sequence-of-other-length", containing=role):
         computed(engine, role, call_of(model, 2, lengths=[8, 9]))
     assert computed(engine, role, call_of(model, 2, lengths=[8]))
     assert engine.forward(call_of(model, 2)).size
@@ -112,7 +112,7 @@ def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
 
 def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
     result = open_bundle(folder / "bundle").chain
-    with raises(BundleError, "chain-not-runnable", saying=str(TOKENS + 1)):
+    with raises(BundleError, "chain-not-runnable", containing=str(TOKENS + 1)):
         replace(result, bounds=replace(result.bounds, chunk=TOKENS + 1))
 
 

@@ -196,9 +196,9 @@ def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
     generation_engine, adapter = open_generation_engine(bundle), adapter_of(bundle, 1)
     sequence = generation_engine.open(adapter)
     generation_engine.feed(sequence, tokens_of(bundle, POSITIONS))
-    with raises(EngineError, "text-too-long", saying=str(POSITIONS + 1)):
+    with raises(EngineError, "text-too-long", containing=str(POSITIONS + 1)):
         generation_engine.step({sequence: 5})
-    with raises(EngineError, "text-too-long", saying=str(POSITIONS + 6)):
+    with raises(EngineError, "text-too-long", containing=str(POSITIONS + 6)):
         generation_engine.feed(sequence, [5] * 6)
     assert generation_engine.length(sequence) == POSITIONS
 
@@ -206,7 +206,7 @@ def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
 def test_a_shorter_context_may_be_requested(bundle: Bundle) -> None:
     generation_engine = open_generation_engine(bundle, context=20)
     assert generation_engine.context == 20
-    with raises(EngineError, "text-too-long", saying="21"):
+    with raises(EngineError, "text-too-long", containing="21"):
         generation_engine.feed(generation_engine.open(adapter_of(bundle, 1)), tokens_of(bundle, 21))
 
 
@@ -215,7 +215,7 @@ def test_there_are_so_many_slots(bundle: Bundle) -> None:
     assert generation_engine.slots == 2
     first = generation_engine.open(adapter)
     generation_engine.open(adapter)
-    with raises(EngineError, "slots-full", saying="2"):
+    with raises(EngineError, "slots-full", containing="2"):
         generation_engine.open(adapter)
     generation_engine.close(first)
     generation_engine.open(adapter)
@@ -225,7 +225,7 @@ def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
     class Silent:
         chain = type("Chain", (), {"roles": ("forward", "backward")})
 
-    with raises(BundleError, "role-missing", saying="stack, back"):
+    with raises(BundleError, "role-missing", containing="stack, back"):
         ChainGenerationEngine(Silent())  # type: ignore[arg-type]
 
 

@@ -326,9 +326,9 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
     (tmp_path / "flipped.ptd").write_bytes(content)
     for path in (fp32.weights[1], tmp_path / "flipped.ptd"):
         weights = HashedFile(path, sha256(fp32.weights[0]))
-        with raises(BundleError, "bundle-file-hash", saying=str(path)):
+        with raises(BundleError, "bundle-file-hash", containing=str(path)):
             PackedFiles(pytest.fail, folder).open(program, weights, PROBES)
-    with raises(BundleError, "file-unreadable", saying=str(tmp_path / "missing.ptd")):
+    with raises(BundleError, "file-unreadable", containing=str(tmp_path / "missing.ptd")):
         PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
 
 

@@ -60,5 +60,5 @@ def test_weights_that_are_damaged_foreign_or_missing_give_an_error(
         path.unlink(missing_ok=True)
         if changed is not None:
             path.write_bytes(changed)
-        with raises(BundleError, "program-refused", "program-of-other-version", saying=str(path)):
+        with raises(BundleError, "program-refused", "program-of-other-version", containing=str(path)):
             check_in_child(path, attempt)

@@ -76,5 +76,5 @@ def test_invalid_bytes_are_refused(content: bytes) -> None:
     ],
 )
 def test_contradictory_plans_are_refused(settings: dict[str, Any], value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         Plan(**settings)

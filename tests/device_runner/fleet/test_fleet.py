@@ -257,7 +257,7 @@ def test_devices_that_disappear_and_late_results(fleet: Fleet) -> None:
 
 def test_a_server_without_answers_stops_and_can_be_resumed(fleet: Fleet) -> None:
     settings = fleet.settings(rounds=2, least_answers=2)
-    with raises(RunError, "devices-silent", saying="--resume"):
+    with raises(RunError, "devices-silent", containing="--resume"):
         fleet.run(settings, lambda node, task: None)
     with open_fleet(settings) as server:
         report = play(server, lambda node, task: fleet.direct(node, task) if node == NODE else None)
@@ -462,17 +462,17 @@ def test_states_of_old_fleets_are_sent_again(fleet: Fleet, tmp_path: Path) -> No
 
 def test_another_plan_or_an_earlier_versions_agreement_in_the_same_folder_is_refused(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
-    with raises(ConfigError, "plan-differs", saying="queries"):
+    with raises(ConfigError, "plan-differs", containing="queries"):
         open_fleet(fleet.settings(queries=8))
     path = fleet.folder / "fleet" / "agreement.json"
     path.write_text(path.read_text().replace('"plan":{', '"plan":{"directions":"common",'))
-    with raises(RunError, "agreement-of-other-version", saying=str(path)):
+    with raises(RunError, "agreement-of-other-version", containing=str(path)):
         open_fleet(fleet.settings())
 
 
 @pytest.mark.parametrize("fleet", ["encoder"], indirect=True)
 def test_an_encoders_fleet_needs_a_head(fleet: Fleet) -> None:
-    with raises(ConfigError, "head-missing", saying="--head-rows"):
+    with raises(ConfigError, "head-missing", containing="--head-rows"):
         open_fleet(fleet.settings(head_rows=None))
 
 

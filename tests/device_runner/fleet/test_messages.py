@@ -124,5 +124,5 @@ def test_a_thousand_missed_steps_take_less_than_90_kilobytes() -> None:
 
 @pytest.mark.parametrize("parse", [RoundTask.parse, parse_reply])
 def test_a_message_of_another_version_is_refused(parse: Any) -> None:
-    with raises(MessageError, "message-of-other-version", saying="form 1"):
+    with raises(MessageError, "message-of-other-version", containing="form 1"):
         parse(b"\x01\x00" + bytes(100))

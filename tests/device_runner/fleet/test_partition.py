@@ -46,10 +46,10 @@ def test_a_small_parameter_gives_devices_few_classes() -> None:
 
 @pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
 def test_unknown_partitions_are_refused(how: str) -> None:
-    with raises(ConfigError, "partition-unusable", saying=repr(how)):
+    with raises(ConfigError, "partition-unusable", containing=repr(how)):
         partition_examples(_examples(10, 2), 2, how, 0)
 
 
 def test_fewer_rows_than_devices() -> None:
-    with raises(ConfigError, "rows-too-few", saying="3"):
+    with raises(ConfigError, "rows-too-few", containing="3"):
         partition_examples(_examples(3, 2), 4, "even", 0)

@@ -47,5 +47,5 @@ def test_a_fleet_that_stops_and_ends(fleet: Fleet) -> None:
 def test_damaged_names_are_reported(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
     (fleet.folder / "fleet" / NAMES).write_text("[]")
-    with raises(RunError, "file-unreadable", saying=NAMES):
+    with raises(RunError, "file-unreadable", containing=NAMES):
         read_status(fleet.folder / "fleet")

@@ -73,7 +73,7 @@ def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = ListenFlags(allowed_hosts=["*"]).access((), False)
     assert status(everything, host="evil.example") == 0 and status(everything, host="") == 0
     for wrong in ("http://a", "a:8000", "", "*.example.com", "a b"):
-        with raises(ConfigError, "settings-unusable", saying="--allowed-hosts"):
+        with raises(ConfigError, "settings-unusable", containing="--allowed-hosts"):
             ListenFlags(allowed_hosts=[wrong]).access((), False)
 
 

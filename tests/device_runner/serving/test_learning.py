@@ -555,7 +555,7 @@ def test_of_two_simultaneous_reverts_one_succeeds(place: Place) -> None:
 def test_a_folder_continues_only_with_its_bundle_and_adapter(place: Place) -> None:
     place.open().close()
     other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
-    with raises(ConfigError, "learning-differs", saying="adapter"):
+    with raises(ConfigError, "learning-differs", containing="adapter"):
         place.open(other)
 
 
@@ -608,7 +608,7 @@ def test_an_unreadable_file_only_stops_learning(place: Place, monkeypatch: pytes
 
 
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises(ConfigError, "condition-not-measurable", saying="--when charging"):
+    with raises(ConfigError, "condition-not-measurable", containing="--when charging"):
         place.open(when="charging")
     feedback(place.learn / FEEDBACK, EVERY)
     states = iter([True, False, False, True, *[True] * 100])

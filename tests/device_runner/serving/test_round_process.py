@@ -161,7 +161,7 @@ def test_a_process_that_was_killed_is_reported(made: Round) -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
     os.kill(int(number), signal.SIGKILL)
-    with raises(RunError, "round-process-ended", saying="SIGKILL"):
+    with raises(RunError, "round-process-ended", containing="SIGKILL"):
         outcome(process)
     process.end()
 
@@ -206,7 +206,7 @@ def test_no_server_starts_before_another_ones_process_has_ended(made: Round, tmp
     folder = made.feedback.parent
     with server(made, tmp_path, "linux") as (process, child):
         os.kill(child, signal.SIGSTOP)
-        with raises(RunError, "run-in-use", saying=str(process.pid)), run_lock(folder):
+        with raises(RunError, "run-in-use", containing=str(process.pid)), run_lock(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()

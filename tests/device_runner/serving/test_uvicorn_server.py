@@ -26,9 +26,9 @@ def test_a_free_and_a_used_port() -> None:
     with listening.listening("127.0.0.1", 0) as listener:
         address = listening.format_address(listener)
         port = int(address.removeprefix("127.0.0.1:"))
-        with raises(RunError, "address-not-available", saying=address):
+        with raises(RunError, "address-not-available", containing=address):
             listening.listening("127.0.0.1", port).__enter__()
-    with raises(RunError, "address-not-available", saying="no such host"):
+    with raises(RunError, "address-not-available", containing="no such host"):
         listening.listening("no such host", 0).__enter__()
 
 

@@ -80,12 +80,12 @@ def test_all_words() -> None:
      "idle:1", "charging:1", "22:00", "25:00-07:00", "22:60-07:00", "22:00-24:01", "charging,", "Charging"],
 )  # fmt: skip
 def test_other_words_are_refused_with_what_is_allowed(word: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying="--when"):
+    with raises(ConfigError, "settings-unusable", containing="--when"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when=word)
 
 
 def test_one_word_of_each_type() -> None:
-    with raises(ConfigError, "settings-unusable", saying="12:00-13:00"):
+    with raises(ConfigError, "settings-unusable", containing="12:00-13:00"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), when="22:00-07:00,12:00-13:00")
 
 
@@ -141,7 +141,7 @@ def test_a_phone_is_idle_while_its_screen_is_off(
 
 def test_a_phone_that_does_not_tell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumpsys(tmp_path, monkeypatch, "Permission Denial")
-    with raises(ConfigError, "condition-not-measurable", saying="--when idle"):
+    with raises(ConfigError, "condition-not-measurable", containing="--when idle"):
         Pauses(parse_when("idle"))
 
 
@@ -175,5 +175,5 @@ def test_another_machine_is_idle_while_others_take_few_cores(
 
 
 def test_a_machine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "condition-not-measurable", saying=f"{tmp_path}/stat"):
+    with raises(ConfigError, "condition-not-measurable", containing=f"{tmp_path}/stat"):
         Pauses(parse_when("idle"), Sensors(tmp_path, tmp_path))

@@ -139,7 +139,7 @@ def test_a_pause_ends_with_the_run(system: Path) -> None:
 
 
 def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "condition-not-measurable", saying="--only-charging"):
+    with raises(ConfigError, "condition-not-measurable", containing="--only-charging"):
         gates(tmp_path, only_charging=True)
 
 

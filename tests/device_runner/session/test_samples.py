@@ -58,13 +58,13 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_that_can_not_be_used(tmp_path: Path, name: str, content: str, value: str) -> None:
-    with raises(DataError, "prompts-unusable", saying=value):
+    with raises(DataError, "prompts-unusable", containing=value):
         read_prompts(write(tmp_path, name, content), Prompts(TOKENIZER))
 
 
 def test_messages_without_a_template(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n')
-    with raises(DataError, "prompts-unusable", saying="row 1"):
+    with raises(DataError, "prompts-unusable", containing="row 1"):
         read_prompts(path, Prompts(Tokenizer(byte_level_backend())))
 
 

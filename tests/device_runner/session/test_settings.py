@@ -81,7 +81,7 @@ def test_the_optimizer_follows_from_the_estimator(
     ],
 )
 def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, value: str) -> None:
-    with raises(ConfigError, code, saying=value):
+    with raises(ConfigError, code, containing=value):
         resolve_settings(_settings(**changes), with_roles({FORWARD}))
 
 
@@ -99,7 +99,7 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], code: str, v
     ],
 )
 def test_settings_without_a_meaning(changes: dict[str, Any], value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         _settings(**changes)
 
 
@@ -112,13 +112,13 @@ def test_a_default_that_is_set_is_accepted() -> None:
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
     assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
+    with raises(ConfigError, "settings-unusable", containing="--evaluate-at"):
         parse_settings(RunSettings, [*words, "3", "9"], "prge run")
 
 
 def test_epochs_take_the_place_of_steps() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
-    with raises(ConfigError, "settings-unusable", saying="--epochs"):
+    with raises(ConfigError, "settings-unusable", containing="--epochs"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
     settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--batch-size", "12"], "prge run")
     examples = [classification(number, [1], 2, 0) for number in range(25)]
@@ -131,7 +131,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     assert (result.epochs, result.steps) == (None, 5)
     assert planned(result) == result and result.warmup == 1
     assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
-    with raises(ConfigError, "settings-unusable", saying="--evaluate-at"):
+    with raises(ConfigError, "settings-unusable", containing="--evaluate-at"):
         planned(replace(settings, epochs=0.1))
 
 
@@ -218,28 +218,28 @@ def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
 
 def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:
     long = [completion(1, [1] * 17, 1)]
-    with raises(ConfigError, "row-too-long", saying="17"):
+    with raises(ConfigError, "row-too-long", containing="17"):
         plan_run(CHAIN, long, _settings())
 
 
 def test_what_changed_in_a_resumed_run_is_reported_by_the_run() -> None:
     """Stored settings, such as the queries of a tangent run, are no errors when another setting changes."""
     changes = {"estimator": "exact", "queries": 4}
-    with raises(ConfigError, "settings-unusable", saying="--queries"):
+    with raises(ConfigError, "settings-unusable", containing="--queries"):
         _settings(**changes)
     assert resolve_settings(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
 
 
 def test_a_step_that_is_too_large_names_the_runs_flags() -> None:
     settings = _settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12)
-    with raises(ConfigError, "step-too-large", saying="--queries"):
+    with raises(ConfigError, "step-too-large", containing="--queries"):
         plan_run(CHAIN, [], settings)
 
 
 def test_settings_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     stored = {"estimator": "tangent", "guided": True}
-    with raises(ConfigError, "run-of-other-version", saying="guided"):
+    with raises(ConfigError, "run-of-other-version", containing="guided"):
         Recipe.from_record(stored)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with raises(ConfigError, "settings-unusable", saying="guided"):
+    with raises(ConfigError, "settings-unusable", containing="guided"):
         parse_settings(RunSettings, ["--config", str(tmp_path / "config.yaml")], "prge run")

@@ -95,7 +95,7 @@ def test_numbers_out_of_bounds(words: str, message: str) -> None:
 
 
 def test_settings_created_without_a_command_line() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--batch-size"):
+    with raises(ConfigError, "settings-unusable", containing="--batch-size"):
         RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 
 

@@ -72,7 +72,7 @@ def test_types_and_checks_of_the_parts_hold() -> None:
         parsed("--port", "2")
     message = str(caught.value)
     assert "--port is no flag of this verb" in message and "--bundle is missing: a path" in message
-    with raises(ConfigError, "settings-unusable", saying="--prompt"):
+    with raises(ConfigError, "settings-unusable", containing="--prompt"):
         parsed("--bundle", "b")
 
 

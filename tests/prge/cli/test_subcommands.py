@@ -29,7 +29,7 @@ def test_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_another_word_is_an_error_with_the_nearest() -> None:
-    with raises(PrgeError, "verb-unknown", saying="`prge phone push`"):
+    with raises(PrgeError, "verb-unknown", containing="`prge phone push`"):
         run_action(["psh"], ACTIONS, "prge phone", "")
 
 

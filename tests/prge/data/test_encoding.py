@@ -108,5 +108,5 @@ def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
 
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
     segmenter = Segmenter(TOKENIZER)
-    with raises(RowError, "answer-empty", saying="answer"):
+    with raises(RowError, "answer-empty", containing="answer"):
         encode(segmenter.trained_text(*segmenter.prompt_and_completion("the film", "", "answer")), TOKENIZER)

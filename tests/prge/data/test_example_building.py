@@ -212,7 +212,7 @@ def test_rows_that_cant_be_used_may_be_left_out() -> None:
     assert example.row == 2 and report.rows == 1
     assert report.unusable[1] == "its completion is empty: there is nothing to learn from"
     assert sorted(report.unusable) == [1, 3]
-    with raises(DataError, "answer-empty", saying="completion"):
+    with raises(DataError, "answer-empty", containing="completion"):
         build_examples(data[:1], TOKENIZER, spec(), options=skip)
 
 

@@ -48,11 +48,11 @@ def test_names_of_development_rows(write: Write, name: str) -> None:
 
 
 def test_a_folder_without_one_matching_file_is_refused(write: Write, tmp_path: Path) -> None:
-    with raises(DataError, "part-missing", saying="test"):
+    with raises(DataError, "part-missing", containing="test"):
         read_source(tmp_path, "test")
     write("dev.jsonl", "")
     write("valid.jsonl", "")
-    with raises(DataError, "part-missing", saying="valid.jsonl, dev.jsonl"):
+    with raises(DataError, "part-missing", containing="valid.jsonl, dev.jsonl"):
         read_source(tmp_path, "dev")
 
 
@@ -92,13 +92,13 @@ def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> Non
     assert caught.value.problems == [f"{bad}: row 2: not JSON: Expecting value at character 10"]
     broken: list[str] = []
     assert len(read_source((bad, good), broken=broken).rows) == 2 and len(broken) == 1
-    with raises(DataError, "file-twice", saying=str(good)):
+    with raises(DataError, "file-twice", containing=str(good)):
         read_source((good, bad, good))
     for word in ("imdb", "a" * 5000, "a\0"):
-        with raises(DataError, "file-missing", saying=word[:1]):
+        with raises(DataError, "file-missing", containing=word[:1]):
             read_source((good, Path(word)))
     write("my rows.jsonl", '{"text": "one"}\n')
-    with raises(DataError, "file-missing", saying=str(tmp_path / "my")):
+    with raises(DataError, "file-missing", containing=str(tmp_path / "my")):
         read_source((tmp_path / "my", Path("rows.jsonl")))
 
 
@@ -152,7 +152,7 @@ def test_messages_that_are_no_json_are_refused(write: Write) -> None:
     path = write(
         "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
     )
-    with raises(DataError, "rows-unreadable", saying="row 1"):
+    with raises(DataError, "rows-unreadable", containing="row 1"):
         read_source(path)
     broken: list[str] = []
     assert read_source(path, broken=broken).rows == [Row(2, {"messages": [{"role": "user"}]})]
@@ -174,14 +174,14 @@ def test_unknown_names_of_columns_are_refused(
     write: Write, columns: list[str], task: str | None, named: str
 ) -> None:
     path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
-    with raises(ConfigError, "columns-unusable", saying=named) as caught:
+    with raises(ConfigError, "columns-unusable", containing=named) as caught:
         read_source(path, columns=columns, task=load_task(task) if task else None)
     assert "before the = stands one of" in caught.value.remedy
 
 
 def test_a_missing_column_is_refused(write: Write) -> None:
     path = write("a.jsonl", '{"question": "q"}\n')
-    with raises(DataError, "column-missing", saying="'query'"):
+    with raises(DataError, "column-missing", containing="'query'"):
         read_source(path, columns=["prompt=query"])
 
 
@@ -195,7 +195,7 @@ def test_a_missing_column_is_refused(write: Write) -> None:
     ],
 )
 def test_words_that_name_no_columns(words: list[str], named: str) -> None:
-    with raises(ConfigError, "columns-unusable", saying=named):
+    with raises(ConfigError, "columns-unusable", containing=named):
         parse_columns(words)
     assert parse_columns(["a=b=c"]) == {"a": "b=c"}
 
@@ -222,7 +222,7 @@ def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch
 
 def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with raises(DataError, "package-missing", saying="datasets"):
+    with raises(DataError, "package-missing", containing="datasets"):
         read_source("nobody/nothing")
 
 

@@ -49,7 +49,7 @@ def test_a_chain_is_read_as_it_was_written() -> None:
 
 
 def test_a_bundle_with_label_words_is_refused_with_a_remedy() -> None:
-    with raises(BundleError, "bundle-of-label-words", saying="--label-words"):
+    with raises(BundleError, "bundle-of-label-words", containing="--label-words"):
         Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
@@ -82,7 +82,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
     for lacking in ("input_specs", "output_specs"):
         block = block_of()
         del block["programs"][0]["methods"][FORWARD][lacking]
-        with raises(BundleError, "chain-not-runnable", saying=f"{lacking[:-6]}s of block 0"):
+        with raises(BundleError, "chain-not-runnable", containing=f"{lacking[:-6]}s of block 0"):
             Chain.from_json(block)
 
 
@@ -92,7 +92,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 def test_an_invalid_spec_is_refused(spec: str) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [spec]
-    with raises(BundleError, "chain-unreadable", saying="input_specs"):
+    with raises(BundleError, "chain-unreadable", containing="input_specs"):
         Chain.from_json(block)
 
 
@@ -100,7 +100,7 @@ def test_an_invalid_spec_is_refused(spec: str) -> None:
 def test_a_spec_with_sizes_out_of_bounds_is_refused(sizes: list[int]) -> None:
     block = block_of()
     block["programs"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
-    with raises(BundleError, "chain-not-runnable", saying="block 0"):
+    with raises(BundleError, "chain-not-runnable", containing="block 0"):
         Chain.from_json(block)
 
 
@@ -135,7 +135,7 @@ def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
         return
     # Without the forward pass that saves residuals, the backward pass that reads them is refused.
     named = BACKWARD_SAVED if path[-1] == FORWARD_SAVE else path[-1]
-    with raises(BundleError, "chain-unreadable", "chain-not-runnable", saying=named):
+    with raises(BundleError, "chain-unreadable", "chain-not-runnable", containing=named):
         Chain.from_json(block)
 
 
@@ -290,7 +290,7 @@ def _of(program: int, role: str) -> Callable[[Json], Json]:
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, value: str) -> None:
     block = block_of()
     change(block)
-    with raises(BundleError, "chain-not-runnable", saying=value):
+    with raises(BundleError, "chain-not-runnable", containing=value):
         Chain.from_json(block)
 
 
@@ -307,7 +307,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     without = Chain.from_json(block)
     assert without.roles == (FORWARD, JVP)
     without.check_role(JVP)
-    with raises(BundleError, "role-missing", saying=BACKWARD):
+    with raises(BundleError, "role-missing", containing=BACKWARD):
         without.check_role(BACKWARD)
 
 

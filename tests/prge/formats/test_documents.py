@@ -72,7 +72,7 @@ def test_yaml_reads_back_equal(value: object) -> None:
     ],
 )
 def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
-    with raises(DocumentError, code, saying=value):
+    with raises(DocumentError, code, containing=value):
         parse_json(content)
 
 
@@ -100,7 +100,7 @@ def test_json_that_is_refused(content: bytes, code: str, value: str) -> None:
     ],
 )
 def test_yaml_that_is_refused(content: bytes, code: str, value: str) -> None:
-    with raises(DocumentError, code, saying=value):
+    with raises(DocumentError, code, containing=value):
         parse_yaml(content)
 
 
@@ -127,9 +127,9 @@ def test_the_deepest_document_that_is_read() -> None:
 def test_a_file_that_is_too_large(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b" " * MOST_JSON_BYTES + b"1")
-    with raises(DocumentError, "document-too-large", saying=str(MOST_JSON_BYTES + 1)):
+    with raises(DocumentError, "document-too-large", containing=str(MOST_JSON_BYTES + 1)):
         read_json(path)
-    with raises(DocumentError, "document-too-large", saying=str(MOST_YAML_BYTES)):
+    with raises(DocumentError, "document-too-large", containing=str(MOST_YAML_BYTES)):
         read_yaml(path)
 
 
@@ -168,9 +168,9 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
 def test_a_key_that_json_has_twice_is_refused(content: str) -> None:
-    with raises(DocumentError, "key-twice", saying="'a'"):
+    with raises(DocumentError, "key-twice", containing="'a'"):
         parse_json(content)
-    with raises(DocumentError, "key-twice", saying="'a'"):
+    with raises(DocumentError, "key-twice", containing="'a'"):
         parse_json_values('{"a": 1} ' + content)
 
 

@@ -70,7 +70,7 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[position] ^= 1
         path.write_bytes(damaged)
-        with raises(RunError, "journal-damaged", saying=str(path)):
+        with raises(RunError, "journal-damaged", containing=str(path)):
             Journal(path)
 
 
@@ -96,7 +96,7 @@ def _signed(content: str) -> bytes:
 def test_a_line_with_a_right_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(_signed(content) + _write(tmp_path / "other.jsonl"))
-    with raises(RunError, "journal-damaged", saying="line 1 of 5"):
+    with raises(RunError, "journal-damaged", containing="line 1 of 5"):
         Journal(path)
 
 
@@ -106,7 +106,7 @@ def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[
     target.write_bytes(b"kept")
     make(tmp_path / "journal.jsonl")
     for writable in (False, True):
-        with raises(RunError, "write-failed", saying="journal.jsonl"):
+        with raises(RunError, "write-failed", containing="journal.jsonl"):
             Journal(tmp_path / "journal.jsonl", writable)
     assert target.read_bytes() == b"kept"
 

@@ -152,7 +152,7 @@ def test_an_adapter_of_another_lora_a_or_scale_can_only_generate(tmp_path: Path,
     """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
     for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
         other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
-        with raises(AdapterError, "adapter-does-not-fit", saying="2 of 2"):
+        with raises(AdapterError, "adapter-does-not-fit", containing="2 of 2"):
             read_compatible_adapter(other, MODULES, template)
         assert read_compatible_adapter(other, MODULES, template, generates=True).lora_a is not None
 
@@ -206,7 +206,7 @@ def test_an_adapter_of_another_base_model_is_refused_by_hash_or_commit(
     if not refused:
         read_compatible_adapter(theirs, MODULES, ours)
         return
-    with raises(AdapterError, "adapter-does-not-fit", saying=str(named[0]).partition("@")[0]):
+    with raises(AdapterError, "adapter-does-not-fit", containing=str(named[0]).partition("@")[0]):
         read_compatible_adapter(theirs, MODULES, ours)
 
 
@@ -214,7 +214,7 @@ def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template
     with raises(AdapterError, "not-an-adapter"):
         read_peft(tmp_path / "nowhere", MODULES)
     (template / "adapter_model.safetensors").unlink()
-    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
+    with raises(AdapterError, "not-an-adapter", containing="adapter_model.safetensors"):
         read_peft(template, MODULES)
 
 
@@ -254,7 +254,7 @@ def test_a_template_of_other_modules_is_refused(tmp_path: Path) -> None:
 def test_an_existing_folder_is_kept_unless_overwritten(tmp_path: Path, template: Path) -> None:
     out = tmp_path / "out"
     write_peft(out, some_adapter(1), template, {"old.txt": b""})
-    with raises(RunError, "folder-exists", saying=str(out)):
+    with raises(RunError, "folder-exists", containing=str(out)):
         write_peft(out, some_adapter(2), template)
     assert np.array_equal(read_peft(out, MODULES).values, some_adapter(1).values)
     write_peft(out, some_adapter(2), template, overwrite=True)
@@ -405,7 +405,7 @@ def test_an_adapter_with_different_ranks_is_written_and_read(tmp_path: Path) -> 
         == read_peft(tmp_path / "out", modules).values.tobytes()
     )
     written_by_peft(tmp_path / "even")
-    with raises(AdapterError, "adapter-does-not-fit", saying="0.q_proj"):
+    with raises(AdapterError, "adapter-does-not-fit", containing="0.q_proj"):
         read_peft(tmp_path / "even", modules)
 
 
@@ -491,7 +491,7 @@ def test_matrices_that_do_not_form_pairs_are_refused(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_not_read(template: Path) -> None:
     (template / "adapter_model.safetensors").rename(template / "adapter_model.bin")
-    with raises(AdapterError, "not-an-adapter", saying="adapter_model.safetensors"):
+    with raises(AdapterError, "not-an-adapter", containing="adapter_model.safetensors"):
         read_lora(template)
 
 
@@ -499,7 +499,7 @@ def test_an_adapter_is_found_by_its_run_result_checkpoint_or_folder(tmp_path: Pa
     run = tmp_path / "run"
     run.mkdir()
     (run / "journal.jsonl").write_text("")
-    with raises(RunError, "run-unfinished", saying="--resume"):
+    with raises(RunError, "run-unfinished", containing="--resume"):
         find_adapter(run)
     for name in ("final", "checkpoints/step-000003"):
         write_peft(run / name, some_adapter(), template)

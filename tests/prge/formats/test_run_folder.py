@@ -100,7 +100,7 @@ ODD = [
 def test_an_invalid_record_is_an_error_for_charts_but_not_for_a_resume(tmp_path: Path, odd: str) -> None:
     first, last = json.dumps(step(0)), json.dumps(step(1))
     (tmp_path / METRICS).write_text(f"{first}\n{odd}\n{last}\n", encoding="utf-8")
-    with raises(RunError, "metrics-damaged", saying="line 2"):
+    with raises(RunError, "metrics-damaged", containing="line 2"):
         read_metrics(tmp_path)
     with RunLog(tmp_path, keep_through=1) as log:
         log.metric(step(2))
@@ -119,7 +119,7 @@ def test_links_pipes_and_devices_are_refused_without_blocking(tmp_path: Path, na
         os.mkfifo(folder / name)
     else:
         (folder / name).symlink_to(target if kind == "link" else "/dev/full")
-    with raises(RunError, "write-failed", saying=name):
+    with raises(RunError, "write-failed", containing=name):
         if name == LOCK:
             with run_lock(folder):
                 raise AssertionError("the lock is held")
@@ -180,9 +180,9 @@ def test_a_full_disk_is_reported_with_the_folder_and_keeps_complete_lines(tmp_pa
     ],
 )
 def test_failed_writes_are_reported_with_a_remedy(code: int, problem: str) -> None:
-    with raises(RunError, problem, saying="runs/a/log.txt"), as_run_error(Path("runs/a")):
+    with raises(RunError, problem, containing="runs/a/log.txt"), as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code), "runs/a/log.txt")
-    with raises(RunError, problem, saying=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
+    with raises(RunError, problem, containing=os.strerror(code)) as caught, as_run_error(Path("runs/a")):
         raise OSError(code, os.strerror(code))
     assert "runs/a" in caught.value.what and caught.value.remedy
 
@@ -250,7 +250,7 @@ def owner(folder: Path, first: str = "pass") -> Iterator[subprocess.Popen[str]]:
 def test_only_one_process_can_lock_a_run_folder(tmp_path: Path) -> None:
     with owner(tmp_path) as holder:
         with (
-            raises(RunError, "run-in-use", saying=str(holder.pid)) as caught,
+            raises(RunError, "run-in-use", containing=str(holder.pid)) as caught,
             run_lock(tmp_path),
         ):
             raise AssertionError("two owners")
@@ -289,7 +289,7 @@ def test_a_new_run_needs_a_folder_without_files_of_a_run(tmp_path: Path) -> None
     check_new_run(tmp_path)
     check_new_run(tmp_path / "none")
     (tmp_path / FINAL).symlink_to("nowhere")
-    with raises(RunError, "folder-occupied", saying=FINAL):
+    with raises(RunError, "folder-occupied", containing=FINAL):
         check_new_run(tmp_path)
 
 

@@ -183,7 +183,7 @@ def test_prompt_and_completion_fill_the_context_and_no_more() -> None:
 
 def test_a_prompt_without_room_for_a_completion_names_both_lengths() -> None:
     generator = Generator(NumpyGenerationEngine(context=10), TOKENIZER)
-    with raises(DataError, "prompt-too-long", saying="10"):
+    with raises(DataError, "prompt-too-long", containing="10"):
         generator.submit(make_request([1] * 10))
     assert not generator.work()
 
@@ -203,14 +203,14 @@ def test_truncation_keeps_both_ends_of_the_prompt_and_leaves_room_for_the_comple
     ("tokens", "code", "value"), [((), "prompt-empty", ""), ((1, 500), "token-unknown", "500")]
 )
 def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], code: str, value: str) -> None:
-    with raises(DataError, code, saying=value):
+    with raises(DataError, code, containing=value):
         Generator(NumpyGenerationEngine(), TOKENIZER).submit(make_request(tokens))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with raises(ConfigError, "settings-unusable", saying="--max-tokens"):
+    with raises(ConfigError, "settings-unusable", containing="--max-tokens"):
         GenerationSettings(0)
-    with raises(ConfigError, "settings-unusable", saying="--stop"):
+    with raises(ConfigError, "settings-unusable", containing="--stop"):
         GenerationSettings(stop=("",))
 
 
@@ -359,17 +359,17 @@ def test_an_engine_error_ends_one_completion_only() -> None:
     finished(generator)
     assert list(good.wait(0).tokens) == alone(good.request)
     assert isinstance(bad.error, EngineError)
-    with raises(EngineError, "token-refused", saying="77"):
+    with raises(EngineError, "token-refused", containing="77"):
         bad.wait(0)
     assert engine.open_count == 1
-    with raises(EngineError, "token-refused", saying="77"):
+    with raises(EngineError, "token-refused", containing="77"):
         generator.generate([make_request([1, 77])])
 
 
 def test_logits_that_are_nan_end_the_completion() -> None:
     engine = NumpyGenerationEngine()
     engine.embedding[5] = float("nan")
-    with raises(EngineError, "logits-not-finite", saying="nan"):
+    with raises(EngineError, "logits-not-finite", containing="nan"):
         Generator(engine, TOKENIZER).generate([make_request()])
 
 

@@ -148,7 +148,7 @@ def test_logits_stay_as_they_are() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_nan_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
-        with raises(EngineError, "logits-not-finite", saying=str(bad)):
+        with raises(EngineError, "logits-not-finite", containing=str(bad)):
             TokenSampler(SamplingSettings(temperature)).sample(logits_of(0, bad, 1), [])
 
 

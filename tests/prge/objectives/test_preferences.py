@@ -273,9 +273,9 @@ def test_objectives_by_name_with_their_defaults() -> None:
         "beta": 0.1,
         "label_smoothing": 0.0,
     }
-    with raises(ConfigError, "setting-of-other-objective", saying="--label-smoothing"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--label-smoothing"):
         make_objective("ipo", replace(flags, label_smoothing=0.1))
-    with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--beta"):
         make_objective("completion", replace(flags, beta=0.1))
 
 

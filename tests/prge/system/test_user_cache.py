@@ -64,7 +64,7 @@ def test_untrusted_content_is_removed(cache: Path, open_mode: int) -> None:
 def test_another_users_is_refused(cache: Path, which: str) -> None:
     path = planted(cache, 0o755)
     os.chown(cache / which, 4711, 4711)
-    with raises(EngineError, "cache-not-private", saying="4711") as caught:
+    with raises(EngineError, "cache-not-private", containing="4711") as caught:
         user_cache(NATIVE)
     assert "XDG_CACHE_HOME" in caught.value.remedy
     assert path.exists()
@@ -75,7 +75,7 @@ def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.
     path = planted(cache, 0o777)
     make = os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda name, *_, **__: (make(name), os.chmod(name, 0o777)))
-    with raises(EngineError, "cache-not-private", saying="777"):
+    with raises(EngineError, "cache-not-private", containing="777"):
         user_cache(NATIVE)
     assert not path.exists()
 

@@ -136,10 +136,10 @@ def test_a_resumed_run_must_have_the_same_settings(store: RunStore) -> None:
     begin(store)
     begin(store)
     assert len(store.journal.records) == 1
-    with raises(ConfigError, "settings-changed", saying="learning_rate") as caught:
+    with raises(ConfigError, "settings-changed", containing="learning_rate") as caught:
         begin(store, learning_rate=0.1)
     assert "--change-estimator lets these differ" in str(caught.value.remedy)
-    with raises(ConfigError, "settings-changed", saying="train"):
+    with raises(ConfigError, "settings-changed", containing="train"):
         store.begin({**identity(), "train": "else"}, "", date=None, may_change=False)
 
 

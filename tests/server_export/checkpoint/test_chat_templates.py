@@ -165,11 +165,11 @@ def test_a_tokenizer_keeps_its_template_unless_one_is_set(tmp_path: Path) -> Non
 )
 def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(source)
-    with raises(ConfigError, "chat-template-unusable", saying="chat.jinja") as refused:
+    with raises(ConfigError, "chat-template-unusable", containing="chat.jinja") as refused:
         set_chat_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
     assert why in refused.value.problems[0]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "chat-template-unreadable", saying="none.jinja"):
+    with raises(ConfigError, "chat-template-unreadable", containing="none.jinja"):
         set_chat_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

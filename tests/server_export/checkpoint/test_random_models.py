@@ -53,5 +53,5 @@ def test_a_random_model_is_a_temporary_folder(tmp_path: Path) -> None:
     plain = ExportConfig("somewhere", str(tmp_path / "out"))
     with random_models.with_random_model(plain) as resolved:
         assert resolved is plain
-    with raises(ConfigError, "no-such-architecture", saying="random:qwen"):
+    with raises(ConfigError, "no-such-architecture", containing="random:qwen"):
         random_models.random_model_config("qwen", None)

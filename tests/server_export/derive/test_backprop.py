@@ -269,7 +269,7 @@ def test_an_input_without_influence_is_named() -> None:
     shapes = torch.randn(2, 3, 4), torch.randn(1, 2, 4)
     graph_module = rewritten_graph(Function(lambda state, matrix: state * 2), shapes)
     state, matrix = inputs_of(graph_module)
-    with raises(Refusal, "independent-of-adapter", saying=matrix):
+    with raises(Refusal, "independent-of-adapter", containing=matrix):
         backpropagate(graph_module, [state, matrix], [matrix], 3)
 
 
@@ -280,7 +280,7 @@ def test_rounding_outside_a_layer_is_refused_instead_of_stopping_the_gradient() 
         weight = graph_module.graph.call_function(aten.mul.Tensor, (last.args[1], 1.0))
     weight.meta["val"] = last.args[1].meta["val"]
     last.update_arg(1, weight)
-    with raises(Refusal, "quantized-outside-layers", saying="torchao."):
+    with raises(Refusal, "quantized-outside-layers", containing="torchao."):
         backpropagate(graph_module, ["state"], [], LENGTH)
 
 

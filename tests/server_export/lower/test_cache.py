@@ -169,7 +169,7 @@ def test_the_cache_has_no_weights(tmp_path: Path) -> None:
 
 def test_a_block_of_another_shape_is_refused(filled: LoweredBlockType, tmp_path: Path) -> None:
     block_type, _ = lower(tmp_path / "cache", methods(Layer()))
-    with raises(Refusal, "constant-of-another-shape", saying="layer.weight"):
+    with raises(Refusal, "constant-of-another-shape", containing="layer.weight"):
         block_type.weights.write(
             tmp_path / "x.ptd", {"layer.weight": torch.zeros(1, 1), "layer.bias": torch.zeros(1)}
         )

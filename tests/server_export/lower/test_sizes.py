@@ -113,7 +113,7 @@ def test_a_size_that_no_input_has_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.expand(ROWS.marker, WIDTH)
 
-    with raises(Refusal, "size-without-input", saying="rows"):
+    with raises(Refusal, "size-without-input", containing="rows"):
         dynamic_program(traced(Spread(), (1, WIDTH)), {"rows": ROWS})
 
 
@@ -146,5 +146,5 @@ def test_a_constant_with_a_size_is_refused() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state + self.mask
 
-    with raises(Refusal, "constant-with-size", saying="mask"):
+    with raises(Refusal, "constant-with-size", containing="mask"):
         dynamic_program(traced(Masked(), (ROWS.marker, TOKENS.marker)), {"rows": ROWS, "tokens": TOKENS})

@@ -158,7 +158,7 @@ def test_the_encoder_of_an_encoder_decoder_model(tmp_path: Path) -> None:
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with raises(Refusal, "encoder-decoder", saying="T5EncoderModel"):
+    with raises(Refusal, "encoder-decoder", containing="T5EncoderModel"):
         load_meta_model(str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
@@ -230,7 +230,7 @@ def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
         return {name.split(".")[depth] for name in start_adapter(config, outline, False).lora_a}
 
     assert adapted() == adapted("all-linear") == others
-    with raises(ConfigError, "target-modules-refused-by-peft", saying=model_type) as caught:
+    with raises(ConfigError, "target-modules-refused-by-peft", containing=model_type) as caught:
         adapted(refused)
     assert refused in str(caught.value)
 
@@ -261,7 +261,7 @@ def test_complex_numbers_are_refused(tmp_path: Path) -> None:
 def test_texts_with_more_tokens_than_an_indexer_selects_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
-    with raises(Refusal, "indexer-budget", saying="--context 64"):
+    with raises(Refusal, "indexer-budget", containing="--context 64"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
     linear = match_target_modules(outline.model, "all-linear", unread_modules(outline.model))
     assert linear and not any("indexer" in name for name in linear)
@@ -289,6 +289,6 @@ def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> N
     make_tiny("llama4_text").save_pretrained(tmp_path)
     outline = load_meta_model(str(tmp_path))
     outline.config.attention_chunk_size = 32
-    with raises(Refusal, "attention-chunk", saying="64") as caught:
+    with raises(Refusal, "attention-chunk", containing="64") as caught:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
     assert caught.value.remedy == "export it with --context 32"

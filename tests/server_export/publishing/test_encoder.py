@@ -75,7 +75,7 @@ def test_a_program_is_compared_with_its_model(base: Path, tmp_path: Path, scheme
     assert manifest["kind"] == "inference" and manifest["manifest_sha256"] == manifest_sha256(manifest)
     assert manifest["verification"] == {**built.checks, "rows": 3}
     assert manifest["files"][PROGRAM]["sha256"] == file_sha256(tmp_path / PROGRAM)
-    with raises(BundleError, "bundle-format", saying="has format 1"):
+    with raises(BundleError, "bundle-format", containing="has format 1"):
         open_bundle(tmp_path)
 
 
@@ -130,13 +130,15 @@ def test_layers_are_rounded_as_the_bundle_has_them(base: Path) -> None:
 def test_a_layer_of_another_shape_than_the_bundles_is_refused(base: Path) -> None:
     int4_weight = Int4Weight(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 1).bfloat16())
     chain = chain_with(base, BundleLayers((), {QUERY: int4_weight}))
-    with raises(BundleError, "layer-of-another-shape", saying=f"{QUERY} is [64, 32] in the bundle, [64, 64]"):
+    with raises(
+        BundleError, "layer-of-another-shape", containing=f"{QUERY} is [64, 32] in the bundle, [64, 64]"
+    ):
         for number in range(len(chain.blocks)):
             chain.tensors(number)
 
 
 def test_rows_that_are_longer_than_the_models_positions_are_refused(base: Path, tmp_path: Path) -> None:
-    with raises(ConfigError, "positions-too-few", saying="sequence_length is 65"):
+    with raises(ConfigError, "positions-too-few", containing="sequence_length is 65"):
         build(base, tmp_path, EncoderSpec(65))
 
 
@@ -186,9 +188,9 @@ def test_the_layers_of_a_checkpoints_own_head(tmp_path: Path, model_type: str) -
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     outputs, ones, exact = torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), torch.tensor([[0.0, 1.0]])
-    with raises(BundleError, "differs-from-model", saying="nan"):
+    with raises(BundleError, "differs-from-model", containing="nan"):
         check_exact("program", outputs, ones)
-    with raises(BundleError, "differs-from-quantized-model", saying="nan"):
+    with raises(BundleError, "differs-from-quantized-model", containing="nan"):
         check_quantized(outputs, ones, exact, exact)
 
 

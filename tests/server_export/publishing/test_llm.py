@@ -136,7 +136,7 @@ def test_all_tokens_that_end_a_text_are_found() -> None:
 
 
 def test_a_cache_of_a_few_tokens_is_refused() -> None:
-    with raises(ConfigError, "sequence-too-short", saying="sequence_length is 6"):
+    with raises(ConfigError, "sequence-too-short", containing="sequence_length is 6"):
         LlmSpec(6, "fp32", None, ())
 
 

@@ -65,5 +65,5 @@ def test_what_the_runner_cannot_read_is_refused(tmp_path: Path) -> None:
 
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with raises(BundleError, "tokenizer-unreadable", saying="normalizer Lowercase"):
+    with raises(BundleError, "tokenizer-unreadable", containing="normalizer Lowercase"):
         write_runner_tokenizer(tokenizer, tmp_path, False)

@@ -159,7 +159,7 @@ def test_the_chosen_batch_size_needs_no_more_than_the_limit(limit: int, batch: i
 
 def test_too_little_memory_names_the_minimum() -> None:
     unlimited = decisions.Decision("batch_size", 8, "")
-    with raises(ConfigError, "memory-too-little", saying="--memory 200 bytes") as caught:
+    with raises(ConfigError, "memory-too-little", containing="--memory 200 bytes") as caught:
         decisions.within_memory(unlimited, 200, needed(100, 1000))
     assert caught.value.problems[0].endswith(" 1 MB")
 
@@ -185,7 +185,7 @@ def test_the_best_rate_is_that_of_the_longest_trials() -> None:
 
 
 def test_rates_that_all_diverge_are_an_error() -> None:
-    with raises(ConfigError, "all-rates-diverged", saying="0.001, 0.01"):
+    with raises(ConfigError, "all-rates-diverged", containing="0.001, 0.01"):
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
 
 

@@ -112,7 +112,7 @@ def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
 
 
 def test_unknown_columns_are_refused(tmp_path: Path) -> None:
-    with raises(DataError, "form-unknown", saying="question"):
+    with raises(DataError, "form-unknown", containing="question"):
         NamedRows(tune(write(tmp_path / "a.jsonl", {"question": "a"})))
 
 
@@ -129,7 +129,7 @@ def broken(folder: Path) -> Path:
 
 def test_all_unusable_rows_are_listed_at_once_by_their_lines(tmp_path: Path) -> None:
     path = broken(tmp_path)
-    with raises(DataError, "rows-unusable", saying=str(path)) as caught:
+    with raises(DataError, "rows-unusable", containing=str(path)) as caught:
         NamedRows(tune(path)).check(TOKENIZER, SPEC)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2", "row 4", "row 6"]
     assert "--on-bad-row skip" in caught.value.remedy
@@ -151,7 +151,7 @@ def test_unusable_rows_are_skipped_and_listed(tmp_path: Path) -> None:
 def test_development_rows_are_checked_too(tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", pair(1), pair(2))
     dev = write(tmp_path / "dev.jsonl", pair(3), pair(4, ""))
-    with raises(DataError, "rows-unusable", saying=str(dev)) as caught:
+    with raises(DataError, "rows-unusable", containing=str(dev)) as caught:
         NamedRows(tune(train, dev=dev)).check(TOKENIZER, SPEC)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2"]
 
@@ -189,9 +189,9 @@ def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
 
 def test_settings_of_another_objective_are_refused_before_the_export(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
-    with raises(ConfigError, "setting-of-other-objective", saying="--beta"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--beta"):
         NamedRows(tune(data, beta=0.3)).check(TOKENIZER, SPEC)
     pairs = [{"prompt": f"p{n}", "chosen": " yes", "rejected": " no"} for n in range(12)]
     data = write(tmp_path / "pairs.jsonl", *pairs)
-    with raises(ConfigError, "setting-of-other-objective", saying="--loss-normalisation token"):
+    with raises(ConfigError, "setting-of-other-objective", containing="--loss-normalisation token"):
         NamedRows(tune(data, loss_normalisation="token")).check(TOKENIZER, SPEC)

@@ -58,7 +58,7 @@ def test_a_library_outlives_its_compiler(cache: Path, monkeypatch: pytest.Monkey
 def test_without_a_compiler_the_remedies_are_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.delenv("CXX", raising=False)
-    with raises(EngineError, "compiler-missing", saying="g++, c++, clang++"):
+    with raises(EngineError, "compiler-missing", containing="g++, c++, clang++"):
         build.library()
 
 
@@ -67,7 +67,9 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(
 ) -> None:
     script = "echo 'engine.cpp:1: fatal error: no such header' >&2; exit 1"
     monkeypatch.setenv("CXX", compiler(tmp_path / "tools", script))
-    with raises(EngineError, "compiler-failed", saying="engine.cpp:1: fatal error: no such header") as caught:
+    with raises(
+        EngineError, "compiler-failed", containing="engine.cpp:1: fatal error: no such header"
+    ) as caught:
         build.library()
     assert "-lexecutorch_backend_xnnpack" in str(caught.value) and "--engine torch" in str(caught.value)
     assert [path for path in cache.rglob("*") if path.is_file()] == []
@@ -88,7 +90,7 @@ def test_a_cache_that_cant_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with raises(EngineError, "cache-not-writable", saying="XDG_CACHE_HOME"):
+    with raises(EngineError, "cache-not-writable", containing="XDG_CACHE_HOME"):
         build.library()
 
 
@@ -100,12 +102,12 @@ def test_a_user_without_a_home_is_reported(cache: Path, monkeypatch: pytest.Monk
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
-    with raises(EngineError, "cache-without-folder", saying="XDG_CACHE_HOME"):
+    with raises(EngineError, "cache-without-folder", containing="XDG_CACHE_HOME"):
         build.library()
 
 
 def test_a_package_without_libraries_is_reported(tmp_path: Path) -> None:
-    with raises(EngineError, "libraries-missing", saying="libexecutorch.so"):
+    with raises(EngineError, "libraries-missing", containing="libexecutorch.so"):
         build.build("g++", tmp_path, tmp_path / "out.so", "$ORIGIN")
     assert not (tmp_path / "out.so").exists()
 
@@ -115,7 +117,7 @@ def test_a_library_built_elsewhere_is_accepted(
 ) -> None:
     given = tmp_path / "given.so"
     monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(given))
-    with raises(EngineError, "native-library-missing", saying=str(given)):
+    with raises(EngineError, "native-library-missing", containing=str(given)):
         build.library()
     given.write_bytes(b"")
     assert build.library() == given and not cache.exists()

@@ -385,7 +385,7 @@ def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: LoweredBlocks
         pack(dynamic, tmp_path)
 
     for limit in (1 << 12, 1 << 14, 1 << 15):
-        with raises(PrgeError, "program-refused", saying=str(dynamic.program)):
+        with raises(PrgeError, "program-refused", containing=str(dynamic.program)):
             check_in_child(dynamic.program, lambda limit=limit: attempt(limit))  # type: ignore[misc]
     check_in_child(dynamic.program, lambda: attempt(1 << 20))
 

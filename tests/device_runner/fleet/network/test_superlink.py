@@ -84,15 +84,15 @@ def test_a_device_verifies_its_server(tmp_path: Path) -> None:
     make_keys(others, [], ["one"])
     with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
         check_server(link.address, DeviceKeys.open(ours / "devices" / "one"))
-        with raises(DeviceError, "server-of-other-certificate", saying=link.address):
+        with raises(DeviceError, "server-of-other-certificate", containing=link.address):
             check_server(link.address, DeviceKeys.open(others / "devices" / "one"))
-        with raises(RunError, "address-not-available", saying=link.address):
+        with raises(RunError, "address-not-available", containing=link.address):
             superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
-    with raises(DeviceError, "server-not-reachable", saying=link.address):
+    with raises(DeviceError, "server-not-reachable", containing=link.address):
         check_server(link.address, None)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
         keys = DeviceKeys.open(ours / "devices" / "one")
-        with raises(DeviceError, "server-without-tls", saying=link.address):
+        with raises(DeviceError, "server-without-tls", containing=link.address):
             check_server(link.address, keys)
 
 

@@ -56,7 +56,7 @@ def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
     result = {each["run"]: each["status"] for each in list_runs(tmp_path)}
     assert result == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
     assert [(each["run"], each["name"]) for each in list_runs(tmp_path / "a" / "first")] == [(".", "first")]
-    with raises(RunError, "folder-missing", saying=str(tmp_path / "none")):
+    with raises(RunError, "folder-missing", containing=str(tmp_path / "none")):
         Runs(tmp_path / "none")
 
 

@@ -86,7 +86,7 @@ def test_only_the_last_answer_of_a_conversation_is_trained_on(path: Path) -> Non
 def test_manually_changed_rows(path: Path, change: dict[str, Any], code: str, value: str) -> None:
     row = {**TEXT.to_feedback(correction="bad"), **change}
     path.write_text(json.dumps(TEXT.to_feedback("good")) + "\n" + json.dumps(row) + "\n")
-    with raises(DataError, code, saying="row 2"):
+    with raises(DataError, code, containing="row 2"):
         read_source(path)
     broken: list[str] = []
     assert len(read_source(path, broken=broken).rows) == 1 and value in broken[0]
@@ -94,7 +94,7 @@ def test_manually_changed_rows(path: Path, change: dict[str, Any], code: str, va
 
 def test_an_unknown_rating_and_other_rows(path: Path) -> None:
     path.write_text(json.dumps({**TEXT.to_feedback("good"), "rating": 5}) + "\n")
-    with raises(DataError, "feedback-unsound", saying="5"):
+    with raises(DataError, "feedback-unsound", containing="5"):
         read_source(path)
     append_feedback(path, [TEXT.to_feedback("good")])
     with path.open("a") as stream:

@@ -56,7 +56,7 @@ def test_columns_that_the_user_names_choose_the_form() -> None:
     both = rows({"text": "a", "prompt": "b", "completion": "c"})
     assert find_form(both, "the data").name == "prompt and completion"
     assert find_form(both, "the data", ["text"]).name == "text"
-    with raises(DataError, "form-unknown", saying="text, prompt, completion"):
+    with raises(DataError, "form-unknown", containing="text, prompt, completion"):
         find_form(both, "the data", ["txt"])
 
 
@@ -74,7 +74,7 @@ def test_the_error_for_unknown_columns_lists_known_forms() -> None:
 
 def test_a_file_has_one_form() -> None:
     mixed = rows({"text": "a"}, {"instruction": "a", "output": "b"})
-    with raises(DataError, "forms-mixed", saying="Alpaca, text"):
+    with raises(DataError, "forms-mixed", containing="Alpaca, text"):
         find_form(mixed, "the data")
 
 
@@ -122,13 +122,13 @@ def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
     ],
 )
 def test_invalid_rows_are_refused(fields: Mapping[str, Any], code: str, value: str) -> None:
-    with raises(RowError, code, saying=value):
+    with raises(RowError, code, containing=value):
         plain(fields)
 
 
 def test_a_row_of_another_form_is_refused() -> None:
     form = find_form(rows({"text": "a"}), "the data")
-    with raises(RowError, "row-of-other-form", saying="txt"):
+    with raises(RowError, "row-of-other-form", containing="txt"):
         form.row(Row(2, {"txt": "a"}), chat=False)
 
 

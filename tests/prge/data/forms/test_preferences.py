@@ -101,7 +101,7 @@ def test_prompt_and_answers_are_split(
     fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     if rejected is None:
-        with raises(RowError, "answer-empty", saying="rejected"):
+        with raises(RowError, "answer-empty", containing="rejected"):
             parse_pair(fields)
         return
     assert parse_pair(fields) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -138,7 +138,7 @@ def test_prompt_and_answers_are_split(
 def test_pairs_that_cant_be_used(changed: Mapping[str, Any], code: str) -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
-        with raises(DataError, code, saying="row 2"):
+        with raises(DataError, code, containing="row 2"):
             built(PAIR, {**PAIR, **changed}, objective=objective, tokenizer=CHAT)
 
 
@@ -170,7 +170,7 @@ def test_labels_of_tables_are_read(label: object) -> None:
 
 @pytest.mark.parametrize("label", ["good", 2, None, 0.5, ""])
 def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
-    with raises(DataError, "label-unknown", saying="--objective completion"):
+    with raises(DataError, "label-unknown", containing="--objective completion"):
         built(RATED[0], {**RATED[1], "label": label})
     examples, report = built(RATED[0], {**RATED[1], "label": label}, objective="completion")
     assert (len(examples), report.objective, examples[0].candidates) == (2, "completion", 1)
@@ -234,9 +234,9 @@ def test_a_prompt_that_is_too_long_is_cut_alike_for_both_answers() -> None:
     assert example.cut
     assert "prompts cut at the beginning" in report.summary()
     assert max(len(sequence.tokens) for sequence in example.sequences) <= 48
-    with raises(DataError, "row-too-long", saying="48"):
+    with raises(DataError, "row-too-long", containing="48"):
         built(long, length=48, overflow="error")
-    with raises(DataError, "overflow-does-not-fit", saying="pairs"):
+    with raises(DataError, "overflow-does-not-fit", containing="pairs"):
         built(long, length=48, overflow="split")
 
 
@@ -256,7 +256,7 @@ def test_a_weight_counts_and_must_be_a_number() -> None:
     assert [each.weight for each in examples] == [2, 0.5, 1]
     assert built({**PAIR, "weight": 3.0})[0][0].weight == 3
     for wrong in ("heavy", 0, -1, True and [1], float("inf"), 1e7):
-        with raises(DataError, "weight-unusable", saying="row 1"):
+        with raises(DataError, "weight-unusable", containing="row 1"):
             built({**fields, "weight": wrong})
 
 
@@ -270,16 +270,16 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
 
     assert [each.candidates for each in built_of("auto")] == [2, 2]
     assert [each.candidates for each in built_of("completion")] == [1, 1]
-    with raises(DataError, "objective-does-not-fit", saying="mood"):
+    with raises(DataError, "objective-does-not-fit", containing="mood"):
         built_of("dpo")
 
 
 def test_rows_without_a_column_are_reported() -> None:
     objective: ObjectiveName
     for objective in ("dpo", "kto"):
-        with raises(DataError, "row-of-other-form", saying="row 2"):
+        with raises(DataError, "row-of-other-form", containing="row 2"):
             built(PAIR, {"chosen": "a"}, objective=objective)
-    with raises(DataError, "row-of-other-form", saying="row 2"):
+    with raises(DataError, "row-of-other-form", containing="row 2"):
         built(RATED[0], {"completion": "a", "label": True})
 
 
@@ -289,9 +289,9 @@ def test_ratings_are_completions_for_verbs_that_know_no_preferences() -> None:
 
 
 def test_rows_and_objective_must_fit() -> None:
-    with raises(DataError, "objective-does-not-fit", saying="dpo"):
+    with raises(DataError, "objective-does-not-fit", containing="dpo"):
         built(*RATED, objective="dpo")
-    with raises(DataError, "objective-does-not-fit", saying="kto"):
+    with raises(DataError, "objective-does-not-fit", containing="kto"):
         built({"text": "a cat"}, objective="kto")
-    with raises(DataError, "rows-of-preferences", saying="pairs"):
+    with raises(DataError, "rows-of-preferences", containing="pairs"):
         built(PAIR, objective=None)

@@ -209,7 +209,7 @@ def test_label_of_choices_by_index_or_column() -> None:
 def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, value: str) -> None:
     row = {**GOLDEN[name][0], **change}
     task = load_task(name)
-    with raises(RowError, code, saying=value):
+    with raises(RowError, code, containing=value):
         task.prompt(row)
         if task.is_completion:
             task.answers(row)
@@ -218,7 +218,7 @@ def test_rows_that_do_not_fit(name: str, change: Mapping[str, Any], code: str, v
 
 
 def test_missing_column() -> None:
-    with raises(RowError, "column-missing", saying="sentence"):
+    with raises(RowError, "column-missing", containing="sentence"):
         load_task("sst2").prompt({"text": "a"})
 
 
@@ -344,7 +344,7 @@ def test_generation_settings() -> None:
 
 
 def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
-    with raises(ConfigError, "task-unknown", saying="sst2"):
+    with raises(ConfigError, "task-unknown", containing="sst2"):
         load_task("sst-2")
     path = tmp_path / "a.yaml"
     path.write_text("name: [\n")
@@ -375,7 +375,7 @@ def test_a_hostile_task_file_is_refused_in_a_short_message(tmp_path: Path, name:
     content, code, value = HOSTILE[name]
     path = tmp_path / "task.yaml"
     path.write_text(content)
-    with raises(ConfigError, code, saying=value) as caught:
+    with raises(ConfigError, code, containing=value) as caught:
         load_task(path)
     assert len(str(caught.value)) < 3000
 

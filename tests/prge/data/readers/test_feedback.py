@@ -64,7 +64,7 @@ def test_a_file_with_other_content_is_refused_unchanged(tmp_path: Path, content:
     path = tmp_path / "people.csv"
     path.write_bytes(content)
     path.chmod(0o644)
-    with raises(DataError, "feedback-foreign", saying=str(path)):
+    with raises(DataError, "feedback-foreign", containing=str(path)):
         check_feedback(path)
     assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
 
@@ -88,7 +88,7 @@ def test_other_types_of_files_take_no_feedback(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "link", tmp_path / "pipe", tmp_path / "none" / "feedback.jsonl"):
-        with raises(RunError, "write-failed", saying=str(other)):
+        with raises(RunError, "write-failed", containing=str(other)):
             check_feedback(other)
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_is_replaced_meanwhile_is_checked_again(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for path in (tmp_path, tmp_path / "link", tmp_path / "none" / "feedback.jsonl"):
-        with raises(RunError, "write-failed", saying=str(path)):
+        with raises(RunError, "write-failed", containing=str(path)):
             append_feedback(path, [ROW])
     assert not (tmp_path / "target").exists()
 

@@ -42,7 +42,7 @@ def test_jsonl_by_the_name_of_json(write: Write) -> None:
 def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two bytes in a file take hundreds of bytes in memory."""
     monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
-    with raises(DataError, "file-expands", saying="202"):
+    with raises(DataError, "file-expands", containing="202"):
         read_rows(write("a.csv", "a\n" + "b\n" * 100))
     assert len(read_rows(write("b.csv", "text\n" + "four\n" * 100))) == 100
 
@@ -59,7 +59,7 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(table, path)
     assert read_rows(path) == [Row(1, {"messages": turns, "n": 1, "day": day, "b": 0.5}), Row(2, {"n": 2})]
     path.write_bytes(b"PAR1 no table")
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 
@@ -97,10 +97,10 @@ def test_values_that_are_no_text_are_refused_with_row_and_column(
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[variant])}), path)
     (row,) = read_rows(path)
-    with raises(RowError, "column-not-text", saying=message):
+    with raises(RowError, "column-not-text", containing=message):
         get_text(row.fields, "text")
     if variant not in ("int64", "bool", "double"):
-        with raises(RowError, "column-not-text", saying="text"):
+        with raises(RowError, "column-not-text", containing="text"):
             Template.parse("{text}").render(row.fields)
 
 
@@ -166,7 +166,7 @@ def test_a_file_of_one_row_is_one_row(write: Write, fields: dict[str, Any]) -> N
 def test_parts_of_a_json_file(write: Write) -> None:
     path = write("a.json", '{"train": [{"text": "one"}], "validation": [{"text": "two"}]}')
     assert read_rows(path, part="dev") == [Row(1, {"text": "two"})]
-    with raises(DataError, "rows-unreadable", saying="validation"):
+    with raises(DataError, "rows-unreadable", containing="validation"):
         read_rows(path, part="test")
 
 
@@ -186,7 +186,7 @@ def test_pandas_layouts_are_those_that_pandas_reads(tmp_path: Path) -> None:
 
 def test_parquet_without_its_library(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with raises(DataError, "package-missing", saying="pyarrow"):
+    with raises(DataError, "package-missing", containing="pyarrow"):
         read_rows(write("a.parquet", b"PAR1"))
 
 
@@ -316,7 +316,7 @@ def test_ranges_of_one_shuffle_share_no_row(count: int, seed: int, cut: int) -> 
 
 
 def test_selection_that_leaves_nothing() -> None:
-    with raises(DataError, "selection-empty", saying="3"):
+    with raises(DataError, "selection-empty", containing="3"):
         select_rows([1, 2, 3], Selection(start=3))
 
 
@@ -340,5 +340,5 @@ def test_a_table_of_very_many_columns_is_read_in_time(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     header = "\t".join(f"c{number}" for number in range(100_000))
     path.write_text(f"{header}\n" + "a\n" * 1000)
-    with raises(DataError, "rows-unreadable", saying="100000"):
+    with raises(DataError, "rows-unreadable", containing="100000"):
         read_rows(path)

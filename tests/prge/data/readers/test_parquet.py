@@ -109,7 +109,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
     text = pyarrow.StringArray.from_buffers(2, *content.buffers()[1:])
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": text}), path)
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 
@@ -117,7 +117,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
-    with raises(DataError, "parquet-damaged", saying=str(path)):
+    with raises(DataError, "parquet-damaged", containing=str(path)):
         read_rows(path)
 
 

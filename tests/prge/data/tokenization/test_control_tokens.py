@@ -289,7 +289,7 @@ def test_a_row_may_set_how_control_tokens_are_read() -> None:
         own_tokenizer, row, {**row, "control_tokens": "text"}, {**row, "control_tokens": "prompt"}
     )
     assert [tokens_of(each).count(2) for each in (first, second, third)] == [3, 1, 2]
-    with raises(DataError, "control-tokens-unknown", saying="'no'"):
+    with raises(DataError, "control-tokens-unknown", containing="'no'"):
         built(own_tokenizer, {**row, "control_tokens": "no"})
 
 

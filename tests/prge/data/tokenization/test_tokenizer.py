@@ -142,7 +142,7 @@ def test_control_tokens_have_ids_by_their_names(tokenizer: Tokenizer) -> None:
 def test_damaged_folder(
     tmp_path: Path, content: str | None, block: dict[str, Any], code: str, named: str
 ) -> None:
-    with raises(BundleError, code, saying=named):
+    with raises(BundleError, code, containing=named):
         load_tokenizer(save(tmp_path, content), block)
 
 
@@ -291,7 +291,7 @@ def test_a_window_grows_until_it_can_be_joined() -> None:
 
 
 def test_an_endless_word_is_refused() -> None:
-    with raises(DataError, "text-not-divisible", saying="262144"):
+    with raises(DataError, "text-not-divisible", containing="262144"):
         Tokenizer(threes()).encode("b" + "a" * (3 * LONGEST_WINDOW))
 
 

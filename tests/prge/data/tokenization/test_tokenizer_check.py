@@ -112,7 +112,7 @@ TEMPLATE = {
 def test_hostile_files_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Json, message: str
 ) -> None:
-    with raises(BundleError, "tokenizer-damaged", saying=message) as caught:
+    with raises(BundleError, "tokenizer-damaged", containing=message) as caught:
         load(tmp_path, {**base(), **change})
     assert message in str(caught.value)
 
@@ -169,7 +169,7 @@ def test_a_text_that_the_library_refuses_is_refused_when_it_comes(tmp_path: Path
     content = {**base(), "pre_tokenizer": None, "model": {**model, "vocab": {"a": 0}}, "added_tokens": []}
     tokenizer = load(tmp_path, content)
     assert tokenizer.encode("a") == [0]
-    with raises(DataError, "text-not-encodable", saying="[UNK]"):
+    with raises(DataError, "text-not-encodable", containing="[UNK]"):
         tokenizer.encode("bad")
 
 

@@ -252,7 +252,7 @@ def test_clipping_keeps_values_that_are_not_finite(bad: float, limits: dict[str,
 
 def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> None:
     check_single_sequences([*ROWS["candidates"], *CLASSES])
-    with raises(ConfigError, "clipping-several-sequences", saying="row 1"):
+    with raises(ConfigError, "clipping-several-sequences", containing="row 1"):
         check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 

@@ -110,7 +110,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
 def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     settings = make_settings(steps=2)
     run(settings)
-    with raises(RunError, "run-exists", saying=str(settings.out)):
+    with raises(RunError, "run-exists", containing=str(settings.out)):
         run(settings)
     assert (settings.out / "final" / WEIGHTS).is_file()
 
@@ -118,7 +118,7 @@ def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
 def test_another_run_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with raises(RunError, "folder-occupied", saying=str(tmp_path / "run")):
+    with raises(RunError, "folder-occupied", containing=str(tmp_path / "run")):
         run(make_settings())
 
 
@@ -151,7 +151,7 @@ def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
 def test_settings_without_meaning_are_named(
     make_settings: MakeSettings, changes: dict[str, Any], value: str
 ) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         make_settings(**changes)
 
 

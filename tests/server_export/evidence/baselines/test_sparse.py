@@ -150,7 +150,7 @@ def test_only_what_the_scheme_has_changes_and_the_analysis_counts(tmp_path: Path
 
 def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", bigram_completions(1))
-    with raises(ConfigError, "rows-too-few", saying="1 training rows"):
+    with raises(ConfigError, "rows-too-few", containing="1 training rows"):
         prepare(problem, SETTINGS)
     with raises(ConfigError, "nothing-to-update"):
         prepare(tiny_problem(tmp_path / "b", "llama"), method_settings("sparse-bp", memory_share=0.01))

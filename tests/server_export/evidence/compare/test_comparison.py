@@ -115,18 +115,18 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
 
 
 def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
-    with raises(RunError, "verb-failed", saying="export said this"):
+    with raises(RunError, "verb-failed", containing="export said this"):
         run(tmp_path / "cmp", FakeVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "cmp", FakeVerbs(), *BOTH)
-    with raises(RunError, "settings-changed", saying="rank was 8, is 4"):
+    with raises(RunError, "settings-changed", containing="rank was 8, is 4"):
         run(tmp_path / "cmp", FakeVerbs(), *BOTH, "--rank", 4)
     (tmp_path / "cmp/config.yaml").write_text("")
     with raises(RunError, "settings-changed"):
         run(tmp_path / "cmp", FakeVerbs(), *BOTH)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
-    with raises(RunError, "not-a-comparison", saying=str(tmp_path / "full")):
+    with raises(RunError, "not-a-comparison", containing=str(tmp_path / "full")):
         run(tmp_path / "full", FakeVerbs(), *BOTH)

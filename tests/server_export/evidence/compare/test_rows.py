@@ -40,7 +40,7 @@ def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
 
 def test_splits_that_share_rows_are_refused(data: Path, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", *words(data, "rows.jsonl"), "--dev-start", 8)
-    with raises(DataError, "splits-share-rows", saying="train and dev"):
+    with raises(DataError, "splits-share-rows", containing="train and dev"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -48,7 +48,7 @@ def test_rows_that_changed_are_refused(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", "--dev-limit", 4)
     write_splits(settings, tmp_path / "written")
     (tmp_path / "written/dev.jsonl").write_text("{}\n")
-    with raises(RunError, "rows-changed", saying="dev.jsonl"):
+    with raises(RunError, "rows-changed", containing="dev.jsonl"):
         write_splits(settings, tmp_path / "written")
 
 
@@ -63,5 +63,5 @@ def test_files_of_a_folder_are_selected_by_name(tmp_path: Path) -> None:
     result = {part: json.loads(path.read_text()) for part, path in written.items()}
     assert result == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
     (folder / "dev.csv").touch()
-    with raises(DataError, "part-missing", saying="valid.jsonl, dev.csv"):
+    with raises(DataError, "part-missing", containing="valid.jsonl, dev.csv"):
         write_splits(settings, tmp_path / "again")

@@ -79,7 +79,7 @@ def test_mistakes_end_with_code_2(
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with raises(ConfigError, "no-such-method", saying="tangents") as raised:
+    with raises(ConfigError, "no-such-method", containing="tangents") as raised:
         chosen_methods(["tangents", "backprop"], 16)
     assert len(raised.value.problems) == 2
     assert "p-rge-q16" in raised.value.remedy

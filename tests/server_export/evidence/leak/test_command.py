@@ -90,20 +90,20 @@ def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) ->
     ],
 )
 def test_settings_that_cannot_be(words: str, value: str) -> None:
-    with raises(ConfigError, "settings-unusable", saying=value):
+    with raises(ConfigError, "settings-unusable", containing=value):
         parse(words)
 
 
 def test_too_few_rows(folder: Path) -> None:
     settings = LeakSettings(model=str(folder / "model"), rows=folder / "rows.jsonl", lengths=[40])
-    with raises(DataError, "rows-too-few", saying="40"):
+    with raises(DataError, "rows-too-few", containing="40"):
         leak(settings, output)
 
 
 def test_an_encoder_is_refused(folder: Path) -> None:
     save_model(folder / "encoder", "bert")
     settings = LeakSettings(model=str(folder / "encoder"), rows=folder / "rows.jsonl")
-    with raises(ConfigError, "encoder-not-attacked", saying="encoder"):
+    with raises(ConfigError, "encoder-not-attacked", containing="encoder"):
         leak(settings, output)
 
 

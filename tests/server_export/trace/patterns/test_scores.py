@@ -131,7 +131,7 @@ def test_short_rows_select_all_tokens(count: int) -> None:
         return torch.softmax(scores.masked_fill(marks == 0, LEAST), -1)
 
     if count < LONGEST:
-        with raises(Refusal, "token-budget", saying="8 tokens") as caught:
+        with raises(Refusal, "token-budget", containing="8 tokens") as caught:
             folded(chosen, decoder=False)
         assert "9 tokens" in caught.value.what
         return
